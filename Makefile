@@ -1,0 +1,60 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# An index that serves torch's CPU build under the name `torch`, for example https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PYTEST_FLAGS ?=
+
+export TORCHDYNAMO_DISABLE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+STAMP := $(VENV)/.installed
+SOURCES := protos client rollout_server learner
+
+.PHONY: install quickstart smollm2 test test-slow lint type protos protos-check wheel-check clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml requirements/cpu.txt requirements/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu.txt
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+models/tiny/config.json: | $(STAMP)
+	$(BIN)/python deploy/make_tiny_model.py models/tiny
+
+quickstart: $(STAMP) models/tiny/config.json
+	rm -rf runs/quickstart
+	$(BIN)/slipstream run deploy/configs/quickstart.toml
+
+models/smollm2/config.json: | $(STAMP)
+	$(BIN)/python deploy/make_smollm2_model.py models/smollm2
+
+smollm2: $(STAMP) models/smollm2/config.json
+	rm -rf runs/smollm2
+	$(BIN)/slipstream run deploy/configs/smollm2.toml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(STAMP)
+	$(BIN)/mypy
+
+protos: $(STAMP)
+	$(BIN)/python protos/generate.py protos
+
+protos-check: $(STAMP)
+	$(BIN)/python protos/generate.py --check protos
+
+clean:
+	rm -rf $(VENV) build dist models runs .pytest_cache .mypy_cache .ruff_cache

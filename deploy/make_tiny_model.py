@@ -1,0 +1,97 @@
+"""Makes a tiny random Llama with a tokenizer of 28 words, as a Hugging Face folder: the model of the quickstart."""
+
+from __future__ import annotations
+
+import argparse
+import string
+from pathlib import Path
+
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<reply>"]
+WORDS = [*string.ascii_lowercase, "0", "1"]
+CHAT_TEMPLATE = (
+    "{{ '<s>' }}"
+    "{% for message in messages %}"
+    "{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ '</s>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Saves a tokenizer whose tokens are single words; text between them is split at white space."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL_TOKENS, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<reply>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+def make_model(
+    folder: Path,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    tie_word_embeddings: bool,
+    seed: int,
+) -> None:
+    """Saves a random Llama in float32 with heads of 32 dimensions, the smallest that vLLM's CPU attention takes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL_TOKENS) + len(WORDS),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=32,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tie_word_embeddings,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def main() -> None:
+    """Writes the folder that the first argument names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--num-attention-heads", type=int, default=2)
+    parser.add_argument("--num-key-value-heads", type=int, default=1)
+    parser.add_argument("--tie-word-embeddings", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(arguments.folder)
+    make_model(
+        arguments.folder,
+        num_layers=arguments.num_layers,
+        hidden_size=arguments.hidden_size,
+        num_attention_heads=arguments.num_attention_heads,
+        num_key_value_heads=arguments.num_key_value_heads,
+        tie_word_embeddings=arguments.tie_word_embeddings,
+        seed=arguments.seed,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Generates the Python code of slipstream/v1/*.proto, or checks that the committed code is what would be generated."""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import importlib.resources
+import sys
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc
+
+
+def generate(root: Path, out: Path) -> list[Path]:
+    """Writes *_pb2.py, *_pb2.pyi and *_pb2_grpc.py for every .proto file below `root` and returns their paths under `out`."""
+    files = sorted(path.relative_to(root) for path in root.glob("slipstream/v1/*.proto"))
+    include = importlib.resources.files("grpc_tools") / "_proto"
+    arguments = [
+        "protoc",
+        f"-I{root}",
+        f"-I{include}",
+        f"--python_out={out}",
+        f"--pyi_out={out}",
+        f"--grpc_python_out={out}",
+    ]
+    if protoc.main([*arguments, *map(str, files)]) != 0:
+        raise SystemExit("protoc failed")
+    return sorted(out.glob("slipstream/v1/*_pb2*"))
+
+
+def main() -> int:
+    """Exit code 1 when --check finds a difference."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.check:
+        generate(arguments.root, arguments.root)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        made = generate(arguments.root, Path(folder))
+        stale = [
+            path.name
+            for path in made
+            if not _same(path, arguments.root / "slipstream/v1" / path.name)
+        ]
+    if stale:
+        print(
+            f"not what the .proto files say: {', '.join(stale)}; run `make protos`", file=sys.stderr
+        )
+    return 1 if stale else 0
+
+
+def _same(made: Path, committed: Path) -> bool:
+    return committed.is_file() and filecmp.cmp(made, committed, shallow=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

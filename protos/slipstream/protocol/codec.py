@@ -1,0 +1,204 @@
+"""Between `Trajectory` and its wire form.
+
+Arrays travel as packed little-endian bytes: four for a context token, eight for a sampled one (id and log-probability).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    GroupId,
+    LogprobArray,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    TokenArray,
+    Trajectory,
+    VersionSpan,
+)
+from slipstream.v1 import trajectory_pb2 as pb
+
+MAX_TRAJECTORY_BYTES = 32 << 20
+PROTOCOL_VERSION = 1
+
+
+def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
+    """The wire form of a policy version."""
+    return pb.PolicyVersion(incarnation=version.incarnation, step=version.step)
+
+
+def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
+    """The policy version of a wire form."""
+    return PolicyVersion(message.incarnation, message.step)
+
+
+def pack_tokens(token_ids: TokenArray) -> bytes:
+    """Four bytes a token, little endian."""
+    return np.ascontiguousarray(token_ids, dtype="<u4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> TokenArray:
+    """Inverse of `pack_tokens`; ProtocolError when the length is no multiple of four."""
+    if len(data) % 4:
+        raise ProtocolError(f"token ids must be a multiple of 4 bytes, got {len(data)}")
+    return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+
+
+def pack_logprobs(logprobs: LogprobArray) -> bytes:
+    """Four bytes a value, little-endian float32."""
+    return np.ascontiguousarray(logprobs, dtype="<f4").tobytes()
+
+
+def unpack_logprobs(data: bytes) -> LogprobArray:
+    """Inverse of `pack_logprobs`; ProtocolError when the length is no multiple of four."""
+    if len(data) % 4:
+        raise ProtocolError(f"log-probabilities must be a multiple of 4 bytes, got {len(data)}")
+    return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+
+
+def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
+    """The wire form of a trajectory."""
+    token_ids, logprobs = (
+        pack_tokens(trajectory.token_ids),
+        pack_logprobs(trajectory.behavior_logprobs),
+    )
+    message = pb.Trajectory(
+        run_id=trajectory.run_id,
+        group_id=trajectory.group_id,
+        member=trajectory.member,
+        attempt=trajectory.attempt,
+        server_id=trajectory.server_id,
+        server_epoch=trajectory.server_epoch,
+        environment=trajectory.environment,
+        task_index=trajectory.task_index,
+        seed=trajectory.seed,
+        purpose=pb.EpisodePurpose.ValueType(trajectory.purpose.value),
+        status=pb.EpisodeStatus.ValueType(trajectory.status.value),
+        will_retry=trajectory.will_retry,
+        token_ids=token_ids,
+        run_lengths=trajectory.run_lengths,
+        behavior_logprobs=logprobs,
+        version_spans=[
+            pb.VersionSpan(length=span.length, version=version_to_pb(span.version))
+            for span in trajectory.version_spans
+        ],
+        reward=trajectory.reward,
+        metrics=trajectory.metrics,
+        num_turns=trajectory.num_turns,
+        generation_s=trajectory.generation_s,
+        environment_s=trajectory.environment_s,
+        checksum=_checksum(token_ids, logprobs),
+        prompt_text=trajectory.prompt_text,
+        reply_text=trajectory.reply_text,
+    )
+    if trajectory.failure is not None:
+        message.failure.kind = pb.FailureKind.ValueType(trajectory.failure.kind.value)
+        message.failure.message = trajectory.failure.message
+    return message
+
+
+def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
+    """The trajectory of a wire form; ProtocolError names what does not fit together."""
+    if _checksum(message.token_ids, message.behavior_logprobs) != message.checksum:
+        raise ProtocolError(f"group {message.group_id}: the checksum of the arrays is wrong")
+    try:
+        purpose, status = Purpose(message.purpose), Status(message.status)
+        failure = (
+            Failure(FailureKind(message.failure.kind), message.failure.message)
+            if message.HasField("failure")
+            else None
+        )
+    except ValueError as error:
+        raise ProtocolError(f"group {message.group_id}: {error}") from error
+    trajectory = Trajectory(
+        run_id=message.run_id,
+        group_id=GroupId(message.group_id),
+        member=message.member,
+        attempt=message.attempt,
+        server_id=ServerId(message.server_id),
+        server_epoch=message.server_epoch,
+        environment=message.environment,
+        task_index=message.task_index,
+        seed=message.seed,
+        purpose=purpose,
+        status=status,
+        failure=failure,
+        will_retry=message.will_retry,
+        token_ids=unpack_tokens(message.token_ids),
+        run_lengths=tuple(message.run_lengths),
+        behavior_logprobs=unpack_logprobs(message.behavior_logprobs),
+        version_spans=tuple(
+            VersionSpan(span.length, version_from_pb(span.version))
+            for span in message.version_spans
+        ),
+        reward=message.reward,
+        metrics=dict(message.metrics),
+        num_turns=message.num_turns,
+        generation_s=message.generation_s,
+        environment_s=message.environment_s,
+        prompt_text=message.prompt_text,
+        reply_text=message.reply_text,
+    )
+    _check(trajectory)
+    return trajectory
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """The bytes that a queue carries; ProtocolError above 32 MiB."""
+    data = trajectory_to_pb(trajectory).SerializeToString()
+    if len(data) > MAX_TRAJECTORY_BYTES:
+        raise ProtocolError(
+            f"trajectory {trajectory.trajectory_id} has {len(data)} bytes, more than {MAX_TRAJECTORY_BYTES}"
+        )
+    return data
+
+
+def decode_trajectory(data: bytes) -> Trajectory:
+    """Inverse of `encode_trajectory`; ProtocolError for anything that it did not write."""
+    if len(data) > MAX_TRAJECTORY_BYTES:
+        raise ProtocolError(f"a trajectory of {len(data)} bytes, more than {MAX_TRAJECTORY_BYTES}")
+    try:
+        message = pb.Trajectory.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"not a trajectory: {error}") from error
+    return trajectory_from_pb(message)
+
+
+def merge_spans(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """The same spans with neighbours of one version joined and empty ones left out."""
+    grouped = itertools.groupby(
+        (span for span in spans if span.length), key=lambda span: span.version
+    )
+    return tuple(VersionSpan(sum(span.length for span in run), version) for version, run in grouped)
+
+
+def _checksum(token_ids: bytes, logprobs: bytes) -> int:
+    return zlib.crc32(logprobs, zlib.crc32(token_ids))
+
+
+def _check(trajectory: Trajectory) -> None:
+    name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
+    if sum(trajectory.run_lengths) != len(trajectory.token_ids):
+        raise ProtocolError(
+            f"{name}: runs of {sum(trajectory.run_lengths)} tokens, but {len(trajectory.token_ids)} tokens"
+        )
+    if len(trajectory.behavior_logprobs) != sampled:
+        raise ProtocolError(
+            f"{name}: {len(trajectory.behavior_logprobs)} log-probabilities for {sampled} sampled tokens"
+        )
+    if sum(span.length for span in trajectory.version_spans) != sampled:
+        raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
+    if not math.isfinite(trajectory.reward):
+        raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
+    if not np.isfinite(trajectory.behavior_logprobs).all():
+        raise ProtocolError(f"{name}: a log-probability is not a finite number")

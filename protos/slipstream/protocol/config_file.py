@@ -1,0 +1,171 @@
+"""Reads a TOML file and dotted overrides into a `Config`, and checks it against the model before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import tomli_w
+from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic_core import ErrorDetails
+
+from slipstream.protocol.config import Config, LearnerSection
+from slipstream.protocol.errors import ConfigError
+
+Table: TypeAlias = dict[str, JsonValue]
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The checked settings of `path`, with overrides such as "algorithm.max_staleness=0" (TOML values) on top.
+
+    ConfigError: one line that names the value and the rule; for an unknown key the nearest right one.
+    """
+    try:
+        with path.open("rb") as file:
+            table: Table = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for override in overrides:
+        _apply_override(table, override)
+    return parse_config(table, source=str(path))
+
+
+def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
+    """The checked settings of a table; ConfigError as for `load_config`."""
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_describe(error.errors()[0])}") from None
+
+
+def dump_config(config: Config) -> str:
+    """All settings, defaults included, as TOML that `load_config` reads back."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def check_model(config: Config) -> None:
+    """Checks the model folder and the sizes that depend on it; ConfigError, before anything is loaded."""
+    folder = config.model.path
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder, got {folder}, which does not exist"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder, but {folder} has no config.json"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path must hold safetensors weights, but {folder} has none")
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
+        )
+    try:
+        sizes = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    check_heads(config.learner, sizes)
+    longest = sizes.get("max_position_embeddings")
+    if isinstance(longest, int) and config.sampling.max_episode_tokens > longest:
+        raise ConfigError(
+            f"sampling.max_episode_tokens must be at most the model's max_position_embeddings, "
+            f"got {config.sampling.max_episode_tokens} and {longest}"
+        )
+    heads, groups = sizes.get("num_attention_heads", 1), sizes.get("num_key_value_heads", 1)
+    rollout_tp = config.rollout_server.tensor_parallel_size
+    if heads % rollout_tp or (groups % rollout_tp and rollout_tp % groups):
+        raise ConfigError(
+            f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, got {rollout_tp}"
+        )
+
+
+def check_heads(learner: LearnerSection, sizes: Mapping[str, JsonValue]) -> None:
+    """ConfigError when tensor or pipeline parallelism does not divide the model."""
+    tp, pp, vpp = learner.parallel.tp, learner.parallel.pp, learner.parallel.vpp or 1
+    for key, noun in (
+        ("num_attention_heads", "attention heads"),
+        ("num_key_value_heads", "key-value heads"),
+    ):
+        number = sizes.get(key)
+        if isinstance(number, int) and number % tp:
+            raise ConfigError(
+                f"learner.parallel.tp must divide the model's {number} {noun}, got {tp}"
+            )
+    layers = sizes.get("num_hidden_layers")
+    if isinstance(layers, int) and layers % (pp * vpp):
+        raise ConfigError(
+            f"learner.parallel.pp * vpp must divide the model's {layers} layers, got {pp * vpp}"
+        )
+
+
+def _apply_override(table: Table, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"an override is section.key=value, got {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().removeprefix("--").split(".")
+    place: JsonValue = table
+    for parent in parents:
+        if isinstance(place, list):
+            if not (parent.isdigit() and int(parent) < len(place)):
+                raise ConfigError(f"{override!r}: there is no entry {parent}")
+            place = place[int(parent)]
+        elif isinstance(place, dict):
+            place = place.setdefault(parent, {})
+    if not isinstance(place, dict):
+        raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
+    place[last] = value
+
+
+def _describe(error: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        return f"unknown key {where!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{where} is required"
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    rule = error["msg"][0].lower() + error["msg"][1:]
+    return f"{where}: {rule}, got {error['input']!r}"
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        found = next(
+            (
+                a
+                for a in _alternatives(annotation)
+                if isinstance(a, type) and issubclass(a, BaseModel)
+            ),
+            None,
+        )
+        if found is None:
+            return []
+        model = found
+    return list(model.model_fields)
+
+
+def _alternatives(annotation: object) -> list[object]:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        return [a for argument in typing.get_args(annotation) for a in _alternatives(argument)]
+    return [annotation]

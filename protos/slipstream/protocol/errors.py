@@ -1,0 +1,56 @@
+"""The errors that Slipstream raises.
+
+SlipstreamError
+├── ConfigError (also ValueError)   a setting, an argument or an address cannot work
+├── ProtocolError                   a message that no correct peer sends
+├── QueueError
+│   └── TrajectoryQueueFull         no free place within the limit
+├── StalenessError                  a trained token would be older than the promise
+├── WeightSyncError                 new weights could not be delivered or proved
+├── EnvironmentFailed               an environment gave no usable answer
+└── RunFailed                       the run cannot go on
+"""
+
+from __future__ import annotations
+
+from slipstream.v1 import trajectory_pb2
+
+
+class SlipstreamError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(SlipstreamError, ValueError):
+    """A setting, argument or address that cannot work; the message is one line with the value and the rule."""
+
+
+class ProtocolError(SlipstreamError):
+    """A message that no correct peer sends: wrong lengths, a bad checksum, another protocol version."""
+
+
+class QueueError(SlipstreamError):
+    """The trajectory queue cannot do what was asked."""
+
+
+class TrajectoryQueueFull(QueueError):
+    """`put` waited longer than its limit for free bytes; the trajectory was not stored."""
+
+
+class StalenessError(SlipstreamError):
+    """A token of a batch is older than `max_staleness` allows: the rules were broken, so it means a bug."""
+
+
+class WeightSyncError(SlipstreamError):
+    """A publish did not reach a server whole and proved."""
+
+
+class EnvironmentFailed(SlipstreamError):
+    """An environment raised, hung, left, or judged with something that is no reward; `kind` says which."""
+
+    def __init__(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RunFailed(SlipstreamError):
+    """The run stopped before its last step; the message is the cause."""

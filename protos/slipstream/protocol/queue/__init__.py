@@ -1,0 +1,1 @@
+"""The trajectory queue: how finished trajectories reach the controller, at least once."""

@@ -1,0 +1,134 @@
+"""The facts that travel between the parts, as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+GroupId = NewType("GroupId", str)
+TrajectoryId = NewType("TrajectoryId", str)
+ServerId = NewType("ServerId", str)
+
+TokenArray = npt.NDArray[np.uint32]
+LogprobArray = npt.NDArray[np.float32]
+
+
+class PolicyVersion(NamedTuple):
+    """How many training steps made the weights (`step`), on which timeline (`incarnation`)."""
+
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.step}" if self.incarnation == 0 else f"{self.step}/{self.incarnation}"
+
+
+class VersionSpan(NamedTuple):
+    """`length` consecutive sampled tokens that `version` sampled."""
+
+    length: int
+    version: PolicyVersion
+
+
+class Status(Enum):
+    """How an episode ended."""
+
+    COMPLETED = 1
+    TRUNCATED = 2
+    FAILED = 3
+    CANCELLED = 4
+
+
+class FailureKind(Enum):
+    """Who is to blame for an episode without a reward."""
+
+    ENVIRONMENT = 1
+    TIMEOUT = 2
+    ENGINE = 3
+    INFRASTRUCTURE = 4
+
+
+class Purpose(Enum):
+    """What an episode is for; evaluation episodes are never trained."""
+
+    TRAINING = 1
+    EVALUATION = 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an episode has no reward."""
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """What one attempt at one episode recorded.
+
+    `token_ids` holds context and sampled tokens in the order in which the model saw them; `run_lengths` alternates
+    context, sampled, context, sampled, ... and adds up to their number. `behavior_logprobs` (natural logarithm, after
+    temperature and truncation of the distribution) and `version_spans` run over the sampled tokens only.
+    """
+
+    run_id: str
+    group_id: GroupId
+    member: int
+    attempt: int
+    server_id: ServerId
+    server_epoch: int
+    environment: str
+    task_index: int
+    seed: int
+    purpose: Purpose
+    status: Status
+    failure: Failure | None = None
+    will_retry: bool = False
+    token_ids: TokenArray
+    run_lengths: tuple[int, ...]
+    behavior_logprobs: LogprobArray
+    version_spans: tuple[VersionSpan, ...]
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_turns: int = 0
+    generation_s: float = 0.0
+    environment_s: float = 0.0
+    prompt_text: str = ""
+    reply_text: str = ""
+
+    @property
+    def trajectory_id(self) -> TrajectoryId:
+        """Identity: the same attempt on the same server epoch, delivered twice, has it twice."""
+        return TrajectoryId(f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}")
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Number of tokens that the model sampled."""
+        return sum(self.run_lengths[1::2])
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the environment judged the episode: only then may it be trained."""
+        return self.status in (Status.COMPLETED, Status.TRUNCATED)
+
+    @property
+    def oldest_version(self) -> PolicyVersion | None:
+        """The oldest version that sampled a token of it; None without sampled tokens."""
+        return min((span.version for span in self.version_spans), default=None)
+
+    def sampled_mask(self) -> npt.NDArray[np.bool_]:
+        """One flag for each token of `token_ids`: the model sampled it."""
+        flags = np.arange(len(self.run_lengths)) % 2 == 1
+        return np.repeat(flags, self.run_lengths)
+
+    def with_failure(self, failure: Failure, *, will_retry: bool) -> Trajectory:
+        """The same recording as a failed episode."""
+        return dataclasses.replace(
+            self, status=Status.FAILED, failure=failure, will_retry=will_retry, reward=0.0
+        )

@@ -1,0 +1,207 @@
+from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EnvironmentState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENVIRONMENT_STATE_UNSPECIFIED: _ClassVar[EnvironmentState]
+    ENVIRONMENT_STATE_PENDING: _ClassVar[EnvironmentState]
+    ENVIRONMENT_STATE_READY: _ClassVar[EnvironmentState]
+    ENVIRONMENT_STATE_SUSPENDED: _ClassVar[EnvironmentState]
+ENVIRONMENT_STATE_UNSPECIFIED: EnvironmentState
+ENVIRONMENT_STATE_PENDING: EnvironmentState
+ENVIRONMENT_STATE_READY: EnvironmentState
+ENVIRONMENT_STATE_SUSPENDED: EnvironmentState
+
+class EnvironmentSpec(_message.Message):
+    __slots__ = ("name", "reference", "args_json", "weight", "timeout_s", "num_workers", "search_path", "purpose")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SEARCH_PATH_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reference: str
+    args_json: str
+    weight: float
+    timeout_s: float
+    num_workers: int
+    search_path: str
+    purpose: _trajectory_pb2.EpisodePurpose
+    def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ..., args_json: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_workers: _Optional[int] = ..., search_path: _Optional[str] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ...) -> None: ...
+
+class EnvironmentStatus(_message.Message):
+    __slots__ = ("spec", "state", "num_tasks", "cause", "groups_accepted", "groups_failed", "episodes_failed", "reward_mean")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    EPISODES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    spec: EnvironmentSpec
+    state: EnvironmentState
+    num_tasks: int
+    cause: str
+    groups_accepted: int
+    groups_failed: int
+    episodes_failed: int
+    reward_mean: float
+    def __init__(self, spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., state: _Optional[_Union[EnvironmentState, str]] = ..., num_tasks: _Optional[int] = ..., cause: _Optional[str] = ..., groups_accepted: _Optional[int] = ..., groups_failed: _Optional[int] = ..., episodes_failed: _Optional[int] = ..., reward_mean: _Optional[float] = ...) -> None: ...
+
+class SubmitEnvironmentRequest(_message.Message):
+    __slots__ = ("spec",)
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    spec: EnvironmentSpec
+    def __init__(self, spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ...) -> None: ...
+
+class SubmitEnvironmentResponse(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: EnvironmentStatus
+    def __init__(self, status: _Optional[_Union[EnvironmentStatus, _Mapping]] = ...) -> None: ...
+
+class ListEnvironmentsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListEnvironmentsResponse(_message.Message):
+    __slots__ = ("environments",)
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    environments: _containers.RepeatedCompositeFieldContainer[EnvironmentStatus]
+    def __init__(self, environments: _Optional[_Iterable[_Union[EnvironmentStatus, _Mapping]]] = ...) -> None: ...
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class WorkerCommand(_message.Message):
+    __slots__ = ("call_id", "load", "reset", "step", "close", "ping")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    load: LoadCommand
+    reset: ResetCommand
+    step: StepCommand
+    close: CloseCommand
+    ping: PingCommand
+    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ...) -> None: ...
+
+class LoadCommand(_message.Message):
+    __slots__ = ("spec",)
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    spec: EnvironmentSpec
+    def __init__(self, spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ...) -> None: ...
+
+class ResetCommand(_message.Message):
+    __slots__ = ("episode_key", "task_index", "seed")
+    EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
+    TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    episode_key: str
+    task_index: int
+    seed: int
+    def __init__(self, episode_key: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class StepCommand(_message.Message):
+    __slots__ = ("episode_key", "reply", "truncated")
+    EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    episode_key: str
+    reply: str
+    truncated: bool
+    def __init__(self, episode_key: _Optional[str] = ..., reply: _Optional[str] = ..., truncated: bool = ...) -> None: ...
+
+class CloseCommand(_message.Message):
+    __slots__ = ("episode_key",)
+    EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
+    episode_key: str
+    def __init__(self, episode_key: _Optional[str] = ...) -> None: ...
+
+class PingCommand(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("call_id", "hello", "loaded", "observation", "verdict", "failure", "pong")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATION_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    hello: WorkerHello
+    loaded: Loaded
+    observation: Observation
+    verdict: Verdict
+    failure: _trajectory_pb2.Failure
+    pong: Pong
+    def __init__(self, call_id: _Optional[int] = ..., hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., observation: _Optional[_Union[Observation, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("token", "spec", "num_tasks", "max_episodes")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_EPISODES_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    spec: EnvironmentSpec
+    num_tasks: int
+    max_episodes: int
+    def __init__(self, token: _Optional[str] = ..., spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., num_tasks: _Optional[int] = ..., max_episodes: _Optional[int] = ...) -> None: ...
+
+class Loaded(_message.Message):
+    __slots__ = ("num_tasks",)
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    num_tasks: int
+    def __init__(self, num_tasks: _Optional[int] = ...) -> None: ...
+
+class Observation(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("reward", "done", "messages", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    reward: float
+    done: bool
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

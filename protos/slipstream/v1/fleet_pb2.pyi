@@ -1,0 +1,295 @@
+from slipstream.v1 import environment_pb2 as _environment_pb2
+from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
+from slipstream.v1 import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVER_STATE_UNSPECIFIED: _ClassVar[ServerState]
+    SERVER_STATE_JOINING: _ClassVar[ServerState]
+    SERVER_STATE_LOADING: _ClassVar[ServerState]
+    SERVER_STATE_SERVING: _ClassVar[ServerState]
+    SERVER_STATE_STALE: _ClassVar[ServerState]
+    SERVER_STATE_DRAINING: _ClassVar[ServerState]
+    SERVER_STATE_DEAD: _ClassVar[ServerState]
+
+class PublishPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUBLISH_PHASE_UNSPECIFIED: _ClassVar[PublishPhase]
+    PUBLISH_PHASE_READY: _ClassVar[PublishPhase]
+    PUBLISH_PHASE_LOADED: _ClassVar[PublishPhase]
+    PUBLISH_PHASE_SERVING: _ClassVar[PublishPhase]
+    PUBLISH_PHASE_FAILED: _ClassVar[PublishPhase]
+SERVER_STATE_UNSPECIFIED: ServerState
+SERVER_STATE_JOINING: ServerState
+SERVER_STATE_LOADING: ServerState
+SERVER_STATE_SERVING: ServerState
+SERVER_STATE_STALE: ServerState
+SERVER_STATE_DRAINING: ServerState
+SERVER_STATE_DEAD: ServerState
+PUBLISH_PHASE_UNSPECIFIED: PublishPhase
+PUBLISH_PHASE_READY: PublishPhase
+PUBLISH_PHASE_LOADED: PublishPhase
+PUBLISH_PHASE_SERVING: PublishPhase
+PUBLISH_PHASE_FAILED: PublishPhase
+
+class SamplingSettings(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "max_reply_tokens", "max_turns", "max_episode_tokens")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
+    MAX_EPISODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_reply_tokens: int
+    max_turns: int
+    max_episode_tokens: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("group_id", "environment", "task_index", "seed", "members", "deadline_step", "purpose", "sampling", "max_attempts", "first_attempt", "timeout_s")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_STEP_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    environment: str
+    task_index: int
+    seed: int
+    members: _containers.RepeatedScalarFieldContainer[int]
+    deadline_step: int
+    purpose: _trajectory_pb2.EpisodePurpose
+    sampling: SamplingSettings
+    max_attempts: int
+    first_attempt: int
+    timeout_s: float
+    def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., deadline_step: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., max_attempts: _Optional[int] = ..., first_attempt: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ServerHello(_message.Message):
+    __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "vocab_size", "host", "queue_bytes")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_EPISODES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    server_epoch: int
+    protocol_version: int
+    max_episodes: int
+    engine_workers: int
+    max_model_len: int
+    vocab_size: int
+    host: str
+    queue_bytes: int
+    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ...) -> None: ...
+
+class ServerReport(_message.Message):
+    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s")
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_EPISODES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_EPISODES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_S_FIELD_NUMBER: _ClassVar[int]
+    generated_tokens: int
+    in_flight_tokens: int
+    ended_tokens: int
+    open_episodes: int
+    waiting_episodes: int
+    queued_bytes: int
+    busy_s: float
+    uptime_s: float
+    paused_s: float
+    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ...) -> None: ...
+
+class EnvironmentReport(_message.Message):
+    __slots__ = ("environment", "failure", "num_tasks")
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    environment: str
+    failure: _trajectory_pb2.Failure
+    num_tasks: int
+    def __init__(self, environment: _Optional[str] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., num_tasks: _Optional[int] = ...) -> None: ...
+
+class PublishReport(_message.Message):
+    __slots__ = ("publish_id", "phase", "bucket_digests", "probe_logprobs", "message", "paused_s", "load_s")
+    PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    publish_id: str
+    phase: PublishPhase
+    bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    probe_logprobs: bytes
+    message: str
+    paused_s: float
+    load_s: float
+    def __init__(self, publish_id: _Optional[str] = ..., phase: _Optional[_Union[PublishPhase, str]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[bytes] = ..., message: _Optional[str] = ..., paused_s: _Optional[float] = ..., load_s: _Optional[float] = ...) -> None: ...
+
+class ServerMessage(_message.Message):
+    __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    hello: ServerHello
+    heartbeat: ServerReport
+    environment: EnvironmentReport
+    publish: PublishReport
+    drained: ServerReport
+    lease: LeaseReport
+    def __init__(self, hello: _Optional[_Union[ServerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerReport, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentReport, _Mapping]] = ..., publish: _Optional[_Union[PublishReport, _Mapping]] = ..., drained: _Optional[_Union[ServerReport, _Mapping]] = ..., lease: _Optional[_Union[LeaseReport, _Mapping]] = ...) -> None: ...
+
+class LeaseReport(_message.Message):
+    __slots__ = ("group_id", "closed")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    closed: bool
+    def __init__(self, group_id: _Optional[str] = ..., closed: bool = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("run_id", "heartbeat_s", "heartbeat_timeout_s")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    heartbeat_s: float
+    heartbeat_timeout_s: float
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., heartbeat_timeout_s: _Optional[float] = ...) -> None: ...
+
+class EnvironmentOrder(_message.Message):
+    __slots__ = ("spec", "unload")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_FIELD_NUMBER: _ClassVar[int]
+    spec: _environment_pb2.EnvironmentSpec
+    unload: bool
+    def __init__(self, spec: _Optional[_Union[_environment_pb2.EnvironmentSpec, _Mapping]] = ..., unload: bool = ...) -> None: ...
+
+class PreparePublish(_message.Message):
+    __slots__ = ("publish_id", "version")
+    PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    publish_id: str
+    version: _trajectory_pb2.PolicyVersion
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
+
+class ReceiveWeights(_message.Message):
+    __slots__ = ("order", "layout", "first_rank")
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
+    order: _weights_pb2.PublishOrder
+    layout: _weights_pb2.WeightLayout
+    first_rank: int
+    def __init__(self, order: _Optional[_Union[_weights_pb2.PublishOrder, _Mapping]] = ..., layout: _Optional[_Union[_weights_pb2.WeightLayout, _Mapping]] = ..., first_rank: _Optional[int] = ...) -> None: ...
+
+class CommitPublish(_message.Message):
+    __slots__ = ("publish_id", "version", "probe")
+    PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    publish_id: str
+    version: _trajectory_pb2.PolicyVersion
+    probe: _weights_pb2.Probe
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ...) -> None: ...
+
+class AbortPublish(_message.Message):
+    __slots__ = ("publish_id", "reason")
+    PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    publish_id: str
+    reason: str
+    def __init__(self, publish_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ProbeVerdict(_message.Message):
+    __slots__ = ("publish_id", "passed", "message")
+    PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    publish_id: str
+    passed: bool
+    message: str
+    def __init__(self, publish_id: _Optional[str] = ..., passed: bool = ..., message: _Optional[str] = ...) -> None: ...
+
+class CancelLease(_message.Message):
+    __slots__ = ("group_id", "reason")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    reason: str
+    def __init__(self, group_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class ControllerMessage(_message.Message):
+    __slots__ = ("welcome", "lease", "cancel", "environment", "prepare", "receive", "commit", "abort", "probe_verdict", "drain")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_VERDICT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    lease: Lease
+    cancel: CancelLease
+    environment: EnvironmentOrder
+    prepare: PreparePublish
+    receive: ReceiveWeights
+    commit: CommitPublish
+    abort: AbortPublish
+    probe_verdict: ProbeVerdict
+    drain: Drain
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., cancel: _Optional[_Union[CancelLease, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentOrder, _Mapping]] = ..., prepare: _Optional[_Union[PreparePublish, _Mapping]] = ..., receive: _Optional[_Union[ReceiveWeights, _Mapping]] = ..., commit: _Optional[_Union[CommitPublish, _Mapping]] = ..., abort: _Optional[_Union[AbortPublish, _Mapping]] = ..., probe_verdict: _Optional[_Union[ProbeVerdict, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+
+class EnvironmentCall(_message.Message):
+    __slots__ = ("environment", "command")
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    environment: str
+    command: _environment_pb2.WorkerCommand
+    def __init__(self, environment: _Optional[str] = ..., command: _Optional[_Union[_environment_pb2.WorkerCommand, _Mapping]] = ...) -> None: ...
+
+class EnvironmentAnswer(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: _environment_pb2.WorkerMessage
+    def __init__(self, message: _Optional[_Union[_environment_pb2.WorkerMessage, _Mapping]] = ...) -> None: ...

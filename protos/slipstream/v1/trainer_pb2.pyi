@@ -1,0 +1,170 @@
+from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
+from slipstream.v1 import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TrainerHello(_message.Message):
+    __slots__ = ("world_size", "layout_description", "version", "weight_digest", "num_parameters")
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    world_size: int
+    layout_description: str
+    version: _trajectory_pb2.PolicyVersion
+    weight_digest: bytes
+    num_parameters: int
+    def __init__(self, world_size: _Optional[int] = ..., layout_description: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., num_parameters: _Optional[int] = ...) -> None: ...
+
+class TrainerWelcome(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class NextRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: _trajectory_pb2.PolicyVersion
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
+
+class BatchHeader(_message.Message):
+    __slots__ = ("step", "batch_id", "num_groups", "num_trajectories")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    batch_id: str
+    num_groups: int
+    num_trajectories: int
+    def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., num_groups: _Optional[int] = ..., num_trajectories: _Optional[int] = ...) -> None: ...
+
+class TrajectoryChunk(_message.Message):
+    __slots__ = ("trajectories",)
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    trajectories: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]
+    def __init__(self, trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
+
+class StopOrder(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class WaitOrder(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Directive(_message.Message):
+    __slots__ = ("batch", "chunk", "publish", "stop", "wait")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    batch: BatchHeader
+    chunk: TrajectoryChunk
+    publish: _weights_pb2.PublishOrder
+    stop: StopOrder
+    wait: WaitOrder
+    def __init__(self, batch: _Optional[_Union[BatchHeader, _Mapping]] = ..., chunk: _Optional[_Union[TrajectoryChunk, _Mapping]] = ..., publish: _Optional[_Union[_weights_pb2.PublishOrder, _Mapping]] = ..., stop: _Optional[_Union[StopOrder, _Mapping]] = ..., wait: _Optional[_Union[WaitOrder, _Mapping]] = ...) -> None: ...
+
+class StepReport(_message.Message):
+    __slots__ = ("step", "batch_id", "version", "weight_digest", "metrics", "wall_s")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    WALL_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    batch_id: str
+    version: _trajectory_pb2.PolicyVersion
+    weight_digest: bytes
+    metrics: _containers.ScalarMap[str, float]
+    wall_s: float
+    def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., metrics: _Optional[_Mapping[str, float]] = ..., wall_s: _Optional[float] = ...) -> None: ...
+
+class StepReceipt(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PublishStart(_message.Message):
+    __slots__ = ("publish_id", "layout", "communicator")
+    PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    publish_id: str
+    layout: _weights_pb2.WeightLayout
+    communicator: _weights_pb2.Communicator
+    def __init__(self, publish_id: _Optional[str] = ..., layout: _Optional[_Union[_weights_pb2.WeightLayout, _Mapping]] = ..., communicator: _Optional[_Union[_weights_pb2.Communicator, _Mapping]] = ...) -> None: ...
+
+class PublishStarted(_message.Message):
+    __slots__ = ("receivers",)
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    receivers: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Receiver]
+    def __init__(self, receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ...) -> None: ...
+
+class PublishResult(_message.Message):
+    __slots__ = ("publish_id", "error", "bucket_digests", "probe", "export_s", "send_s", "bytes_sent")
+    PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_S_FIELD_NUMBER: _ClassVar[int]
+    SEND_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    publish_id: str
+    error: str
+    bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    probe: _weights_pb2.Probe
+    export_s: float
+    send_s: float
+    bytes_sent: int
+    def __init__(self, publish_id: _Optional[str] = ..., error: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., export_s: _Optional[float] = ..., send_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
+
+class PublishReceipt(_message.Message):
+    __slots__ = ("serving", "discard_communicator")
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    serving: _containers.RepeatedScalarFieldContainer[str]
+    discard_communicator: bool
+    def __init__(self, serving: _Optional[_Iterable[str]] = ..., discard_communicator: bool = ...) -> None: ...
+
+class TrainerFailure(_message.Message):
+    __slots__ = ("message", "rank")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    rank: int
+    def __init__(self, message: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class TrainerFailureReceipt(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TrainerGoodbye(_message.Message):
+    __slots__ = ("weight_digest", "export_path")
+    WEIGHT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_PATH_FIELD_NUMBER: _ClassVar[int]
+    weight_digest: bytes
+    export_path: str
+    def __init__(self, weight_digest: _Optional[bytes] = ..., export_path: _Optional[str] = ...) -> None: ...
+
+class TrainerGoodbyeReceipt(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,142 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EpisodeStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EPISODE_STATUS_UNSPECIFIED: _ClassVar[EpisodeStatus]
+    EPISODE_STATUS_COMPLETED: _ClassVar[EpisodeStatus]
+    EPISODE_STATUS_TRUNCATED: _ClassVar[EpisodeStatus]
+    EPISODE_STATUS_FAILED: _ClassVar[EpisodeStatus]
+    EPISODE_STATUS_CANCELLED: _ClassVar[EpisodeStatus]
+
+class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_KIND_UNSPECIFIED: _ClassVar[FailureKind]
+    FAILURE_KIND_ENVIRONMENT: _ClassVar[FailureKind]
+    FAILURE_KIND_TIMEOUT: _ClassVar[FailureKind]
+    FAILURE_KIND_ENGINE: _ClassVar[FailureKind]
+    FAILURE_KIND_INFRASTRUCTURE: _ClassVar[FailureKind]
+
+class EpisodePurpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EPISODE_PURPOSE_UNSPECIFIED: _ClassVar[EpisodePurpose]
+    EPISODE_PURPOSE_TRAINING: _ClassVar[EpisodePurpose]
+    EPISODE_PURPOSE_EVALUATION: _ClassVar[EpisodePurpose]
+EPISODE_STATUS_UNSPECIFIED: EpisodeStatus
+EPISODE_STATUS_COMPLETED: EpisodeStatus
+EPISODE_STATUS_TRUNCATED: EpisodeStatus
+EPISODE_STATUS_FAILED: EpisodeStatus
+EPISODE_STATUS_CANCELLED: EpisodeStatus
+FAILURE_KIND_UNSPECIFIED: FailureKind
+FAILURE_KIND_ENVIRONMENT: FailureKind
+FAILURE_KIND_TIMEOUT: FailureKind
+FAILURE_KIND_ENGINE: FailureKind
+FAILURE_KIND_INFRASTRUCTURE: FailureKind
+EPISODE_PURPOSE_UNSPECIFIED: EpisodePurpose
+EPISODE_PURPOSE_TRAINING: EpisodePurpose
+EPISODE_PURPOSE_EVALUATION: EpisodePurpose
+
+class PolicyVersion(_message.Message):
+    __slots__ = ("incarnation", "step")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    step: int
+    def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("length", "version")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    version: PolicyVersion
+    def __init__(self, length: _Optional[int] = ..., version: _Optional[_Union[PolicyVersion, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("kind", "message")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    kind: FailureKind
+    message: str
+    def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Trajectory(_message.Message):
+    __slots__ = ("run_id", "group_id", "member", "attempt", "server_id", "server_epoch", "environment", "task_index", "seed", "purpose", "status", "failure", "will_retry", "token_ids", "run_lengths", "behavior_logprobs", "version_spans", "reward", "metrics", "num_turns", "generation_s", "environment_s", "checksum", "reply_text", "prompt_text")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    WILL_RETRY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RUN_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TURNS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_S_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_S_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    REPLY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    group_id: str
+    member: int
+    attempt: int
+    server_id: str
+    server_epoch: int
+    environment: str
+    task_index: int
+    seed: int
+    purpose: EpisodePurpose
+    status: EpisodeStatus
+    failure: Failure
+    will_retry: bool
+    token_ids: bytes
+    run_lengths: _containers.RepeatedScalarFieldContainer[int]
+    behavior_logprobs: bytes
+    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    reward: float
+    metrics: _containers.ScalarMap[str, float]
+    num_turns: int
+    generation_s: float
+    environment_s: float
+    checksum: int
+    reply_text: str
+    prompt_text: str
+    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[EpisodePurpose, str]] = ..., status: _Optional[_Union[EpisodeStatus, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., will_retry: bool = ..., token_ids: _Optional[bytes] = ..., run_lengths: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., num_turns: _Optional[int] = ..., generation_s: _Optional[float] = ..., environment_s: _Optional[float] = ..., checksum: _Optional[int] = ..., reply_text: _Optional[str] = ..., prompt_text: _Optional[str] = ...) -> None: ...
+
+class DeliverRequest(_message.Message):
+    __slots__ = ("trajectory", "trajectory_id")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    trajectory: bytes
+    trajectory_id: str
+    def __init__(self, trajectory: _Optional[bytes] = ..., trajectory_id: _Optional[str] = ...) -> None: ...
+
+class DeliverResponse(_message.Message):
+    __slots__ = ("acknowledged_ids",)
+    ACKNOWLEDGED_IDS_FIELD_NUMBER: _ClassVar[int]
+    acknowledged_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, acknowledged_ids: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,82 @@
+from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WeightLayout(_message.Message):
+    __slots__ = ("tensors", "bucket_bytes")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    bucket_bytes: int
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+
+class Communicator(_message.Message):
+    __slots__ = ("communicator_id", "transport", "store_host", "store_port", "world_size")
+    COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    STORE_HOST_FIELD_NUMBER: _ClassVar[int]
+    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    communicator_id: str
+    transport: str
+    store_host: str
+    store_port: int
+    world_size: int
+    def __init__(self, communicator_id: _Optional[str] = ..., transport: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class Receiver(_message.Message):
+    __slots__ = ("server_id", "first_rank", "num_workers")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    first_rank: int
+    num_workers: int
+    def __init__(self, server_id: _Optional[str] = ..., first_rank: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("token_ids", "lengths", "expected_logprobs", "tolerance")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    expected_logprobs: bytes
+    tolerance: float
+    def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., expected_logprobs: _Optional[bytes] = ..., tolerance: _Optional[float] = ...) -> None: ...
+
+class PublishOrder(_message.Message):
+    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s")
+    PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    NEW_COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    JOIN_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    publish_id: str
+    version: _trajectory_pb2.PolicyVersion
+    communicator: Communicator
+    new_communicator: bool
+    receivers: _containers.RepeatedCompositeFieldContainer[Receiver]
+    verify: bool
+    bucket_deadline_s: float
+    join_deadline_s: float
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ...) -> None: ...
