@@ -11,7 +11,6 @@ import zlib
 
 import numpy as np
 from google.protobuf.message import DecodeError
-
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import (
     Failure,
@@ -82,8 +81,8 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         environment=trajectory.environment,
         task_index=trajectory.task_index,
         seed=trajectory.seed,
-        purpose=pb.EpisodePurpose.ValueType(trajectory.purpose.value),
-        status=pb.EpisodeStatus.ValueType(trajectory.status.value),
+        purpose=pb.EpisodePurpose.Name(trajectory.purpose.value),
+        status=pb.EpisodeStatus.Name(trajectory.status.value),
         will_retry=trajectory.will_retry,
         token_ids=token_ids,
         run_lengths=trajectory.run_lengths,
@@ -102,8 +101,8 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         reply_text=trajectory.reply_text,
     )
     if trajectory.failure is not None:
-        message.failure.kind = pb.FailureKind.ValueType(trajectory.failure.kind.value)
-        message.failure.message = trajectory.failure.message
+        kind = pb.FailureKind.Name(trajectory.failure.kind.value)
+        message.failure.CopyFrom(pb.Failure(kind=kind, message=trajectory.failure.message))
     return message
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
-
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
 
 # What a trajectory occupies in a queue beside its tokens: names, metrics, texts.
@@ -278,7 +277,7 @@ class Config(Section):
             self.rollout_server,
             self.queue,
         )
-        names = [section.name for section in (*self.environments, *self.evaluations)]
+        names = [e.name for e in self.environments] + [e.name for e in self.evaluations]
         if len(set(names)) != len(names):
             raise ValueError(
                 f"environments and evaluations need different names, got {', '.join(names)}"

@@ -14,7 +14,6 @@ from typing import TypeAlias
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
-
 from slipstream.protocol.config import Config, LearnerSection
 from slipstream.protocol.errors import ConfigError
 

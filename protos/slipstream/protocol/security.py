@@ -7,12 +7,19 @@ import ipaddress
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
-
 from slipstream.protocol.config import SecuritySection, address_parts
 from slipstream.protocol.errors import ConfigError
+
+# grpc's classes are generic in their type stubs only.
+if TYPE_CHECKING:
+    Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+    _Interceptor: TypeAlias = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
 
 MIN_TOKEN_CHARACTERS = 32
 MAX_MESSAGE_BYTES = 64 << 20
@@ -139,7 +146,7 @@ def call_metadata(credentials: Credentials) -> tuple[tuple[str, str], ...]:
     return ((TOKEN_KEY, f"Bearer {credentials.token}"),) if credentials.token is not None else ()
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
+class TokenInterceptor(_Interceptor):
     """Answers UNAUTHENTICATED to a call without the token; compares in constant time."""
 
     def __init__(self, token: str) -> None:
@@ -147,9 +154,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Handler:
         """Lets the call through or replaces its handler by a refusal of the same shape."""
         shown = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
         handler = await continuation(handler_call_details)
@@ -158,13 +165,13 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return _refusal(handler)
 
 
-def _refusal(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+def _refusal(handler: Handler) -> Handler:
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong (security.token_file)"
         )
 
-    async def refuse_stream(request: object, context: grpc.aio.ServicerContext) -> object:
+    async def refuse_stream(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
         await refuse(request, context)
         yield
 

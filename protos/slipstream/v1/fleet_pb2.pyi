@@ -104,8 +104,16 @@ class ServerHello(_message.Message):
     queue_bytes: int
     def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ...) -> None: ...
 
+class BusyInterval(_message.Message):
+    __slots__ = ("start_s", "end_s")
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    END_S_FIELD_NUMBER: _ClassVar[int]
+    start_s: float
+    end_s: float
+    def __init__(self, start_s: _Optional[float] = ..., end_s: _Optional[float] = ...) -> None: ...
+
 class ServerReport(_message.Message):
-    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s")
+    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s", "busy_intervals")
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +123,7 @@ class ServerReport(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     PAUSED_S_FIELD_NUMBER: _ClassVar[int]
+    BUSY_INTERVALS_FIELD_NUMBER: _ClassVar[int]
     generated_tokens: int
     in_flight_tokens: int
     ended_tokens: int
@@ -124,7 +133,8 @@ class ServerReport(_message.Message):
     busy_s: float
     uptime_s: float
     paused_s: float
-    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ...) -> None: ...
+    busy_intervals: _containers.RepeatedCompositeFieldContainer[BusyInterval]
+    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., busy_intervals: _Optional[_Iterable[_Union[BusyInterval, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentReport(_message.Message):
     __slots__ = ("environment", "failure", "num_tasks")

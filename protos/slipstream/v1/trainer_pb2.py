@@ -26,7 +26,7 @@ from slipstream.v1 import trajectory_pb2 as slipstream_dot_v1_dot_trajectory__pb
 from slipstream.v1 import weights_pb2 as slipstream_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/trainer.proto\x12\rslipstream.v1\x1a\x1eslipstream/v1/trajectory.proto\x1a\x1bslipstream/v1/weights.proto\"\x9c\x01\n\x0cTrainerHello\x12\x12\n\nworld_size\x18\x01 \x01(\r\x12\x1a\n\x12layout_description\x18\x02 \x01(\t\x12-\n\x07version\x18\x03 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12\x15\n\rweight_digest\x18\x04 \x01(\x0c\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x04\" \n\x0eTrainerWelcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"<\n\x0bNextRequest\x12-\n\x07version\x18\x01 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\"[\n\x0b\x42\x61tchHeader\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x12\n\nnum_groups\x18\x03 \x01(\r\x12\x18\n\x10num_trajectories\x18\x04 \x01(\r\"B\n\x0fTrajectoryChunk\x12/\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.Trajectory\"\x1b\n\tStopOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0b\n\tWaitOrder\"\xfa\x01\n\tDirective\x12+\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.BatchHeaderH\x00\x12/\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1e.slipstream.v1.TrajectoryChunkH\x00\x12.\n\x07publish\x18\x03 \x01(\x0b\x32\x1b.slipstream.v1.PublishOrderH\x00\x12(\n\x04stop\x18\x04 \x01(\x0b\x32\x18.slipstream.v1.StopOrderH\x00\x12(\n\x04wait\x18\x05 \x01(\x0b\x32\x18.slipstream.v1.WaitOrderH\x00\x42\x0b\n\tdirective\"\xeb\x01\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12-\n\x07version\x18\x03 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12\x15\n\rweight_digest\x18\x04 \x01(\x0c\x12\x37\n\x07metrics\x18\x05 \x03(\x0b\x32&.slipstream.v1.StepReport.MetricsEntry\x12\x0e\n\x06wall_s\x18\x06 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\r\n\x0bStepReceipt\"\x82\x01\n\x0cPublishStart\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12+\n\x06layout\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.WeightLayout\x12\x31\n\x0c\x63ommunicator\x18\x03 \x01(\x0b\x32\x1b.slipstream.v1.Communicator\"<\n\x0ePublishStarted\x12*\n\treceivers\x18\x01 \x03(\x0b\x32\x17.slipstream.v1.Receiver\"\xa5\x01\n\rPublishResult\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x16\n\x0e\x62ucket_digests\x18\x03 \x03(\x0c\x12#\n\x05probe\x18\x04 \x01(\x0b\x32\x14.slipstream.v1.Probe\x12\x10\n\x08\x65xport_s\x18\x05 \x01(\x01\x12\x0e\n\x06send_s\x18\x06 \x01(\x01\x12\x12\n\nbytes_sent\x18\x07 \x01(\x04\"?\n\x0ePublishReceipt\x12\x0f\n\x07serving\x18\x01 \x03(\t\x12\x1c\n\x14\x64iscard_communicator\x18\x02 \x01(\x08\"/\n\x0eTrainerFailure\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\x17\n\x15TrainerFailureReceipt\"<\n\x0eTrainerGoodbye\x12\x15\n\rweight_digest\x18\x01 \x01(\x0c\x12\x13\n\x0b\x65xport_path\x18\x02 \x01(\t\"\x17\n\x15TrainerGoodbyeReceipt2\x9c\x04\n\x0eTrainerService\x12\x46\n\x08Register\x12\x1b.slipstream.v1.TrainerHello\x1a\x1d.slipstream.v1.TrainerWelcome\x12>\n\x04Next\x12\x1a.slipstream.v1.NextRequest\x1a\x18.slipstream.v1.Directive0\x01\x12\x43\n\nReportStep\x12\x19.slipstream.v1.StepReport\x1a\x1a.slipstream.v1.StepReceipt\x12J\n\x0cStartPublish\x12\x1b.slipstream.v1.PublishStart\x1a\x1d.slipstream.v1.PublishStarted\x12L\n\rFinishPublish\x12\x1c.slipstream.v1.PublishResult\x1a\x1d.slipstream.v1.PublishReceipt\x12T\n\rReportFailure\x12\x1d.slipstream.v1.TrainerFailure\x1a$.slipstream.v1.TrainerFailureReceipt\x12M\n\x06\x46inish\x12\x1d.slipstream.v1.TrainerGoodbye\x1a$.slipstream.v1.TrainerGoodbyeReceiptb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/trainer.proto\x12\rslipstream.v1\x1a\x1eslipstream/v1/trajectory.proto\x1a\x1bslipstream/v1/weights.proto\"\x9c\x01\n\x0cTrainerHello\x12\x12\n\nworld_size\x18\x01 \x01(\r\x12\x1a\n\x12layout_description\x18\x02 \x01(\t\x12-\n\x07version\x18\x03 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12\x15\n\rweight_digest\x18\x04 \x01(\x0c\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x04\" \n\x0eTrainerWelcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"<\n\x0bNextRequest\x12-\n\x07version\x18\x01 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\"[\n\x0b\x42\x61tchHeader\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x12\n\nnum_groups\x18\x03 \x01(\r\x12\x18\n\x10num_trajectories\x18\x04 \x01(\r\"B\n\x0fTrajectoryChunk\x12/\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.Trajectory\"l\n\rRecordedBatch\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.BatchHeader\x12/\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x19.slipstream.v1.Trajectory\"\x1b\n\tStopOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0b\n\tWaitOrder\"\xfa\x01\n\tDirective\x12+\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.BatchHeaderH\x00\x12/\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1e.slipstream.v1.TrajectoryChunkH\x00\x12.\n\x07publish\x18\x03 \x01(\x0b\x32\x1b.slipstream.v1.PublishOrderH\x00\x12(\n\x04stop\x18\x04 \x01(\x0b\x32\x18.slipstream.v1.StopOrderH\x00\x12(\n\x04wait\x18\x05 \x01(\x0b\x32\x18.slipstream.v1.WaitOrderH\x00\x42\x0b\n\tdirective\"\xeb\x01\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12-\n\x07version\x18\x03 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12\x15\n\rweight_digest\x18\x04 \x01(\x0c\x12\x37\n\x07metrics\x18\x05 \x03(\x0b\x32&.slipstream.v1.StepReport.MetricsEntry\x12\x0e\n\x06wall_s\x18\x06 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\r\n\x0bStepReceipt\"\x82\x01\n\x0cPublishStart\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12+\n\x06layout\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.WeightLayout\x12\x31\n\x0c\x63ommunicator\x18\x03 \x01(\x0b\x32\x1b.slipstream.v1.Communicator\"<\n\x0ePublishStarted\x12*\n\treceivers\x18\x01 \x03(\x0b\x32\x17.slipstream.v1.Receiver\"\xa5\x01\n\rPublishResult\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x16\n\x0e\x62ucket_digests\x18\x03 \x03(\x0c\x12#\n\x05probe\x18\x04 \x01(\x0b\x32\x14.slipstream.v1.Probe\x12\x10\n\x08\x65xport_s\x18\x05 \x01(\x01\x12\x0e\n\x06send_s\x18\x06 \x01(\x01\x12\x12\n\nbytes_sent\x18\x07 \x01(\x04\"?\n\x0ePublishReceipt\x12\x0f\n\x07serving\x18\x01 \x03(\t\x12\x1c\n\x14\x64iscard_communicator\x18\x02 \x01(\x08\"/\n\x0eTrainerFailure\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\x17\n\x15TrainerFailureReceipt\"<\n\x0eTrainerGoodbye\x12\x15\n\rweight_digest\x18\x01 \x01(\x0c\x12\x13\n\x0b\x65xport_path\x18\x02 \x01(\t\"\x17\n\x15TrainerGoodbyeReceipt2\x9c\x04\n\x0eTrainerService\x12\x46\n\x08Register\x12\x1b.slipstream.v1.TrainerHello\x1a\x1d.slipstream.v1.TrainerWelcome\x12>\n\x04Next\x12\x1a.slipstream.v1.NextRequest\x1a\x18.slipstream.v1.Directive0\x01\x12\x43\n\nReportStep\x12\x19.slipstream.v1.StepReport\x1a\x1a.slipstream.v1.StepReceipt\x12J\n\x0cStartPublish\x12\x1b.slipstream.v1.PublishStart\x1a\x1d.slipstream.v1.PublishStarted\x12L\n\rFinishPublish\x12\x1c.slipstream.v1.PublishResult\x1a\x1d.slipstream.v1.PublishReceipt\x12T\n\rReportFailure\x12\x1d.slipstream.v1.TrainerFailure\x1a$.slipstream.v1.TrainerFailureReceipt\x12M\n\x06\x46inish\x12\x1d.slipstream.v1.TrainerGoodbye\x1a$.slipstream.v1.TrainerGoodbyeReceiptb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,34 +45,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHHEADER']._serialized_end=453
   _globals['_TRAJECTORYCHUNK']._serialized_start=455
   _globals['_TRAJECTORYCHUNK']._serialized_end=521
-  _globals['_STOPORDER']._serialized_start=523
-  _globals['_STOPORDER']._serialized_end=550
-  _globals['_WAITORDER']._serialized_start=552
-  _globals['_WAITORDER']._serialized_end=563
-  _globals['_DIRECTIVE']._serialized_start=566
-  _globals['_DIRECTIVE']._serialized_end=816
-  _globals['_STEPREPORT']._serialized_start=819
-  _globals['_STEPREPORT']._serialized_end=1054
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=1008
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=1054
-  _globals['_STEPRECEIPT']._serialized_start=1056
-  _globals['_STEPRECEIPT']._serialized_end=1069
-  _globals['_PUBLISHSTART']._serialized_start=1072
-  _globals['_PUBLISHSTART']._serialized_end=1202
-  _globals['_PUBLISHSTARTED']._serialized_start=1204
-  _globals['_PUBLISHSTARTED']._serialized_end=1264
-  _globals['_PUBLISHRESULT']._serialized_start=1267
-  _globals['_PUBLISHRESULT']._serialized_end=1432
-  _globals['_PUBLISHRECEIPT']._serialized_start=1434
-  _globals['_PUBLISHRECEIPT']._serialized_end=1497
-  _globals['_TRAINERFAILURE']._serialized_start=1499
-  _globals['_TRAINERFAILURE']._serialized_end=1546
-  _globals['_TRAINERFAILURERECEIPT']._serialized_start=1548
-  _globals['_TRAINERFAILURERECEIPT']._serialized_end=1571
-  _globals['_TRAINERGOODBYE']._serialized_start=1573
-  _globals['_TRAINERGOODBYE']._serialized_end=1633
-  _globals['_TRAINERGOODBYERECEIPT']._serialized_start=1635
-  _globals['_TRAINERGOODBYERECEIPT']._serialized_end=1658
-  _globals['_TRAINERSERVICE']._serialized_start=1661
-  _globals['_TRAINERSERVICE']._serialized_end=2201
+  _globals['_RECORDEDBATCH']._serialized_start=523
+  _globals['_RECORDEDBATCH']._serialized_end=631
+  _globals['_STOPORDER']._serialized_start=633
+  _globals['_STOPORDER']._serialized_end=660
+  _globals['_WAITORDER']._serialized_start=662
+  _globals['_WAITORDER']._serialized_end=673
+  _globals['_DIRECTIVE']._serialized_start=676
+  _globals['_DIRECTIVE']._serialized_end=926
+  _globals['_STEPREPORT']._serialized_start=929
+  _globals['_STEPREPORT']._serialized_end=1164
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=1118
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=1164
+  _globals['_STEPRECEIPT']._serialized_start=1166
+  _globals['_STEPRECEIPT']._serialized_end=1179
+  _globals['_PUBLISHSTART']._serialized_start=1182
+  _globals['_PUBLISHSTART']._serialized_end=1312
+  _globals['_PUBLISHSTARTED']._serialized_start=1314
+  _globals['_PUBLISHSTARTED']._serialized_end=1374
+  _globals['_PUBLISHRESULT']._serialized_start=1377
+  _globals['_PUBLISHRESULT']._serialized_end=1542
+  _globals['_PUBLISHRECEIPT']._serialized_start=1544
+  _globals['_PUBLISHRECEIPT']._serialized_end=1607
+  _globals['_TRAINERFAILURE']._serialized_start=1609
+  _globals['_TRAINERFAILURE']._serialized_end=1656
+  _globals['_TRAINERFAILURERECEIPT']._serialized_start=1658
+  _globals['_TRAINERFAILURERECEIPT']._serialized_end=1681
+  _globals['_TRAINERGOODBYE']._serialized_start=1683
+  _globals['_TRAINERGOODBYE']._serialized_end=1743
+  _globals['_TRAINERGOODBYERECEIPT']._serialized_start=1745
+  _globals['_TRAINERGOODBYERECEIPT']._serialized_end=1768
+  _globals['_TRAINERSERVICE']._serialized_start=1771
+  _globals['_TRAINERSERVICE']._serialized_end=2311
 # @@protoc_insertion_point(module_scope)

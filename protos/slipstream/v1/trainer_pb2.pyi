@@ -52,6 +52,14 @@ class TrajectoryChunk(_message.Message):
     trajectories: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]
     def __init__(self, trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
 
+class RecordedBatch(_message.Message):
+    __slots__ = ("header", "trajectories")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    header: BatchHeader
+    trajectories: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]
+    def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
+
 class StopOrder(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
