@@ -1,0 +1,23 @@
+"""What users of Slipstream import.
+
+`Client` is loaded when it is first named, so that the rest stays light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.client.environment import Environment, Message, StepResult
+
+if TYPE_CHECKING:
+    from slipstream.client.client import Client
+
+__all__ = ["Client", "Environment", "Message", "StepResult"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Client":
+        from slipstream.client.client import Client
+
+        return Client
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

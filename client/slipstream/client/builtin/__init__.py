@@ -1,0 +1,1 @@
+"""Environments that come with Slipstream and lean on no other package."""

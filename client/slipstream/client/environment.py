@@ -1,0 +1,148 @@
+"""What a user writes: an `Environment` gives tasks and judges replies."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+Task = TypeVar("Task")
+TaskItem = TypeVar("TaskItem", covariant=True)
+
+# Tasks of an iterator that are kept: it starts again when an older one is asked for.
+MAX_CACHED_TASKS = 4096
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message; `{"role": ..., "content": ...}` does as well."""
+
+    role: str
+    content: str
+
+
+Messages: TypeAlias = Sequence[Message | Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The judgement of one reply.
+
+    `reward` is a finite number; the rewards of all steps of an episode add up. `messages` is what
+    the model reads next, and is needed when the episode goes on (`done=False`). `metrics` are
+    averaged over episodes and reported.
+    """
+
+    reward: float = 0.0
+    done: bool = True
+    messages: Messages = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class TaskSequence(Protocol[TaskItem]):
+    """Anything with a length and items by number: a list, a range, a dataset."""
+
+    def __len__(self) -> int:
+        """Number of tasks."""
+        ...
+
+    def __getitem__(self, index: int, /) -> TaskItem:
+        """One task."""
+        ...
+
+
+class Environment(Generic[Task]):
+    """Base class of all environments.
+
+    One instance is loaded in each worker process. Every episode runs on a shallow copy of it
+    (`copy.copy`), so an attribute set in `reset` or `step` belongs to the episode, while what
+    `__init__` made is shared: do not change it.
+
+    Methods may be plain or `async`. All episodes of a worker share one thread: an `async` method
+    that waits lets the others go on, a plain one does not.
+    """
+
+    # Seed of the episode. Set before `reset`.
+    seed: int = 0
+    # Whether the reply ended at a length limit. Set before each `step`.
+    truncated: bool = False
+
+    def tasks(self) -> TaskSequence[Task] | Iterable[Task]:
+        """A sequence, or an iterator that gives the same tasks every time it is made.
+
+        Seed its random numbers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define tasks()")
+
+    def reset(self, task: Task) -> Messages | Awaitable[Messages]:
+        """Begins an episode; returns what the model reads first."""
+        raise NotImplementedError(f"{type(self).__name__} must define reset()")
+
+    def step(self, reply: str) -> StepResult | Awaitable[StepResult]:
+        """Judges a reply of the model."""
+        raise NotImplementedError(f"{type(self).__name__} must define step()")
+
+    def close(self) -> Awaitable[None] | None:
+        """Ends an episode, whether it was finished or given up; frees what `reset` took."""
+
+
+class TaskSource(Generic[Task]):
+    """The tasks of an environment by number, whatever `tasks()` returned."""
+
+    def __init__(self, environment: Environment[Task]) -> None:
+        """Calls `tasks()`; ValueError when it gives none or something else."""
+        self._environment = environment
+        self._cache: OrderedDict[int, Task] = OrderedDict()
+        self._next_index = 0
+        self._end: int | None = None
+        tasks = environment.tasks()
+        self._sequence: TaskSequence[Task] | None = None
+        if isinstance(tasks, TaskSequence) and not isinstance(tasks, Mapping | str | bytes):
+            self._sequence = tasks
+            self.num_tasks = len(tasks)
+            empty = self.num_tasks == 0
+        else:
+            self._iterator: Iterator[Task] = _iterate(tasks)
+            # The end of an iterator is not known before it is reached.
+            self.num_tasks = 0
+            empty = not self._advance()
+        if empty:
+            raise ValueError(f"{type(environment).__name__}.tasks() gives no task")
+
+    def __getitem__(self, index: int) -> Task:
+        """Task number `index`; after the last one they begin again."""
+        if self._sequence is not None:
+            return self._sequence[index % self.num_tasks]
+        if self._end is not None:
+            index %= self._end
+        if index not in self._cache and index < self._next_index:
+            self._iterator = _iterate(self._environment.tasks())
+            self._cache.clear()
+            self._next_index = 0
+        while index not in self._cache:
+            if not self._advance():
+                return self[index]
+        return self._cache[index]
+
+    def _advance(self) -> bool:
+        try:
+            task = next(self._iterator)
+        except StopIteration:
+            self._end = self._next_index
+            return False
+        self._cache[self._next_index] = task
+        self._next_index += 1
+        if len(self._cache) > MAX_CACHED_TASKS:
+            self._cache.popitem(last=False)
+        return True
+
+
+def _iterate(tasks: object) -> Iterator[Task]:
+    if isinstance(tasks, Iterable) and not isinstance(tasks, Mapping | str | bytes):
+        return iter(tasks)
+    if inspect.iscoroutine(tasks):
+        tasks.close()
+    raise ValueError(f"tasks() must return a sequence or an iterator, got {type(tasks).__name__}")

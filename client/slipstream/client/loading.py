@@ -1,0 +1,81 @@
+"""Turns "package.module:Class" into an environment, and what goes wrong there into one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+
+from slipstream.client.environment import Environment
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.v1 import trajectory_pb2
+
+MAX_CAUSE_CHARACTERS = 500
+
+_OWN_FOLDER = str(Path(__file__).parent)
+_BUILTIN_FOLDER = str(Path(__file__).parent / "builtin")
+
+
+def environment_failed(cause: str) -> EnvironmentFailed:
+    """The error for a failure that the environment is to blame for."""
+    line = " ".join(cause.split())
+    if len(line) > MAX_CAUSE_CHARACTERS:
+        line = line[: MAX_CAUSE_CHARACTERS - 3] + "..."
+    return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, line)
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and place of an exception, in one line."""
+    text = str(error).split("\n", 1)[0]
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or _is_ours(frames[-1].filename):
+        return line
+    last = frames[-1]
+    return f"{line} ({Path(last.filename).name}:{last.lineno} in {last.name})"
+
+
+def load_environment(reference: str, args_json: str, search_path: str) -> Environment[object]:
+    """Imports the class and makes its instance; EnvironmentFailed names what went wrong.
+
+    `search_path` is looked through before Python's own path, and stays there: the environment may
+    import more later.
+    """
+    module_name, colon, class_name = reference.partition(":")
+    if not (module_name and colon and class_name):
+        raise environment_failed(f"a reference is package.module:Class, got {reference!r}")
+    if search_path and search_path not in sys.path:
+        sys.path.insert(0, search_path)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            where = f"{search_path} or " if search_path else ""
+            raise environment_failed(
+                f"there is no module {error.name!r} in {where}Python's path"
+            ) from error
+        raise environment_failed(f"import of {module_name} failed: {describe(error)}") from error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise environment_failed(f"import of {module_name} failed: {describe(error)}") from error
+    found = vars(module).get(class_name)
+    if found is None:
+        raise environment_failed(f"module {module_name} has no class {class_name}")
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise environment_failed(f"{reference} is no subclass of slipstream.client.Environment")
+    try:
+        args = json.loads(args_json or "{}")
+    except ValueError as error:
+        raise environment_failed(f"the arguments are not JSON: {error}") from error
+    if not isinstance(args, dict):
+        raise environment_failed(f"the arguments must be a JSON object, got {args_json}")
+    try:
+        return found(**args)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise environment_failed(f"{class_name}(...) failed: {describe(error)}") from error
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_OWN_FOLDER) and not filename.startswith(_BUILTIN_FOLDER)

@@ -1,0 +1,274 @@
+"""Answers the calls of rollout servers to one environment.
+
+The same code in a worker process and in a client.
+
+Consumes: worker commands. Produces: one worker message for each.
+Waits for: the environment's methods; a Close command or the end of the stream cancels them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import SupportsFloat, TypeVar
+
+import grpc.aio
+from slipstream.client.environment import Environment, Message, StepResult, TaskSource
+from slipstream.client.loading import describe, environment_failed, load_environment
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import trajectory_pb2
+
+CLOSE_TIMEOUT_S = 5.0
+
+Answer = TypeVar("Answer")
+
+
+@dataclass
+class _Episode:
+    environment: Environment[object]
+    # Answers the reset or step that runs now.
+    running: asyncio.Task[object] | None = None
+    given_up: bool = False
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EpisodeHost:
+    """The open episodes of one environment."""
+
+    def __init__(self, environment: Environment[object] | None = None) -> None:
+        """Without an environment a Load command must come first.
+
+        EnvironmentFailed when it gives no tasks.
+        """
+        self._environment = environment
+        self._tasks = _task_source(environment) if environment is not None else None
+        self._episodes: dict[str, _Episode] = {}
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks, 0 when there is no end or no environment yet."""
+        return self._tasks.num_tasks if self._tasks is not None else 0
+
+    async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
+        """The answer to one command; what the environment raises is an answer too."""
+        message = pb.WorkerMessage(call_id=command.call_id)
+        try:
+            match command.WhichOneof("command"):
+                case "load":
+                    message.loaded.CopyFrom(self._load(command.load.spec))
+                case "reset":
+                    message.observation.CopyFrom(await self._reset(command.reset))
+                case "step":
+                    message.verdict.CopyFrom(await self._step(command.step))
+                case "close":
+                    await self._close(command.close.episode_key)
+                    message.pong.SetInParent()
+                case "ping":
+                    message.pong.SetInParent()
+                case unknown:
+                    raise _misused(f"unknown command {unknown}")
+        except EnvironmentFailed as error:
+            message.failure.kind = error.kind
+            message.failure.message = str(error)
+        return message
+
+    async def close_all(self) -> None:
+        """Closes every open episode, within 5 s; what fails then is only written to stderr."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                for key in list(self._episodes):
+                    try:
+                        await self._close(key)
+                    except EnvironmentFailed as error:
+                        print(f"closing an episode: {error}", file=sys.stderr)
+        except TimeoutError:
+            print(f"episodes did not close within {CLOSE_TIMEOUT_S:g} s", file=sys.stderr)
+        self._episodes.clear()
+
+    def _load(self, spec: pb.EnvironmentSpec) -> pb.Loaded:
+        if spec.reference:
+            self._environment = load_environment(spec.reference, spec.args_json, spec.search_path)
+            self._tasks = _task_source(self._environment)
+        if self._tasks is None:
+            raise _misused("the environment has no reference")
+        return pb.Loaded(num_tasks=self._tasks.num_tasks)
+
+    async def _reset(self, command: pb.ResetCommand) -> pb.Observation:
+        if self._environment is None or self._tasks is None:
+            raise _misused("no environment is loaded")
+        if command.episode_key in self._episodes:
+            raise _misused(f"episode {command.episode_key} is open already")
+        tasks, environment = self._tasks, copy.copy(self._environment)
+        environment.seed, environment.truncated = command.seed, False
+        episode = self._episodes[command.episode_key] = _Episode(environment)
+
+        async def reset() -> pb.Observation:
+            messages = await _result(environment.reset(tasks[command.task_index]))
+            return pb.Observation(messages=_messages(messages, "reset()"))
+
+        try:
+            return await _run(episode, reset)
+        except EnvironmentFailed:
+            self._episodes.pop(command.episode_key, None)
+            raise
+
+    async def _step(self, command: pb.StepCommand) -> pb.Verdict:
+        episode = self._episodes.get(command.episode_key)
+        if episode is None:
+            raise _misused(f"episode {command.episode_key} is not open")
+        if episode.running is not None:
+            raise _misused(f"episode {command.episode_key} has not answered its last call")
+        environment = episode.environment
+        environment.truncated = command.truncated
+
+        async def step() -> pb.Verdict:
+            return _verdict(await _result(environment.step(command.reply)))
+
+        return await _run(episode, step)
+
+    async def _close(self, key: str) -> None:
+        episode = self._episodes.pop(key, None)
+        if episode is None:
+            return
+        if episode.running is not None:
+            episode.given_up = True
+            episode.running.cancel()
+            await episode.idle.wait()
+        await _run(episode, lambda: _result(episode.environment.close()))
+
+
+async def answer_commands(
+    host: EpisodeHost,
+    commands: AsyncIterator[pb.WorkerCommand],
+    send: Callable[[pb.WorkerMessage], Awaitable[None]],
+) -> None:
+    """Answers `commands` side by side until they end, then closes all episodes.
+
+    Whatever error ends `commands` is raised again.
+    """
+    one_at_a_time = asyncio.Lock()
+
+    async def answer(command: pb.WorkerCommand) -> None:
+        message = await host.answer(command)
+        try:
+            async with one_at_a_time:
+                await send(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The stream is over: `commands` says why.
+            return
+
+    failure: grpc.aio.AioRpcError | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            running: set[asyncio.Task[None]] = set()
+            try:
+                async for command in commands:
+                    task = group.create_task(answer(command))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+            except grpc.aio.AioRpcError as error:
+                failure = error
+            for task in running:
+                task.cancel()
+    finally:
+        await host.close_all()
+    if failure is not None:
+        raise failure
+
+
+async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Runs user code; all it raises becomes EnvironmentFailed."""
+    this = asyncio.current_task()
+    assert this is not None
+    episode.running = this
+    episode.idle.clear()
+    try:
+        return await call()
+    except EnvironmentFailed:
+        raise
+    except asyncio.CancelledError as error:
+        if episode.given_up and this.uncancel() == 0:
+            raise environment_failed("the episode was closed") from error
+        if this.cancelling():
+            raise
+        raise environment_failed(describe(error)) from error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise environment_failed(describe(error)) from error
+    finally:
+        episode.running = None
+        episode.given_up = False
+        episode.idle.set()
+
+
+async def _result(value: Answer | Awaitable[Answer]) -> Answer:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _task_source(environment: Environment[object]) -> TaskSource[object]:
+    try:
+        return TaskSource(environment)
+    except ValueError as error:
+        raise environment_failed(describe(error)) from error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise environment_failed(f"tasks() failed: {describe(error)}") from error
+
+
+def _misused(message: str) -> EnvironmentFailed:
+    return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, message)
+
+
+def _verdict(result: object) -> pb.Verdict:
+    if not isinstance(result, StepResult):
+        raise environment_failed(f"step() must return a StepResult, got {_show(result)}")
+    if not result.done and not result.messages:
+        raise environment_failed("step() must give messages when the episode is not done")
+    return pb.Verdict(
+        reward=_finite(result.reward, "the reward"),
+        done=bool(result.done),
+        messages=_messages(result.messages, "step()") if result.messages else [],
+        metrics={str(k): _finite(v, f"the metric {k!r}") for k, v in result.metrics.items()},
+    )
+
+
+def _finite(value: object, what: str) -> float:
+    if isinstance(value, SupportsFloat):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError, TypeError, RuntimeError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise environment_failed(f"{what} must be a finite number, got {_show(value)}")
+
+
+def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise environment_failed(f"{source} must give a list of messages, got {_show(messages)}")
+    return [_message(message, source) for message in messages]
+
+
+def _message(message: object, source: str) -> pb.ChatMessage:
+    if isinstance(message, Message):
+        role, content = message.role, message.content
+    elif isinstance(message, Mapping) and set(message) == {"role", "content"}:
+        role, content = message["role"], message["content"]
+    else:
+        raise environment_failed(
+            f"a message of {source} must have role and content, got {_show(message)}"
+        )
+    if not isinstance(role, str) or not role or not isinstance(content, str):
+        raise environment_failed(
+            f"role and content of a message of {source} must be strings, got {_show(message)}"
+        )
+    return pb.ChatMessage(role=role, content=content)
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

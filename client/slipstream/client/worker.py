@@ -1,0 +1,156 @@
+"""The worker process: runs one environment for a rollout server.
+
+    python -m slipstream.client.worker --connect unix:PATH
+    python -m slipstream.client.worker --check package.module:Class --args '{"digits": 3}'
+
+Consumes: commands of the server. Produces: one answer for each. Ends when the server closes the
+stream, or dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NoReturn
+
+TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
+CONNECT_TIMEOUT_S = 20.0
+# A worker is gone so long after the end of its stream, whatever threads the environment left.
+EXIT_TIMEOUT_S = 5.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: the stream ended or the check passed; 1: no connection; 2: a failed check."""
+    parser = argparse.ArgumentParser(
+        prog="python -m slipstream.client.worker", description="Runs one environment."
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--connect", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the server")
+    what.add_argument("--check", metavar="MODULE:CLASS", help="load it and reset its first task")
+    parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
+    parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of --check")
+    arguments = parser.parse_args(argv)
+    report = _keep_stdout()
+    if arguments.check is not None:
+        return _check(
+            arguments.check, arguments.args, arguments.search_path, arguments.timeout_s, report
+        )
+    return _serve(arguments.connect)
+
+
+def _keep_stdout() -> int:
+    """Sends what the environment prints to stderr; returns a descriptor of the real stdout."""
+    real = os.dup(1)
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    return real
+
+
+def _serve(address: str) -> int:
+    from slipstream.protocol.process import die_with_parent
+
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    if address.startswith("unix:"):
+        die_with_parent()
+        # Ctrl-C reaches the whole process group; the server says when its workers end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = 1
+    try:
+        asyncio.run(_attach(address, token))
+        code = 0
+    except _NotConnected as error:
+        print(f"slipstream worker: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        timer = threading.Timer(EXIT_TIMEOUT_S, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+    return code
+
+
+class _NotConnected(Exception):
+    """There is no server, or it was lost."""
+
+
+async def _attach(address: str, token: str | None) -> None:
+    import grpc.aio
+    from slipstream.client.serving import EpisodeHost, answer_commands
+    from slipstream.protocol.errors import ConfigError
+    from slipstream.protocol.security import Credentials, call_metadata, open_channel
+    from slipstream.v1 import environment_pb2 as pb
+    from slipstream.v1 import environment_pb2_grpc
+
+    credentials = Credentials(certificate=None, key=None, ca=None, token=token)
+    try:
+        channel = open_channel(address, credentials)
+    except ConfigError as error:
+        raise _NotConnected(str(error)) from error
+    async with channel:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await channel.channel_ready()
+        except TimeoutError:
+            raise _NotConnected(
+                f"no server answers at {address} within {CONNECT_TIMEOUT_S:g} s"
+            ) from None
+        stub = environment_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Attach(metadata=call_metadata(credentials))
+        try:
+            await call.write(pb.WorkerMessage(hello=pb.WorkerHello(token=token or "")))
+            await answer_commands(EpisodeHost(), aiter(call), call.write)
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:
+            raise _NotConnected(f"{address}: {await call.details()}") from error
+
+
+def _check(reference: str, args_json: str, search_path: str, timeout_s: float, report: int) -> int:
+    from slipstream.client.serving import EpisodeHost
+    from slipstream.v1 import environment_pb2 as pb
+
+    main_thread = threading.get_ident()
+
+    def write(line: str) -> None:
+        os.write(report, f"{line}\n".encode(errors="backslashreplace"))
+
+    def give_up() -> NoReturn:
+        stack = traceback.extract_stack(sys._current_frames()[main_thread])
+        place = f"{Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}"
+        write(f"environment {reference}: no answer within {timeout_s:g} s ({place})")
+        os._exit(2)
+
+    async def commands() -> AsyncIterator[pb.WorkerMessage]:
+        host = EpisodeHost()
+        spec = pb.EnvironmentSpec(reference=reference, args_json=args_json, search_path=search_path)
+        yield await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
+        yield await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="check")))
+        yield await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key="check")))
+
+    async def check() -> int:
+        num_tasks = 0
+        async for answer in commands():
+            if answer.WhichOneof("message") == "failure":
+                write(f"environment {reference}: {answer.failure.message}")
+                return 2
+            num_tasks = max(num_tasks, answer.loaded.num_tasks)
+        write(str(num_tasks))
+        return 0
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    code = asyncio.run(check())
+    # Threads of the environment must not hold the answer back.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Processes that must not outlive the one that started them.
+
+`python -m slipstream.protocol.process PROGRAM ARGUMENTS...` becomes PROGRAM, with that promise
+made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the thread that started it ends.
+
+    Elsewhere nothing happens.
+
+    The promise survives `exec`, not `fork`. Start such a process from a thread that lives as long
+    as its process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.execvp(sys.argv[1], sys.argv[1:])
