@@ -1,0 +1,86 @@
+"""One step's trajectories, as facts: their rewards, their lag, and the promise that the lag keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.errors import RunFailed, StalenessError
+from slipstream.protocol.staleness import lag
+from slipstream.protocol.types import Trajectory
+
+LagArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What trains version `step` into version `step` + 1: whole groups, one after the other."""
+
+    step: int
+    batch_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def group_ids(self) -> list[str]:
+        """The group of each trajectory."""
+        return [trajectory.group_id for trajectory in self.trajectories]
+
+    def rewards(self) -> npt.NDArray[np.float64]:
+        """The reward of each trajectory."""
+        return np.array([t.reward for t in self.trajectories], dtype=np.float64)
+
+    def check(self, max_staleness: int) -> None:
+        """StalenessError for a token older than the promise or from the future; RunFailed for what may not be trained."""
+        for trajectory in self.trajectories:
+            name = trajectory.trajectory_id
+            if not trajectory.has_reward:
+                raise RunFailed(
+                    f"batch {self.batch_id}: {name} is {trajectory.status.name}, it has no reward"
+                )
+            for span in trajectory.version_spans:
+                found = lag(self.step, span.version.step)
+                if span.length and not 0 <= found <= max_staleness:
+                    raise StalenessError(
+                        f"step {self.step}: {name} has tokens of version {span.version}, a lag of {found}, "
+                        f"but it must be between 0 and max_staleness {max_staleness}"
+                    )
+
+    def mini_batches(self, number: int) -> list[list[int]]:
+        """Indices of the trajectories of each mini-batch: equal shares of the groups, in their order."""
+        groups = list(dict.fromkeys(self.group_ids))
+        if len(groups) < number:
+            raise RunFailed(
+                f"batch {self.batch_id}: {len(groups)} groups are too few for {number} mini-batches"
+            )
+        share = {group: place * number // len(groups) for place, group in enumerate(groups)}
+        parts: list[list[int]] = [[] for _ in range(number)]
+        for index, group in enumerate(self.group_ids):
+            parts[share[group]].append(index)
+        return parts
+
+    def metrics(self) -> dict[str, float]:
+        """Rewards, sizes and lags."""
+        rewards = self.rewards()
+        lags = np.concatenate([token_lags(t, self.step) for t in self.trajectories])
+        spans = [{s.version for s in t.version_spans if s.length} for t in self.trajectories]
+        sampled = [t.num_sampled_tokens for t in self.trajectories]
+        turns = [max(1, len(t.run_lengths) // 2) for t in self.trajectories]
+        return {
+            "reward_mean": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "num_tokens": float(sum(len(t.token_ids) for t in self.trajectories)),
+            "lag_mean": float(lags.mean()) if lags.size else 0.0,
+            "lag_max": float(lags.max()) if lags.size else 0.0,
+            "trajectories_with_several_versions": float(sum(len(versions) > 1 for versions in spans)),
+            "reply_tokens_mean": sum(sampled) / sum(turns),
+        }
+
+
+def token_lags(trajectory: Trajectory, step: int) -> LagArray:
+    """The lag of each sampled token."""
+    spans = trajectory.version_spans
+    return np.repeat(
+        np.array([lag(step, span.version.step) for span in spans], dtype=np.int32),
+        [span.length for span in spans],
+    )

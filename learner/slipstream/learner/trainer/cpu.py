@@ -1,0 +1,182 @@
+"""Lets megatron-core run on CPU tensors and gloo: replaces what assumes a CUDA device. Does nothing where CUDA is there.
+
+The replacements hold for the whole process, so it must be one that does nothing else than train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
+_installed = False
+
+
+class _Stream:
+    """Work on a CPU is done when the call returns, so every stream is the same one."""
+
+    device = _CPU
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def wait_event(self, _: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *_: object) -> _Event:
+        return _Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _Event:
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def wait(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def install() -> None:
+    """Replaces them, once; call it before the first import of megatron.core."""
+    global _installed
+    if torch.cuda.is_available() or _installed:
+        return
+    _installed = True
+    _replace(torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    _replace_cuda()
+    _replace_tensor_methods()
+    _replace_scatter()
+    _replace_megatron()
+    # Sums over duplicate indices run in one order: the same batches give the same bits.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _replace(owner: object, values: dict[str, object]) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _no_op() -> Callable[..., None]:
+    """A function of its own for each name: torch.compile keeps a table by function and refuses the same one twice."""
+
+    def nothing(*_: object, **__: object) -> None: ...
+
+    return nothing
+
+
+def _replace_cuda() -> None:
+    def current_stream(*_: object) -> _Stream:
+        return _Stream()
+
+    def rng_state(*_: object, **__: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
+        torch.set_rng_state(state)
+
+    _replace(
+        torch.cuda,
+        {
+            "current_device": lambda: _CPU,
+            "synchronize": _no_op(),
+            "set_device": _no_op(),
+            "empty_cache": _no_op(),
+            "Stream": _Stream,
+            "Event": _Event,
+            "current_stream": current_stream,
+            "default_stream": current_stream,
+            "stream": lambda _: contextlib.nullcontext(),
+            "get_rng_state": rng_state,
+            "set_rng_state": set_rng_state,
+            "manual_seed": torch.manual_seed,
+        },
+    )
+    _replace(torch.cuda.random, {"get_rng_state": rng_state, "set_rng_state": set_rng_state})
+    _replace(torch.cuda.nvtx, {"range_push": _no_op(), "range_pop": _no_op()})
+
+
+def _replace_tensor_methods() -> None:
+    def identity(self: object, *_: object, **__: object) -> object:
+        return self
+
+    real_type: Callable[..., Any] = torch.Tensor.type
+
+    def type_name(
+        self: torch.Tensor, dtype: object = None, *args: object, **kwargs: object
+    ) -> object:
+        # The optimizers pick their branch by the name "torch.cuda.FloatTensor".
+        if dtype is None:
+            return str(real_type(self)).replace("torch.", "torch.cuda.", 1)
+        return real_type(self, dtype, *args, **kwargs)
+
+    _replace(torch.Tensor, {"cuda": identity, "type": type_name})
+    _replace(torch.nn.Module, {"cuda": identity})
+
+
+def _replace_scatter() -> None:
+    import torch.distributed as dist
+
+    real_scatter = dist.scatter
+
+    def scatter(
+        tensor: torch.Tensor,
+        scatter_list: list[torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # gloo ignores strides here and would scatter garbage for views along dim 1.
+        parts = [part.contiguous() for part in scatter_list] if scatter_list else scatter_list
+        return real_scatter(tensor, parts, *args, **kwargs)
+
+    _replace(dist, {"scatter": scatter})
+
+
+def _replace_megatron() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def rng_state(*_: object, **__: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
+        torch.set_rng_state(state)
+
+    def stay(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _replace(
+        megatron_random,
+        {"_get_cuda_rng_state": rng_state, "_set_cuda_rng_state": set_rng_state},
+    )
+    _replace(moe_utils, {"maybe_move_tensor_to_cpu": stay})
+    _replace(token_dispatcher, {"maybe_move_tensor_to_cpu": stay})

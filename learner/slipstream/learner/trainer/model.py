@@ -1,0 +1,224 @@
+"""The policy: a Hugging Face folder as a distributed Megatron model with its optimizer.
+
+Megatron's objects are untyped for us; this module and `schedule` are where they are handled.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from slipstream.learner.trainer import compat
+from slipstream.learner.trainer.parallel import Ranks
+from slipstream.learner.trainer.settings import passed_through
+from slipstream.protocol.config import Config
+from slipstream.protocol.errors import ConfigError, RunFailed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Parameters and optimizer of this rank; one chunk for each virtual pipeline stage."""
+
+    ranks: Ranks
+    bridge: Any
+    chunks: list[Any]
+    optimizer: Any
+    dtype: torch.dtype
+    max_positions: int
+    vocab_size: int
+
+    @property
+    def iterators_needed(self) -> int:
+        """The schedule wants an iterator of its own for each chunk."""
+        return len(self.chunks)
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Clips and applies the gradients; returns their norm before clipping. Collective.
+
+        RunFailed, with the weights as they were, when the norm is not finite.
+        """
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise RunFailed(f"the gradient norm is {norm}; the weights were not changed")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        return norm
+
+    def gather_parameters(self) -> None:
+        """Completes a parameter all-gather that was left to the next forward pass: an export would see old weights."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+
+def load_policy(config: Config, ranks: Ranks, auto_bridge: Any) -> Policy:
+    """Loads `config.model.path` into a distributed model, with an optimizer; collective.
+
+    `auto_bridge` is what `compat.install` returned. ConfigError for a model or a setting that cannot work.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    bridge = auto_bridge.from_hf_pretrained(str(config.model.path))
+    hf_config = bridge.hf_pretrained.config
+    provider = _provider(bridge, hf_config, config)
+    chunks = provider.provide_distributed_model(
+        ddp_config=_ddp_config(config),
+        wrap_with_ddp=True,
+        data_parallel_random_init=False,
+        use_cpu_initialization=provider.use_cpu_initialization,
+        bf16=provider.bf16,
+    )
+    optimizer = get_megatron_optimizer(_optimizer_config(config), chunks)
+    # Without it the schedule leaves out the sum over replicas and the gradients of shared parameters, silently.
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        chunks[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return Policy(
+        ranks=ranks,
+        bridge=bridge,
+        chunks=chunks,
+        optimizer=optimizer,
+        dtype=provider.params_dtype,
+        max_positions=hf_config.max_position_embeddings,
+        vocab_size=hf_config.vocab_size,
+    )
+
+
+def _provider(bridge: Any, hf_config: Any, config: Config) -> Any:
+    parallel = config.learner.parallel
+    _check_model(hf_config, config)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    dtype = getattr(torch, config.model.dtype)
+    values: dict[str, object] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp or parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "autocast_dtype": None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "calculate_per_token_loss": True,
+        # Packed micro batches differ in length; the default dispatcher refuses that even for dense models.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # Bridge switches it off, and then the parameters lack the marks by which the gradient norm counts them once.
+        "perform_initialization": True,
+        # With asynchronous sends the output would be freed before it has left.
+        "deallocate_pipeline_outputs": False,
+        "overlap_p2p_comm": parallel.vpp is not None,
+        "batch_p2p_comm": parallel.vpp is None,
+        # transformers 5 keeps the base where Bridge does not look, which silently leaves 10000.
+        "rotary_base": _rotary_base(hf_config),
+    }
+    if not compat.has_transformer_engine():
+        values |= _without_transformer_engine()
+    values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
+    for name, value in values.items():
+        setattr(provider, name, value)
+    provider.finalize()
+    return provider
+
+
+def _without_transformer_engine() -> dict[str, object]:
+    from slipstream.learner.trainer import spec
+
+    spec.register_norm_names()
+    fusions = (
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+        "persist_layer_norm",
+        "apply_rope_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "cross_entropy_loss_fusion",
+        "moe_permute_fusion",
+        "moe_grouped_gemm",
+    )
+    values: dict[str, object] = dict.fromkeys(fusions, False)
+    values["use_cpu_initialization"] = not torch.cuda.is_available()
+    values["transformer_layer_spec"] = spec.layer_spec
+    return values
+
+
+def _check_model(hf_config: Any, config: Config) -> None:
+    tp = config.learner.parallel.tp
+    sizes: dict[str, Any] = hf_config.to_dict()
+    if sizes.get("num_experts") or sizes.get("num_local_experts"):
+        raise ConfigError(
+            f"model.path {config.model.path} is a mixture of experts, which the trainer cannot train yet"
+        )
+    if sizes["vocab_size"] % tp:
+        raise ConfigError(
+            f"learner.parallel.tp must divide the model's vocabulary of {sizes['vocab_size']}, got {tp}"
+        )
+
+
+def _rotary_base(hf_config: Any) -> float:
+    sizes: dict[str, Any] = hf_config.to_dict()
+    rope: dict[str, Any] = sizes.get("rope_parameters") or {}
+    base = rope.get("rope_theta", sizes.get("rope_theta"))
+    if base is None:
+        raise ConfigError("the model's config.json names no rope_theta")
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise ConfigError(f"the model's rope_type {kind!r} was not tested, known are default, llama3")
+    return float(base)
+
+
+def _ddp_config(config: Config) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    values: dict[str, object] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.learner.use_distributed_optimizer,
+        "average_in_collective": False,
+    }
+    values |= passed_through(
+        DistributedDataParallelConfig, config.learner.ddp, section="learner.ddp"
+    )
+    return DistributedDataParallelConfig(**values)
+
+
+def _optimizer_config(config: Config) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
+    learner = config.learner
+    dtype = getattr(torch, config.model.dtype)
+    values: dict[str, object] = {
+        "optimizer": "adam",
+        "lr": config.algorithm.learning_rate,
+        "weight_decay": learner.weight_decay,
+        "adam_beta1": learner.adam_betas[0],
+        "adam_beta2": learner.adam_betas[1],
+        "adam_eps": learner.adam_eps,
+        "clip_grad": learner.grad_clip,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": learner.use_distributed_optimizer,
+        "overlap_param_gather": bool(learner.ddp.get("overlap_param_gather", False)),
+    }
+    values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
+    return OptimizerConfig(**values)

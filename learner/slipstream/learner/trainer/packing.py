@@ -1,0 +1,205 @@
+"""From sequences of uneven length to micro batches of bounded size: pure functions.
+
+A micro batch is one row of tokens, its sequences one after the other. Position i of a sequence predicts token i + 1 of
+the same sequence: targets, loss mask, advantages, behavior log-probabilities and lags stand where the prediction is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from slipstream.learner.trainer.batch import token_lags
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.types import TokenArray, Trajectory
+from torch import Tensor
+
+Item = TypeVar("Item", bound=np.generic)
+
+# Micro batches of each data-parallel rank: each a list of sequence indices, possibly empty.
+Plan = list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One sequence, its arrays as long as itself; the last position predicts nothing."""
+
+    token_ids: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
+    behavior_logprobs: npt.NDArray[np.float32]
+    lags: npt.NDArray[np.int32]
+    advantage: float
+
+    @classmethod
+    def of_trajectory(cls, trajectory: Trajectory, *, advantage: float, step: int) -> TrainingSequence:
+        """Trains the sampled tokens. One at the very beginning is left out: nothing predicts it."""
+        sampled = trajectory.sampled_mask()
+        logprobs = np.zeros(len(sampled), dtype=np.float32)
+        logprobs[sampled] = trajectory.behavior_logprobs
+        lags = np.zeros(len(sampled), dtype=np.int32)
+        lags[sampled] = token_lags(trajectory, step)
+        return cls(
+            token_ids=trajectory.token_ids.astype(np.int64),
+            loss_mask=_predicted(sampled),
+            behavior_logprobs=_predicted(logprobs),
+            lags=_predicted(lags),
+            advantage=advantage,
+        )
+
+    @classmethod
+    def of_tokens(cls, token_ids: TokenArray) -> TrainingSequence:
+        """All tokens but the first are of interest, none has a behavior policy."""
+        length = len(token_ids)
+        return cls(
+            token_ids=token_ids.astype(np.int64),
+            loss_mask=_predicted(np.ones(length, dtype=np.bool_)),
+            behavior_logprobs=np.zeros(length, dtype=np.float32),
+            lags=np.zeros(length, dtype=np.int32),
+            advantage=0.0,
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences, all tensors of shape [tokens] but `cu_seqlens`."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    behavior_logprobs: Tensor
+    lags: Tensor
+    # int32, where each sequence begins, and the end; filler is a last sequence without loss.
+    cu_seqlens: Tensor
+    max_seqlen: int
+    # Which sequences these are, in order, filler left out.
+    indices: tuple[int, ...]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        if device.type == "cpu":
+            return self
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if isinstance(value := vars(self)[field.name], Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, dp_size: int, multiple: int = 1
+) -> Plan:
+    """Deals sequences to micro batches of at most `max_tokens`, the same number (a multiple of `multiple`) for each rank.
+
+    Longest first: as few micro batches as first fit finds, then their sizes levelled, then dealt so that the ranks get
+    about equal work. Micro batches that only make the number equal are empty.
+    """
+    too_long = max(lengths, default=0)
+    if too_long > max_tokens:
+        raise ConfigError(
+            f"a sequence of {too_long} tokens does not fit learner.micro_batch_tokens {max_tokens}"
+        )
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    packed = _first_fit(lengths, longest_first, max_tokens)
+    number = _round_up(max(1, len(packed)), dp_size * multiple)
+    levelled = _level(lengths, longest_first, max_tokens, number)
+    chosen = levelled if levelled is not None else packed + [[]] * (number - len(packed))
+    return _deal(lengths, chosen, dp_size)
+
+
+def build_micro_batch(
+    sequences: Sequence[TrainingSequence], indices: Sequence[int], *, multiple: int = 1
+) -> MicroBatch:
+    """Packs `sequences[i]` for i in `indices`; filler makes the number of tokens a multiple of `multiple`, never 0."""
+    chosen = [sequences[index] for index in indices]
+    total = sum(len(sequence) for sequence in chosen)
+    filler = _round_up(max(1, total), multiple) - total
+    if filler:
+        chosen.append(_filler(filler))
+    lengths = [len(sequence) for sequence in chosen]
+    token_ids = [sequence.token_ids for sequence in chosen]
+    return MicroBatch(
+        token_ids=_joined(token_ids),
+        position_ids=_joined([np.arange(length, dtype=np.int64) for length in lengths]),
+        targets=_joined([_predicted(ids) for ids in token_ids]),
+        loss_mask=_joined([sequence.loss_mask for sequence in chosen]),
+        advantages=_joined(
+            [np.full(len(sequence), sequence.advantage, dtype=np.float32) for sequence in chosen]
+        ),
+        behavior_logprobs=_joined([sequence.behavior_logprobs for sequence in chosen]),
+        lags=_joined([sequence.lags for sequence in chosen]),
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        indices=tuple(indices),
+    )
+
+
+def _predicted(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
+    """Moves what belongs to token i + 1 to position i; the last position gets 0."""
+    moved = np.zeros_like(values)
+    moved[:-1] = values[1:]
+    return moved
+
+
+def _filler(length: int) -> TrainingSequence:
+    nothing = TrainingSequence.of_tokens(np.zeros(length, dtype=np.uint32))
+    return dataclasses.replace(nothing, loss_mask=np.zeros(length, dtype=np.bool_))
+
+
+def _joined(arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def _first_fit(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for index in order:
+        place = next((b for b, room in enumerate(free) if room >= lengths[index]), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            free.append(max_tokens)
+        bins[place].append(index)
+        free[place] -= lengths[index]
+    return bins
+
+
+def _level(
+    lengths: Sequence[int], order: Sequence[int], max_tokens: int, number: int
+) -> list[list[int]] | None:
+    """Each sequence to the emptiest of `number` micro batches; None when one would overflow."""
+    bins: list[list[int]] = [[] for _ in range(number)]
+    heap = [(0, place) for place in range(number)]
+    for index in order:
+        used, place = heapq.heappop(heap)
+        if used + lengths[index] > max_tokens:
+            return None
+        bins[place].append(index)
+        heapq.heappush(heap, (used + lengths[index], place))
+    return bins
+
+
+def _deal(lengths: Sequence[int], bins: list[list[int]], dp_size: int) -> Plan:
+    """Equal numbers of micro batches to the ranks, the largest ones first, back and forth."""
+    largest_first = sorted(bins, key=lambda members: -sum(lengths[index] for index in members))
+    ranks: Plan = [[] for _ in range(dp_size)]
+    for place, members in enumerate(largest_first):
+        turn, rank = divmod(place, dp_size)
+        ranks[rank if turn % 2 == 0 else dp_size - 1 - rank].append(sorted(members))
+    return ranks
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

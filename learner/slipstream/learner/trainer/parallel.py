@@ -1,0 +1,192 @@
+"""The ranks: torch.distributed, Megatron's parallel groups, seeds, and what rank 0 tells all others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.errors import ConfigError
+from torch import Tensor
+
+_INT64 = torch.int64
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun tells a rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> Launch:
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK; ConfigError names one that is missing."""
+        try:
+            return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+        except KeyError as error:
+            raise ConfigError(f"the environment must set {error.args[0]}, as torchrun does") from None
+
+
+class Ranks:
+    """All ranks of the trainer, each with its place in the parallel groups.
+
+    Every method but the properties is collective: all ranks call it in the same order. A rank that died or is silent
+    for `timeout_s` makes it raise.
+    """
+
+    def __init__(self, launch: Launch, learner: LearnerSection, *, seed: int) -> None:
+        if launch.world_size != learner.world_size:
+            raise ConfigError(
+                f"learner.world_size is {learner.world_size}, but {launch.world_size} ranks were started"
+            )
+        self.rank = launch.rank
+        self.world_size = launch.world_size
+        self.device = _start(launch, learner)
+        self._groups = _build_groups(learner, seed)
+        # Decisions travel over gloo on every device: they are small and need no stream.
+        self._control = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=learner.timeout_s))
+            if self.device.type == "cuda"
+            else dist.group.WORLD
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which talks to the controller and sends the weights."""
+        return self.rank == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Place among the replicas, which train different micro batches."""
+        return int(self._groups.get_data_parallel_rank())
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas."""
+        return int(self._groups.get_data_parallel_world_size())
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that share each matrix."""
+        return int(self._groups.get_tensor_model_parallel_world_size())
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that share each matrix."""
+        group: dist.ProcessGroup = self._groups.get_tensor_model_parallel_group()
+        return group
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes log-probabilities and losses."""
+        return bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's statistics enter a sum over all ranks: one rank of each replica does."""
+        return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """The bytes of rank 0, on every rank; the others pass None."""
+        assert (data is not None) == self.is_main
+        size = torch.tensor([len(data) if data is not None else 0], dtype=_INT64)
+        dist.broadcast(size, src=0, group=self._control)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if buffer.numel():
+            dist.broadcast(buffer, src=0, group=self._control)
+        return data if data is not None else buffer.numpy().tobytes()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over all ranks of a CPU tensor."""
+        dist.all_reduce(values, group=self._control)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Largest values over all ranks of a CPU tensor."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
+        return values
+
+    def describe(self) -> str:
+        """One line on the groups, and one on each rank's place in them."""
+        groups = self._groups
+        place = torch.tensor(
+            [
+                groups.get_pipeline_model_parallel_rank(),
+                groups.get_data_parallel_rank(),
+                groups.get_tensor_model_parallel_rank(),
+            ],
+            dtype=_INT64,
+        )
+        places = [torch.empty_like(place) for _ in range(self.world_size)]
+        dist.all_gather(places, place, group=self._control)
+        pp = groups.get_pipeline_model_parallel_world_size()
+        lines = [
+            f"{self.world_size} rank{'s' if self.world_size > 1 else ''} on {self.device.type}: "
+            f"tp {self.tp_size}, pp {pp}, dp {self.dp_size}"
+        ]
+        lines += [
+            f"rank {rank}: pp {p}, dp {d}, tp {t}"
+            for rank, (p, d, t) in enumerate(x.tolist() for x in places)
+        ]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        self._groups.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def check_parallel(learner: LearnerSection) -> None:
+    """ConfigError for what the trainer cannot do yet, before anything is loaded."""
+    parallel = learner.parallel
+    if parallel.cp > 1:
+        raise ConfigError(
+            f"learner.parallel.cp must be 1, context parallelism of packed sequences is not there yet, got {parallel.cp}"
+        )
+    if parallel.ep > 1 or (parallel.etp or parallel.tp) != parallel.tp:
+        raise ConfigError(
+            f"learner.parallel.ep must be 1 and etp tp, mixture-of-experts models are not there yet, "
+            f"got ep {parallel.ep} and etp {parallel.etp}"
+        )
+
+
+def _start(launch: Launch, learner: LearnerSection) -> torch.device:
+    if learner.threads:
+        torch.set_num_threads(learner.threads)
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(launch.local_rank)
+    dist.init_process_group(
+        "nccl" if has_cuda else "gloo",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=learner.timeout_s),
+    )
+    return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu")
+
+
+def _build_groups(learner: LearnerSection, seed: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel = learner.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=max(1, round(learner.timeout_s / 60)),
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return parallel_state

@@ -1,0 +1,140 @@
+"""Runs micro batches through the pipeline schedule: forward and backward, or log-probabilities alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from slipstream.learner.trainer.loss import TokenLoss, vocab_parallel_logprobs
+from slipstream.learner.trainer.model import Policy
+from slipstream.learner.trainer.packing import (
+    MicroBatch,
+    TrainingSequence,
+    build_micro_batch,
+    plan_micro_batches,
+)
+from slipstream.protocol.types import LogprobArray, TokenArray
+from torch import Tensor
+
+Output = TypeVar("Output")
+# (place of the micro batch, micro batch, log-probabilities, entropy) -> loss
+LossFunction = Callable[[int, MicroBatch, Tensor, Tensor], TokenLoss]
+# (log-probabilities, entropy) -> (sum of the loss, number of tokens, what the schedule hands out)
+_Finish = Callable[[int, MicroBatch, Tensor, Tensor], tuple[Tensor, Tensor, Output]]
+
+
+def forward_backward(
+    policy: Policy, micro_batches: Sequence[MicroBatch], loss: LossFunction, *, temperature: float
+) -> list[TokenLoss]:
+    """Adds up the gradients of all micro batches, divided by the tokens of all ranks; collective.
+
+    Returns the loss of each micro batch, detached, on the last pipeline stage, and nothing on the others.
+    """
+
+    def finish(
+        place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, TokenLoss]:
+        found = loss(place, micro_batch, logprobs, entropy)
+        kept = TokenLoss(found.loss.detach(), found.num_tokens, found.sums, found.max_gap)
+        return found.loss, found.num_tokens.to(torch.int), kept
+
+    return _run(policy, micro_batches, finish, temperature=temperature, forward_only=False)
+
+
+def forward_logprobs(
+    policy: Policy, micro_batches: Sequence[MicroBatch], *, temperature: float
+) -> list[Tensor]:
+    """The log-probability of each position's target, one tensor for each micro batch; collective.
+
+    On the last pipeline stage, and nothing on the others.
+    """
+
+    def finish(
+        place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
+
+    with torch.no_grad():
+        return _run(policy, micro_batches, finish, temperature=temperature, forward_only=True)
+
+
+def sequence_logprobs(
+    policy: Policy, sequences: Sequence[TokenArray], *, max_tokens: int
+) -> list[LogprobArray]:
+    """Log-probabilities at temperature 1 of every token but the first of each sequence, on every rank; collective."""
+    prepared = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]
+    # Every replica computes all of them; one counts.
+    plan = plan_micro_batches(
+        [len(sequence) for sequence in prepared], max_tokens=max_tokens, dp_size=1
+    )[0]
+    micro_batches = [
+        build_micro_batch(prepared, members, multiple=policy.ranks.tp_size) for members in plan
+    ]
+    logprobs = forward_logprobs(policy, micro_batches, temperature=1.0)
+    starts = [0]
+    for sequence in prepared:
+        starts.append(starts[-1] + len(sequence) - 1)
+    found = torch.zeros(starts[-1], dtype=torch.float32)
+    if policy.ranks.counts and policy.ranks.dp_rank == 0:
+        for micro_batch, values in zip(micro_batches, logprobs, strict=True):
+            bounds = micro_batch.cu_seqlens.tolist()
+            for place, index in enumerate(micro_batch.indices):
+                row = values[bounds[place] : bounds[place + 1] - 1]
+                found[starts[index] : starts[index + 1]] = row.cpu()
+    policy.ranks.sum(found)
+    return [part.numpy() for part in found.split([len(s) - 1 for s in prepared])]
+
+
+def _run(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    finish: _Finish[Output],
+    *,
+    temperature: float,
+    forward_only: bool,
+) -> list[Output]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(
+        places: Iterator[int], chunk: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
+        place = next(places)
+        micro_batch = micro_batches[place].to(policy.ranks.device)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro_batch.cu_seqlens,
+            cu_seqlens_kv=micro_batch.cu_seqlens,
+            max_seqlen_q=micro_batch.max_seqlen,
+            max_seqlen_kv=micro_batch.max_seqlen,
+        )
+        output = chunk(
+            micro_batch.token_ids[None],
+            micro_batch.position_ids[None],
+            None,
+            packed_seq_params=packed,
+        )
+
+        def loss_function(logits: Tensor) -> tuple[Tensor, Tensor, Output]:
+            logprobs, entropy = vocab_parallel_logprobs(
+                logits[0],
+                micro_batch.targets,
+                temperature=temperature,
+                group=policy.ranks.tp_group,
+            )
+            return finish(place, micro_batch, logprobs, entropy)
+
+        return output, loss_function
+
+    iterators = [iter(range(len(micro_batches))) for _ in policy.chunks]
+    outputs: list[Output] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=policy.chunks if len(policy.chunks) > 1 else policy.chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=max(len(micro_batch.token_ids) for micro_batch in micro_batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return outputs

@@ -1,0 +1,148 @@
+"""Our layer spec for machines without TransformerEngine: sequence-parallel RMSNorm and attention on torch's SDPA.
+
+It is defined by inheriting from Megatron's classes, so import it only after `compat.install`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
+from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight takes part in the gradient sum of sequence parallelism (Megatron's own refuses it)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        device = torch.device("cpu") if config.use_cpu_initialization else None
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CoreAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention of packed sequences [tokens, heads, dim] or of plain ones [sequence, batch, heads, dim]."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Returns [tokens, heads * dim], or [sequence, batch, heads * dim]."""
+        if packed_seq_params is None:
+            rows = [x.transpose(0, 1) for x in (query, key, value)]
+            return self._attend(*rows).transpose(0, 1).flatten(2)
+        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        groups, order = _length_groups(bounds, query.device)
+        parts = []
+        for positions, is_token in groups:
+            rows = [
+                x.index_select(0, positions.flatten()).unflatten(0, positions.shape)
+                for x in (query, key, value)
+            ]
+            parts.append(self._attend(*rows)[is_token])
+        return torch.cat(parts).index_select(0, order).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention over dim 1 of [sequences, length, heads, dim]; padding at the end disturbs nobody."""
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[2] != query.shape[2],
+        )
+        return attended.transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=16)
+def _length_groups(
+    bounds: tuple[int, ...], device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Sequences of similar length together, so that few and hardly padded attention calls serve all of them.
+
+    For each group the token positions [sequences, longest] and which of them are tokens rather than padding; then where
+    in the groups' tokens, one group after the other, each token of the packed sequence is found.
+    """
+    by_class: dict[int, list[tuple[int, int]]] = {}
+    for start, end in itertools.pairwise(bounds):
+        if end > start:
+            by_class.setdefault((end - start - 1).bit_length(), []).append((start, end))
+    groups = []
+    for members in by_class.values():
+        starts, ends = torch.tensor(members, device=device).unbind(1)
+        steps = torch.arange(int((ends - starts).max()), device=device)
+        positions = starts[:, None] + steps
+        is_token = positions < ends[:, None]
+        groups.append((torch.minimum(positions, ends[:, None] - 1), is_token))
+    order = torch.cat([positions[is_token] for positions, is_token in groups]).argsort()
+    return groups, order
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """The transformer block of `config`, for the layers of this pipeline stage."""
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.submodules.core_attention = CoreAttention
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = RMSNorm
+        parts.self_attention.submodules.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def register_norm_names() -> None:
+    """Teaches Bridge's Qwen families the names of norms that stand apart from the linear layer behind them."""
+    names = {
+        "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
+        "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
+    }
+    for family in (Qwen2Bridge, Qwen3Bridge):
+        original = family.mapping_registry
+
+        def registry(self: Any, original: Any = original) -> Any:
+            known = original(self).mappings
+            have = {mapping.megatron_param for mapping in known}
+            added = [
+                AutoMapping(megatron_param=ours, hf_param=theirs)
+                for ours, theirs in names.items()
+                if ours not in have
+            ]
+            return MegatronMappingRegistry(*known, *added)
+
+        family.mapping_registry = registry

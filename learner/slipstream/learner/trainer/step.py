@@ -1,0 +1,181 @@
+"""One training step: a batch of whole groups trains version s into version s + 1. Needs no controller."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from slipstream.learner.trainer.advantage import group_advantages, shuffled
+from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.loss import Objective, Sum, TokenLoss, clipped_loss
+from slipstream.learner.trainer.model import Policy
+from slipstream.learner.trainer.packing import (
+    MicroBatch,
+    TrainingSequence,
+    build_micro_batch,
+    plan_micro_batches,
+)
+from slipstream.learner.trainer.schedule import forward_backward, forward_logprobs
+from slipstream.protocol.config import AlgorithmSection, Config
+from slipstream.protocol.errors import RunFailed
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same on every rank but for the times."""
+
+    metrics: dict[str, float]
+    wall_s: float
+
+
+@dataclass
+class _Totals:
+    """Sums over the tokens of all mini-batches and all ranks, and what each mini-batch adds."""
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(len(Sum), dtype=torch.float64))
+    max_gap: float = 0.0
+    grad_norms: list[float] = field(default_factory=list)
+    num_micro_batches: int = 0
+    forward_backward_s: float = 0.0
+    optimizer_s: float = 0.0
+
+    def mean(self, name: Sum, over: Sum = Sum.TOKENS) -> float:
+        return float(self.sums[name]) / max(1.0, float(self.sums[over]))
+
+
+def learning_rate(algorithm: AlgorithmSection, step: int) -> float:
+    """Linear warmup over the first `warmup_steps` steps, the first of which already moves, then constant."""
+    return algorithm.learning_rate * min(1.0, (step + 1) / max(1, algorithm.warmup_steps))
+
+
+class TrainingStep:
+    """Trains a policy, one batch at a time. The same batches in the same order give the same bits on CPU."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy = policy
+        self._config = config
+        algorithm = config.algorithm
+        self._objective = Objective(
+            algorithm.clip_low, algorithm.clip_high, algorithm.importance_cap
+        )
+
+    def run(self, batch: Batch) -> StepResult:
+        """Trains the batch; collective, and every rank passes the same batch.
+
+        StalenessError or RunFailed before any weight changes: a token that is too old, a loss or a gradient that is not
+        finite (in the first mini-batch; in a later one, before that mini-batch changes the weights).
+        """
+        started = time.monotonic()
+        algorithm = self._config.algorithm
+        batch.check(algorithm.max_staleness)
+        sequences = self._sequences(batch)
+        shares = [
+            self._micro_batches(sequences, members)
+            for members in batch.mini_batches(algorithm.mini_batches)
+        ]
+        old_logprobs: list[list[Tensor]] = [[] for _ in shares]
+        if len(shares) > 1:
+            old_logprobs = [
+                forward_logprobs(self._policy, share, temperature=self._temperature)
+                for share in shares
+            ]
+        rate = learning_rate(algorithm, batch.step)
+        totals = _Totals()
+        for share, old in zip(shares, old_logprobs, strict=True):
+            self._train(share, old, rate, totals)
+        metrics = batch.metrics() | self._metrics(totals, rate)
+        return StepResult(metrics, time.monotonic() - started)
+
+    @property
+    def _temperature(self) -> float:
+        return self._config.sampling.temperature
+
+    def _sequences(self, batch: Batch) -> list[TrainingSequence]:
+        algorithm, rewards = self._config.algorithm, batch.rewards()
+        if algorithm.shuffle_rewards:
+            rewards = shuffled(rewards, seed=self._config.run.seed, step=batch.step)
+        advantages = group_advantages(
+            rewards, batch.group_ids, normalize_by_std=algorithm.normalize_by_std
+        )
+        return [
+            TrainingSequence.of_trajectory(trajectory, advantage=float(advantage), step=batch.step)
+            for trajectory, advantage in zip(batch.trajectories, advantages, strict=True)
+        ]
+
+    def _micro_batches(
+        self, sequences: Sequence[TrainingSequence], members: Sequence[int]
+    ) -> list[MicroBatch]:
+        """This replica's part of a mini-batch."""
+        ranks, parallel = self._policy.ranks, self._config.learner.parallel
+        plan = plan_micro_batches(
+            [len(sequences[index]) for index in members],
+            max_tokens=self._config.learner.micro_batch_tokens,
+            dp_size=ranks.dp_size,
+            # The interleaved schedule takes micro batches in rounds of the pipeline's length.
+            multiple=parallel.pp if parallel.vpp else 1,
+        )
+        return [
+            build_micro_batch(
+                sequences,
+                [members[place] for place in places],
+                multiple=ranks.tp_size if parallel.sequence_parallel else 1,
+            )
+            for places in plan[ranks.dp_rank]
+        ]
+
+    def _train(
+        self, share: Sequence[MicroBatch], old: Sequence[Tensor], rate: float, totals: _Totals
+    ) -> None:
+        def loss(
+            place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
+        ) -> TokenLoss:
+            before = old[place] if old else None
+            return clipped_loss(logprobs, entropy, before, micro_batch, self._objective)
+
+        started = time.monotonic()
+        self._policy.zero_grad()
+        losses = forward_backward(self._policy, share, loss, temperature=self._temperature)
+        sums, max_gap = self._reduce(losses)
+        totals.forward_backward_s += time.monotonic() - started
+        if not math.isfinite(float(sums[Sum.LOSS])):
+            raise RunFailed(
+                f"the loss is {float(sums[Sum.LOSS])}; the weights were not changed"
+            )
+        started = time.monotonic()
+        totals.grad_norms.append(self._policy.optimizer_step(rate))
+        totals.optimizer_s += time.monotonic() - started
+        totals.sums += sums
+        totals.max_gap = max(totals.max_gap, max_gap)
+        totals.num_micro_batches += len(share) * self._policy.ranks.dp_size
+
+    def _reduce(self, losses: Sequence[TokenLoss]) -> tuple[Tensor, float]:
+        ranks = self._policy.ranks
+        sums = torch.zeros(len(Sum), dtype=torch.float64)
+        max_gap = torch.zeros(1)
+        if ranks.counts:
+            sums += sum(loss.sums.cpu() for loss in losses)
+            max_gap = max(loss.max_gap.cpu() for loss in losses).reshape(1)
+        return ranks.sum(sums), float(ranks.max(max_gap))
+
+    def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
+        return {
+            "loss": totals.mean(Sum.LOSS),
+            "grad_norm": sum(totals.grad_norms) / len(totals.grad_norms),
+            "learning_rate": rate,
+            "entropy": totals.mean(Sum.ENTROPY),
+            "clip_fraction": totals.mean(Sum.CLIPPED),
+            "importance_weight_mean": totals.mean(Sum.WEIGHT),
+            "importance_capped_fraction": totals.mean(Sum.CAPPED),
+            "kl": totals.mean(Sum.KL),
+            "logprob_gap_mean": totals.mean(Sum.GAP, over=Sum.GAP_TOKENS),
+            "logprob_gap_max": totals.max_gap,
+            "logprob_gap_tokens": float(totals.sums[Sum.GAP_TOKENS]),
+            "trained_tokens": float(totals.sums[Sum.TOKENS]),
+            "num_micro_batches": float(totals.num_micro_batches),
+            "forward_backward_s": totals.forward_backward_s,
+            "optimizer_s": totals.optimizer_s,
+        }
