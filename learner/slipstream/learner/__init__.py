@@ -1,0 +1,1 @@
+"""The learner: the controller, which decides, and the trainer, which computes."""

@@ -1,0 +1,42 @@
+"""`python -m slipstream.learner.controller --config FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from slipstream.protocol.config_file import load_config
+from slipstream.protocol.errors import SlipstreamError
+
+
+def main() -> int:
+    """Runs one controller; exit code 2 for a configuration that cannot work, 1 for a failed run."""
+    parser = argparse.ArgumentParser(prog="slipstream-controller", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return asyncio.run(_serve(arguments.config))
+    except (SlipstreamError, FileExistsError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 2
+
+
+async def _serve(path: Path) -> int:
+    from slipstream.learner.controller.application import Controller
+    from slipstream.protocol.security import Credentials
+
+    config = load_config(path)
+    controller = Controller(config, Credentials.load(config.security))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, controller.stop, f"signal {number.name}")
+    return await controller.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

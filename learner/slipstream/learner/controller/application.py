@@ -1,0 +1,331 @@
+"""Puts the parts of the controller together and runs them from the first hello to the summary."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from slipstream.learner.controller.batches import Batch, BatchFormer
+from slipstream.learner.controller.curves import draw_curves
+from slipstream.learner.controller.environment_service import EnvironmentServicer
+from slipstream.learner.controller.environments import EnvironmentBook
+from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.fleet import Fleet, FleetHandlers, FleetServicer, ServerSession
+from slipstream.learner.controller.intake import Intake
+from slipstream.learner.controller.journal import Journal
+from slipstream.learner.controller.leases import LeaseBook
+from slipstream.learner.controller.ledger import TokenLedger
+from slipstream.learner.controller.metrics import RunRecorder
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publish import Publisher
+from slipstream.learner.controller.scheduler import Scheduler, environment_spec
+from slipstream.learner.controller.status_service import StatusServicer
+from slipstream.learner.controller.trainer_service import TrainerServicer
+from slipstream.protocol.config import Config
+from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.protocol.security import Credentials, bind, create_server
+from slipstream.v1 import (
+    environment_pb2,
+    environment_pb2_grpc,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    trajectory_pb2,
+    trajectory_pb2_grpc,
+)
+
+DRAIN_LIMIT_S = 20.0
+GOODBYE_LIMIT_S = 120.0
+GRACE_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class _FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    def __init__(self, fleet: FleetServicer, environments: EnvironmentServicer) -> None:
+        self._fleet = fleet
+        self._relay = environments.relay
+
+    async def Join(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
+        async for message in self._fleet.join(request_iterator, context):
+            yield message
+
+    async def CallEnvironments(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
+        async for answer in self._relay.call_environments(request_iterator):
+            yield answer
+
+
+class Controller:
+    """One run. `run` returns the exit code; everything that it opened is closed by then."""
+
+    def __init__(self, config: Config, credentials: Credentials) -> None:
+        self._config = config
+        self._credentials = credentials
+        run_id = os.environ.get("SLIPSTREAM_RUN_ID") or f"{config.run.name}-{secrets.token_hex(4)}"
+        self._progress = RunProgress(run_id, config, EventLog())
+        algorithm = config.algorithm
+        self._book = LeaseBook(
+            groups_per_step=algorithm.groups_per_step,
+            group_size=algorithm.group_size,
+            max_staleness=algorithm.max_staleness,
+            num_steps=config.run.steps,
+        )
+        self._environments = EnvironmentBook(
+            seed=config.run.seed, max_failed_groups=config.controller.max_failed_groups
+        )
+        self._ledger = TokenLedger()
+        self._fleet = Fleet(self._progress)
+
+    async def run(self) -> int:
+        """Serves until the run has ended and said so; 0 when it finished, 1 when it failed."""
+        folder = self._config.run_dir
+        async with AsyncExitStack() as stack:
+            journal = stack.enter_context(Journal(folder / "journal"))
+            self._recorder = RunRecorder(folder, self._config)
+            stack.callback(self._recorder.close)
+            server = create_server(self._credentials)
+            receiver = await self._open_queue(stack, server)
+            async with asyncio.TaskGroup() as tasks:
+                self._assemble(journal, receiver, server, tasks)
+                bind(server, self._config.controller.address, self._credentials)
+                await server.start()
+                self._progress.events.add(f"run {self._progress.run_id} listens")
+                background = [
+                    tasks.create_task(self._intake.consume(), name="intake"),
+                    tasks.create_task(self._intake.flush(), name="flush"),
+                    tasks.create_task(self._scheduler.lease_forever(), name="scheduler"),
+                    tasks.create_task(self._scheduler.watch_forever(), name="watch"),
+                    tasks.create_task(self._evaluator.run_forever(), name="evaluator"),
+                ]
+                await self._until_over()
+                await self._wind_down()
+                for task in background:
+                    task.cancel()
+            await self._write_results(folder)
+            self._environment_servicer.relay.close()
+            await server.stop(GRACE_S)
+        return 0 if self._progress.state == status_pb2.RUN_STATE_FINISHED else 1
+
+    def stop(self, reason: str) -> None:
+        """Ends the run in order; safe to call from a signal handler of the event loop."""
+        self._progress.stop(reason)
+
+    async def _open_queue(
+        self, stack: AsyncExitStack, server: grpc.aio.Server
+    ) -> TrajectoryReceiver:
+        queue = self._config.queue
+        if queue.kind == "redis":
+            from slipstream.protocol.queue.redis import RedisReceiver
+
+            assert queue.redis_url is not None
+            receiver = RedisReceiver(queue.redis_url, self._progress.run_id)
+            return await stack.enter_async_context(receiver)
+        from slipstream.protocol.queue.grpc import GrpcReceiver
+
+        servicer = GrpcReceiver()
+        trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
+        return servicer
+
+    def _assemble(
+        self,
+        journal: Journal,
+        receiver: TrajectoryReceiver,
+        server: grpc.aio.Server,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        progress, book, fleet = self._progress, self._book, self._fleet
+        environments, ledger = self._environments, self._ledger
+        self._intake = Intake(progress, book, environments, fleet, journal, ledger, receiver)
+        self._publisher = Publisher(fleet, progress, tasks)
+        self._scheduler = Scheduler(progress, book, environments, fleet, journal, self._intake)
+        self._evaluator = Evaluator(
+            progress,
+            book,
+            environments,
+            fleet,
+            self._intake,
+            self._publisher,
+            self._scheduler,
+            on_result=self._evaluated,
+        )
+        former = BatchFormer(book, environments, journal, ledger, receiver)
+        self._trainer = TrainerServicer(
+            progress,
+            book,
+            former,
+            self._publisher,
+            evaluations_done=self._evaluator.is_done,
+            on_step=self._stepped,
+        )
+        self._environment_servicer = EnvironmentServicer(
+            progress, environments, fleet, self._intake
+        )
+        names = [section.name for section in self._config.environments]
+        names += [section.name for section in self._config.evaluations]
+        for name in names:
+            spec = environment_spec(self._config, name, search_path=os.getcwd())
+            self._environment_servicer.add_configured(spec)
+        fleet.handlers = FleetHandlers(
+            joined=self._environment_servicer.server_joined,
+            lost=self._server_lost,
+            reported=self._server_reported,
+            environment=self._environment_servicer.reported,
+            publish=self._publisher.report,
+            lease=lambda session, report: None,
+        )
+        self._add_services(server)
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        status = StatusServicer(
+            self._progress,
+            self._book,
+            self._environments,
+            self._fleet,
+            self._ledger,
+            newest_metrics=lambda: self._recorder.rows[-1] if self._recorder.rows else {},
+        )
+        fleet = _FleetService(
+            FleetServicer(self._fleet, self._progress), self._environment_servicer
+        )
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self._trainer, server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(status, server)
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(
+            self._environment_servicer, server
+        )
+        checker = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+        modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
+        names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
+        self._health = checker
+        self._service_names = [*names, ""]
+        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+
+    def _server_lost(self, session: ServerSession) -> None:
+        self._evaluator.server_lost(session)
+        self._publisher.server_lost(session)
+        self._environments.server_lost(session.key)
+        if not session.drained.is_set():
+            self._ledger.die(session.key)
+        orphans = self._book.orphan(session.key)
+        if orphans and not self._progress.is_over:
+            missing = sum(len(group.missing) for group in orphans)
+            self._progress.events.add(
+                f"{missing} episodes of {len(orphans)} groups wait for another server",
+                Severity.WARNING,
+            )
+
+    def _server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        self._ledger.report(session.key, report)
+        self._recorder.server_report(report)
+
+    def _stepped(self, batch: Batch, report: trainer_pb2.StepReport) -> None:
+        now = time.time()
+        snapshot = self._ledger.snapshot()
+        row = self._recorder.step(
+            batch,
+            report.metrics,
+            training=(now - report.wall_s, now),
+            generated_tokens=snapshot.generated,
+            gauges={
+                "leased_groups": float(len(self._book.training_groups())),
+                "queued_tokens": float(snapshot.queued),
+                "ledger_difference": float(snapshot.difference),
+                "pause_s": self._publisher.totals.last_paused_s,
+                "servers_serving": float(len(self._fleet.serving())),
+            },
+        )
+        self._progress.events.add(
+            f"version {report.version.step}", step=report.version.step, metrics=row
+        )
+        self._evaluator.step_done(report.version.step)
+
+    def _evaluated(self, result: EvaluationResult) -> None:
+        self._recorder.evaluation(result)
+
+    async def _until_over(self) -> None:
+        for name in self._service_names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        while not self._progress.is_over:
+            await self._progress.signal.wait(5.0)
+        for name in self._service_names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _wind_down(self) -> None:
+        """The trainer says goodbye, the servers drain, everything that travels arrives."""
+        if self._progress.trainer_registered and not self._failed:
+            try:
+                async with asyncio.timeout(GOODBYE_LIMIT_S):
+                    await self._trainer.finished.wait()
+            except TimeoutError:
+                self._progress.events.add("the trainer did not say goodbye", Severity.WARNING)
+        order = fleet_pb2.Drain(reason=self._progress.cause)
+        self._fleet.broadcast(fleet_pb2.ControllerMessage(drain=order))
+        groups = list(self._book.groups.values())
+        self._intake.withdraw(groups, "the run is over")
+        sessions = list(self._fleet.sessions.values())
+        try:
+            async with asyncio.timeout(DRAIN_LIMIT_S):
+                for session in sessions:
+                    while not session.drained.is_set() and self._fleet.find(session.key) is session:
+                        await self._progress.signal.wait(0.1)
+        except TimeoutError:
+            self._progress.events.add("a rollout server did not drain in time", Severity.WARNING)
+        for session in sessions:
+            session.disconnect()
+
+    @property
+    def _failed(self) -> bool:
+        return self._progress.state == status_pb2.RUN_STATE_FAILED
+
+    async def _write_results(self, folder: Path) -> None:
+        progress = self._progress
+        if not self._failed:
+            progress.state = status_pb2.RUN_STATE_FINISHED
+        totals = self._publisher.totals
+        goodbye = self._trainer.goodbye
+        self._recorder.summary(
+            ledger=self._ledger.snapshot(),
+            evaluations=self._evaluator.results,
+            publish={
+                "publishes": totals.publishes,
+                "publishes_verified": totals.verified,
+                "probe_gap_max": totals.probe_gap_max,
+                "pause_s": totals.paused_s,
+                "published_bytes": totals.bytes_sent,
+            },
+            weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
+            state="failed" if self._failed else "finished",
+            cause=progress.cause,
+        )
+        if self._recorder.rows:
+            await asyncio.to_thread(
+                draw_curves,
+                folder / "curves.png",
+                self._config.run.name,
+                self._recorder.rows,
+                self._evaluator.results,
+            )
+        progress.events.close(progress.state, progress.cause)

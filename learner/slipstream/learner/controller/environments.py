@@ -1,0 +1,183 @@
+"""The environments of a run: which are ready, whose turn it is, which task comes next.
+
+Weights govern accepted groups: the environment that is furthest behind its share is leased next.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from slipstream.learner.controller.leases import ServerKey
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import trajectory_pb2
+
+# Above this number of tasks they are taken in their own order: a permutation would not fit memory.
+MAX_SHUFFLED_TASKS = 1_000_000
+
+
+@dataclass(eq=False)
+class EnvironmentEntry:
+    """One environment of the run."""
+
+    spec: pb.EnvironmentSpec
+    state: pb.EnvironmentState = pb.ENVIRONMENT_STATE_PENDING
+    num_tasks: int = 0
+    cause: str = ""
+    loaded_on: set[ServerKey] = field(default_factory=set)
+    failed_on: dict[ServerKey, str] = field(default_factory=dict)
+    # Room of the client that serves it; None: hosted beside the servers.
+    client_episodes: int | None = None
+    groups_leased: int = 0
+    groups_accepted: int = 0
+    groups_failed: int = 0
+    failed_in_a_row: int = 0
+    episodes_failed: int = 0
+    reward_sum: float = 0.0
+    rewards: int = 0
+    # Share that was dealt out before it came.
+    head_start: float = 0.0
+    next_number: int = 0
+    order: list[int] = field(default_factory=list)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether its episodes are trained on."""
+        return self.spec.purpose == trajectory_pb2.EPISODE_PURPOSE_TRAINING
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether groups may be leased for it."""
+        return self.state == pb.ENVIRONMENT_STATE_READY
+
+    @property
+    def share(self) -> float:
+        """Groups that it was given, by weight."""
+        dealt = self.groups_accepted + self.groups_leased
+        return self.head_start + dealt / self.spec.weight
+
+    def runs_on(self, key: ServerKey) -> bool:
+        """Whether a server can run its episodes now."""
+        return self.client_episodes is not None or key in self.loaded_on
+
+    def describe(self) -> pb.EnvironmentStatus:
+        """The entry as the status call shows it."""
+        return pb.EnvironmentStatus(
+            spec=self.spec,
+            state=pb.EnvironmentState.Name(self.state),
+            num_tasks=self.num_tasks,
+            cause=self.cause,
+            groups_accepted=self.groups_accepted,
+            groups_failed=self.groups_failed,
+            episodes_failed=self.episodes_failed,
+            reward_mean=self.reward_sum / self.rewards if self.rewards else 0.0,
+        )
+
+
+class EnvironmentBook:
+    """All environments, by name; pure state."""
+
+    def __init__(self, *, seed: int, max_failed_groups: int) -> None:
+        self._seed = seed
+        self._max_failed_groups = max_failed_groups
+        self.entries: dict[str, EnvironmentEntry] = {}
+
+    def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
+        """Adds an environment, or replaces a suspended one of that name."""
+        entry = EnvironmentEntry(spec)
+        shares = [other.share for other in self.training() if other.is_ready]
+        entry.head_start = min(shares, default=0.0)
+        self.entries[spec.name] = entry
+        return entry
+
+    def remove(self, name: str) -> None:
+        """Forgets an environment."""
+        self.entries.pop(name, None)
+
+    def training(self) -> list[EnvironmentEntry]:
+        """The environments that are trained on."""
+        return [entry for entry in self.entries.values() if entry.is_training]
+
+    def evaluations(self) -> list[EnvironmentEntry]:
+        """The environments that are only measured."""
+        return [entry for entry in self.entries.values() if not entry.is_training]
+
+    def next_for(
+        self, key: ServerKey, open_episodes: dict[str, int], group_size: int
+    ) -> EnvironmentEntry | None:
+        """The environment whose turn it is on a server; `open_episodes` counts those of each environment."""
+        ready = [
+            entry
+            for entry in self.training()
+            if entry.is_ready
+            and entry.runs_on(key)
+            and (
+                entry.client_episodes is None
+                or open_episodes.get(entry.spec.name, 0) + group_size <= entry.client_episodes
+            )
+        ]
+        return min(ready, key=lambda entry: entry.share, default=None)
+
+    def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
+        """Index and seed of its next task: every task once, in an order drawn from the seed, then again."""
+        number = entry.next_number
+        entry.next_number += 1
+        name = entry.spec.name
+        seed = random.Random(f"{self._seed}/{name}/{number}").getrandbits(48)
+        if entry.num_tasks == 0 or entry.num_tasks > MAX_SHUFFLED_TASKS:
+            return number, seed
+        round_number, place = divmod(number, entry.num_tasks)
+        if place == 0 or not entry.order:
+            entry.order = list(range(entry.num_tasks))
+            random.Random(f"{self._seed}/{name}/order/{round_number}").shuffle(entry.order)
+        return entry.order[place], seed
+
+    def loaded(self, name: str, key: ServerKey, num_tasks: int) -> None:
+        """A worker beside a server has loaded it."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return
+        entry.loaded_on.add(key)
+        entry.failed_on.pop(key, None)
+        entry.num_tasks = num_tasks
+        if entry.state == pb.ENVIRONMENT_STATE_PENDING:
+            entry.state = pb.ENVIRONMENT_STATE_READY
+
+    def load_failed(self, name: str, key: ServerKey, cause: str) -> None:
+        """No worker beside a server could load it, or none lives any more."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return
+        entry.loaded_on.discard(key)
+        entry.failed_on[key] = cause
+        entry.cause = cause
+
+    def server_lost(self, key: ServerKey) -> None:
+        """A server is gone, and its workers with it."""
+        for entry in self.entries.values():
+            entry.loaded_on.discard(key)
+            entry.failed_on.pop(key, None)
+
+    def group_ended(self, name: str, *, cause: str | None) -> bool:
+        """A group was accepted (`cause` None) or set aside; True when the environment is suspended by it."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return False
+        entry.groups_leased = max(entry.groups_leased - 1, 0)
+        if cause is None:
+            entry.groups_accepted += 1
+            entry.failed_in_a_row = 0
+            return False
+        entry.groups_failed += 1
+        entry.failed_in_a_row += 1
+        entry.cause = cause
+        if entry.failed_in_a_row >= self._max_failed_groups and entry.is_ready:
+            entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
+            return True
+        return False
+
+    def group_withdrawn(self, name: str) -> None:
+        """A lease was taken back without a verdict on the environment."""
+        entry = self.entries.get(name)
+        if entry is not None:
+            entry.groups_leased = max(entry.groups_leased - 1, 0)

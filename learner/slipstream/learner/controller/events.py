@@ -1,0 +1,109 @@
+"""What happened, for people and programs: an event log that can be followed, and a signal that something changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from enum import Enum
+
+from slipstream.v1 import status_pb2
+
+MAX_EVENTS = 10_000
+
+log = logging.getLogger(__name__)
+
+
+class Severity(Enum):
+    """How much an event matters."""
+
+    INFO = 1
+    WARNING = 2
+    ERROR = 3
+
+
+class Signal:
+    """Wakes everyone who waits for the state to change.
+
+    Waits for: nothing. Unblocked by: `notify`. A waiter checks its condition again after each wake-up.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wakes all waiters."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns after the next `notify`, or after `timeout_s`."""
+        event = self._event
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return
+
+
+class EventLog:
+    """Numbered events, the newest 10,000 of them."""
+
+    def __init__(self) -> None:
+        self._events: list[status_pb2.Event] = []
+        self._count = 0
+        self._signal = Signal()
+        self.closed = False
+
+    def add(
+        self,
+        text: str,
+        severity: Severity = Severity.INFO,
+        *,
+        step: int = 0,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Adds an event and wakes the followers."""
+        level = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING}
+        log.log(level.get(severity, logging.ERROR), text)
+        self._append(
+            status_pb2.Event(
+                unix_time_s=time.time(),
+                severity=status_pb2.Severity.Name(severity.value),
+                text=text,
+                step=step,
+                metrics=metrics or {},
+            )
+        )
+
+    def close(self, final_state: int, text: str) -> None:
+        """Adds the last event."""
+        self.closed = True
+        self._append(
+            status_pb2.Event(
+                unix_time_s=time.time(),
+                severity=status_pb2.SEVERITY_INFO,
+                text=text,
+                final_state=status_pb2.RunState.Name(final_state),
+            )
+        )
+
+    async def follow(self, after: int) -> AsyncIterator[status_pb2.Event]:
+        """All events with a larger number, then those to come, up to the last one."""
+        while True:
+            for event in (
+                self._events[-max(0, self._count - after) :] if after < self._count else []
+            ):
+                after = event.number
+                yield event
+            if self.closed and after >= self._count:
+                return
+            await self._signal.wait(5.0)
+
+    def _append(self, event: status_pb2.Event) -> None:
+        self._count += 1
+        event.number = self._count
+        self._events.append(event)
+        del self._events[:-MAX_EVENTS]
+        self._signal.notify()

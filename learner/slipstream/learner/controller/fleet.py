@@ -1,0 +1,250 @@
+"""The rollout servers: who is connected, in which state, serving which version.
+
+Consumes: the servers' messages. Produces: orders to them.
+Waits for: hellos, heartbeats and reports. Unblocked by: a message, or the limit of its wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leases import ServerKey
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.types import PolicyVersion, ServerId
+from slipstream.v1 import fleet_pb2, status_pb2
+
+OUTBOX_MESSAGES = 10_000
+
+
+@dataclass(eq=False)
+class ServerSession:
+    """One connected rollout server."""
+
+    key: ServerKey
+    hello: fleet_pb2.ServerHello
+    state: fleet_pb2.ServerState = fleet_pb2.SERVER_STATE_JOINING
+    # What it serves, or served last.
+    version: PolicyVersion | None = None
+    cause: str = ""
+    report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
+    last_seen_s: float = field(default_factory=time.monotonic)
+    outbox: asyncio.Queue[fleet_pb2.ControllerMessage | None] = field(
+        default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES)
+    )
+    # Not before this moment may a publish be tried again.
+    retry_publish_s: float = 0.0
+    failed_publishes: int = 0
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        """The server's name."""
+        return self.key.server_id
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it may be leased a group."""
+        return self.state == fleet_pb2.SERVER_STATE_SERVING
+
+    def send(self, message: fleet_pb2.ControllerMessage) -> None:
+        """Puts an order on its stream."""
+        self.outbox.put_nowait(message)
+
+    def disconnect(self) -> None:
+        """Ends its stream."""
+        self.outbox.put_nowait(None)
+
+
+@dataclass(frozen=True)
+class FleetHandlers:
+    """Who wants to know what a server says."""
+
+    joined: Callable[[ServerSession], None]
+    lost: Callable[[ServerSession], None]
+    reported: Callable[[ServerSession, fleet_pb2.ServerReport], None]
+    environment: Callable[[ServerSession, fleet_pb2.EnvironmentReport], None]
+    publish: Callable[[ServerSession, fleet_pb2.PublishReport], None]
+    lease: Callable[[ServerSession, fleet_pb2.LeaseReport], None]
+
+
+class Fleet:
+    """All sessions, by server."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
+        self.sessions: dict[ServerId, ServerSession] = {}
+        # Last known state of servers that left.
+        self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
+        self.handlers: FleetHandlers | None = None
+        self.empty_since_s = time.monotonic()
+
+    def serving(self) -> list[ServerSession]:
+        """The servers that may be leased groups."""
+        return [session for session in self.sessions.values() if session.is_serving]
+
+    def find(self, key: ServerKey | None) -> ServerSession | None:
+        """The session of that very life of a server."""
+        session = None if key is None else self.sessions.get(key.server_id)
+        return session if session is not None and session.key == key else None
+
+    def broadcast(self, message: fleet_pb2.ControllerMessage) -> None:
+        """Sends one order to all."""
+        for session in self.sessions.values():
+            session.send(message)
+
+    def add(self, session: ServerSession) -> None:
+        """Takes a server in; an older life of it is over."""
+        older = self.sessions.get(session.key.server_id)
+        if older is not None:
+            older.disconnect()
+            self.remove(older, "it was started again")
+        self.departed.pop(session.key.server_id, None)
+        self.sessions[session.key.server_id] = session
+        self._progress.events.add(f"rollout server {session.name} joined")
+        assert self.handlers is not None
+        self.handlers.joined(session)
+        self._progress.signal.notify()
+
+    def remove(self, session: ServerSession, cause: str) -> None:
+        """Lets a server go: what it was running is lost with it."""
+        if self.find(session.key) is not session:
+            return
+        del self.sessions[session.key.server_id]
+        session.state, session.cause = fleet_pb2.SERVER_STATE_DEAD, cause
+        self.departed[session.key.server_id] = describe(session)
+        if not self.sessions:
+            self.empty_since_s = time.monotonic()
+        if not session.drained.is_set():
+            self._progress.events.add(
+                f"rollout server {session.name} is gone: {cause}", Severity.WARNING
+            )
+        assert self.handlers is not None
+        self.handlers.lost(session)
+        self._progress.signal.notify()
+
+    def remove_silent(self) -> None:
+        """Removes the servers that were silent for too long."""
+        limit = self._progress.config.controller.heartbeat_timeout_s
+        for session in list(self.sessions.values()):
+            silent = time.monotonic() - session.last_seen_s
+            if silent > limit:
+                session.disconnect()
+                self.remove(session, f"silent for {silent:.1f} s")
+
+    def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
+        """Takes one message of a server to whom it concerns."""
+        session.last_seen_s = time.monotonic()
+        assert self.handlers is not None
+        match message.WhichOneof("message"):
+            case "heartbeat":
+                session.report = message.heartbeat
+                self.handlers.reported(session, message.heartbeat)
+            case "drained":
+                session.report = message.drained
+                self.handlers.reported(session, message.drained)
+                session.drained.set()
+            case "environment":
+                self.handlers.environment(session, message.environment)
+            case "publish":
+                self.handlers.publish(session, message.publish)
+            case "lease":
+                self.handlers.lease(session, message.lease)
+
+
+def describe(session: ServerSession) -> status_pb2.ServerStatus:
+    """A session as the status call shows it."""
+    status = status_pb2.ServerStatus(
+        server_id=session.key.server_id,
+        server_epoch=session.key.epoch,
+        state=fleet_pb2.ServerState.Name(session.state),
+        report=session.report,
+        cause=session.cause,
+        silent_s=time.monotonic() - session.last_seen_s,
+    )
+    if session.version is not None:
+        status.version.incarnation, status.version.step = session.version
+    return status
+
+
+class FleetServicer:
+    """The servers' end of `FleetService.Join`."""
+
+    def __init__(self, fleet: Fleet, progress: RunProgress) -> None:
+        self._fleet = fleet
+        self._progress = progress
+
+    async def join(
+        self,
+        requests: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
+        """One server, from its hello to the end of its stream."""
+        session = await self._greet(requests, context)
+        settings = self._progress.config.controller
+        yield fleet_pb2.ControllerMessage(
+            welcome=fleet_pb2.Welcome(
+                run_id=self._progress.run_id,
+                heartbeat_s=settings.heartbeat_s,
+                heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            )
+        )
+        self._fleet.add(session)
+        reader = asyncio.create_task(self._read(session, requests))
+        try:
+            while (message := await session.outbox.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            self._fleet.remove(session, "its stream ended")
+
+    async def _greet(
+        self,
+        requests: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> ServerSession:
+        try:
+            async with asyncio.timeout(self._progress.config.controller.heartbeat_timeout_s):
+                hello = (await anext(requests)).hello
+        except (TimeoutError, StopAsyncIteration):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello")
+            raise
+        config = self._progress.config
+        problem = ""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            problem = f"protocol version {hello.protocol_version}, the controller speaks {PROTOCOL_VERSION}"
+        elif hello.max_episodes < config.algorithm.group_size:
+            problem = (
+                f"room for {hello.max_episodes} episodes, a group has {config.algorithm.group_size}"
+            )
+        elif hello.max_model_len < config.sampling.max_episode_tokens:
+            problem = (
+                f"room for {hello.max_model_len} tokens, an episode may have "
+                f"{config.sampling.max_episode_tokens}"
+            )
+        elif self._progress.is_over:
+            problem = "the run is over"
+        if problem:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"server {hello.server_id}: {problem}"
+            )
+        return ServerSession(ServerKey(ServerId(hello.server_id), hello.server_epoch), hello)
+
+    async def _read(
+        self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]
+    ) -> None:
+        try:
+            async for message in requests:
+                if self._fleet.find(session.key) is session:
+                    self._fleet.receive(session, message)
+        except grpc.aio.AioRpcError as error:
+            self._fleet.remove(session, f"its stream broke: {error.details()}")
+        finally:
+            session.disconnect()

@@ -1,0 +1,194 @@
+"""Finished trajectories from the queue into the lease book, and each to its end in the journal.
+
+Consumes: deliveries of the queue. Produces: complete groups, journal records, acknowledgements.
+Waits for: the next delivery. Unblocked by: the queue. What is not held for a batch is acknowledged as soon as the
+journal has its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from slipstream.learner.controller.environments import EnvironmentBook
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.fleet import Fleet
+from slipstream.learner.controller.journal import Journal
+from slipstream.learner.controller.leases import Fate, Group, LeaseBook, ServerKey
+from slipstream.learner.controller.ledger import End, TokenLedger
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.protocol.codec import decode_trajectory
+from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.queue.base import Delivery, TrajectoryReceiver
+from slipstream.protocol.types import Failure, FailureKind, Purpose, Trajectory, TrajectoryId
+from slipstream.v1 import fleet_pb2
+
+FLUSH_S = 0.05
+
+
+class Intake:
+    """The one consumer of the trajectory queue."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        environments: EnvironmentBook,
+        fleet: Fleet,
+        journal: Journal,
+        ledger: TokenLedger,
+        receiver: TrajectoryReceiver,
+    ) -> None:
+        self._progress = progress
+        self._book = book
+        self._environments = environments
+        self._fleet = fleet
+        self._journal = journal
+        self._ledger = ledger
+        self._receiver = receiver
+        self._ended: list[TrajectoryId] = []
+        self._flush_wanted = asyncio.Event()
+
+    async def consume(self) -> None:
+        """Takes deliveries until it is cancelled."""
+        while True:
+            self.accept(await self._receiver.get())
+
+    async def flush(self) -> None:
+        """Makes ends durable and acknowledges them, many at a time, until it is cancelled."""
+        while True:
+            await self._flush_wanted.wait()
+            self._flush_wanted.clear()
+            self._journal.sync()
+            ended, self._ended = self._ended, []
+            await self._receiver.acknowledge(ended)
+            await asyncio.sleep(FLUSH_S)
+
+    def accept(self, delivery: Delivery) -> None:
+        """Files one delivery."""
+        try:
+            trajectory = decode_trajectory(delivery.data)
+        except ProtocolError as error:
+            self._progress.events.add(f"quarantined a delivery: {error}", Severity.ERROR)
+            self._journal.append(
+                "end", id=delivery.trajectory_id, end="quarantined", cause=str(error)
+            )
+            self._acknowledge(delivery.trajectory_id)
+            return
+        if trajectory.run_id != self._progress.run_id:
+            self._acknowledge(trajectory.trajectory_id)
+            return
+        key = ServerKey(trajectory.server_id, trajectory.server_epoch)
+        tokens = trajectory.num_sampled_tokens
+        if not self._ledger.receive(key, trajectory.trajectory_id, tokens):
+            return
+        self._progress.moved()
+        self._file(trajectory)
+
+    def withdraw(self, groups: Sequence[Group], cause: str) -> None:
+        """Takes leases back: their servers stop, and what is back already is cancelled."""
+        for group in groups:
+            if self._book.remove(group.group_id) is None:
+                continue
+            self._environments.group_withdrawn(group.environment)
+            self._cancel_members(group, cause)
+        self._progress.signal.notify()
+
+    def suspend(self, environment: str, cause: str) -> None:
+        """No more groups of an environment; the run fails when none is left."""
+        self._progress.events.add(
+            f"environment {environment} is suspended: {cause}", Severity.ERROR
+        )
+        groups = [g for g in self._book.groups.values() if g.environment == environment]
+        self.withdraw(groups, f"environment {environment} is suspended")
+
+    def _file(self, trajectory: Trajectory) -> None:
+        group = self._book.groups.get(trajectory.group_id)
+        match self._book.add(trajectory):
+            case Fate.HELD:
+                pass
+            case Fate.COMPLETED_GROUP:
+                assert group is not None
+                self._complete(group)
+            case Fate.RETRIED:
+                self._fail(trajectory)
+            case Fate.SET_ASIDE:
+                self._fail(trajectory)
+                assert group is not None
+                self._set_aside(group, trajectory)
+            case Fate.CANCELLED:
+                self._end(trajectory, End.CANCELLED, "cancelled")
+            case Fate.SUPERSEDED:
+                end = End.CANCELLED if trajectory.failure is None else End.FAILED
+                self._end(trajectory, end, "its group is over or its place is filled")
+
+    def _complete(self, group: Group) -> None:
+        if group.purpose is Purpose.EVALUATION:
+            return
+        entry = self._environments.entries.get(group.environment)
+        rewards = [trajectory.reward for trajectory in group.in_order()]
+        if entry is not None:
+            entry.reward_sum += sum(rewards)
+            entry.rewards += len(rewards)
+        equal = max(rewards) == min(rewards)
+        if equal and self._progress.config.algorithm.filter_equal_rewards:
+            self._book.remove(group.group_id)
+            self._environments.group_ended(group.environment, cause=None)
+            for trajectory in group.in_order():
+                self._end(trajectory, End.FILTERED, "all rewards of its group are equal")
+
+    def _fail(self, trajectory: Trajectory) -> None:
+        failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
+        entry = self._environments.entries.get(trajectory.environment)
+        if entry is not None:
+            entry.episodes_failed += 1
+            if entry.episodes_failed <= 3:
+                self._progress.events.add(
+                    f"an episode of {trajectory.environment} failed "
+                    f"({failure.kind.name.lower()}): {failure.message}",
+                    Severity.WARNING,
+                )
+        self._end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
+
+    def _set_aside(self, group: Group, trajectory: Trajectory) -> None:
+        failure = trajectory.failure
+        cause = failure.message if failure is not None else "unknown"
+        self._book.remove(group.group_id)
+        self._journal.append("set_aside", group=group.group_id, task=group.task_index, cause=cause)
+        self._cancel_members(group, f"member {trajectory.member} failed for good")
+        if group.purpose is Purpose.EVALUATION:
+            return
+        blameless = failure is not None and failure.kind in (
+            FailureKind.INFRASTRUCTURE,
+            FailureKind.ENGINE,
+        )
+        if blameless:
+            self._environments.group_withdrawn(group.environment)
+        elif self._environments.group_ended(group.environment, cause=cause):
+            self.suspend(group.environment, f"its last groups all failed, the newest: {cause}")
+
+    def _cancel_members(self, group: Group, cause: str) -> None:
+        session = self._fleet.find(group.holder)
+        if session is not None and not group.is_complete:
+            session.send(
+                fleet_pb2.ControllerMessage(
+                    cancel=fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
+                )
+            )
+        for trajectory in group.in_order():
+            self._end(trajectory, End.CANCELLED, cause)
+
+    def end_evaluated(self, group: Group) -> None:
+        """An evaluation episode was counted."""
+        self._book.remove(group.group_id)
+        for trajectory in group.in_order():
+            self._end(trajectory, End.EVALUATED, "evaluated")
+
+    def _end(self, trajectory: Trajectory, end: End, cause: str) -> None:
+        self._ledger.end(end, trajectory.num_sampled_tokens)
+        self._journal.append("end", id=trajectory.trajectory_id, end=end.value, cause=cause)
+        self._acknowledge(trajectory.trajectory_id)
+
+    def _acknowledge(self, trajectory_id: TrajectoryId) -> None:
+        self._ended.append(trajectory_id)
+        self._flush_wanted.set()

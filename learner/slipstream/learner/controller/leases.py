@@ -1,0 +1,208 @@
+"""The book of leased groups: who runs them, what is back, and which of them make the next batch.
+
+Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.protocol.staleness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from slipstream.protocol import staleness
+from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
+
+
+@dataclass(frozen=True)
+class ServerKey:
+    """One life of one rollout server."""
+
+    server_id: ServerId
+    epoch: int
+
+
+@dataclass(eq=False)
+class Group:
+    """A leased, untrained group, or a task under evaluation."""
+
+    group_id: GroupId
+    environment: str
+    task_index: int
+    seed: int
+    purpose: Purpose
+    size: int
+    deadline_step: int
+    holder: ServerKey | None
+    finished: dict[int, Trajectory] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every member is back with a reward."""
+        return len(self.finished) == self.size
+
+    @property
+    def missing(self) -> list[int]:
+        """The members that are not back yet."""
+        return [member for member in range(self.size) if member not in self.finished]
+
+    @property
+    def next_attempt(self) -> int:
+        """The first attempt number that no holder has used."""
+        return max(self.attempts.values(), default=-1) + 1
+
+    def in_order(self) -> list[Trajectory]:
+        """The trajectories by member."""
+        return [self.finished[member] for member in sorted(self.finished)]
+
+
+class Fate(Enum):
+    """What became of a trajectory that came in."""
+
+    # It fills its place in its group and waits for the batch.
+    HELD = "held"
+    # It fills the last place.
+    COMPLETED_GROUP = "completed group"
+    # The member runs again.
+    RETRIED = "retried"
+    # The member failed for the last time: the group is over.
+    SET_ASIDE = "set aside"
+    CANCELLED = "cancelled"
+    # Its place is filled already, or its group is over.
+    SUPERSEDED = "superseded"
+
+
+class LeaseBook:
+    """All groups that are leased and not trained yet, in the order of their leases."""
+
+    def __init__(
+        self, *, groups_per_step: int, group_size: int, max_staleness: int, num_steps: int
+    ) -> None:
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
+        self.max_staleness = max_staleness
+        self.num_steps = num_steps
+        # The step whose batch is being formed.
+        self.step = 0
+        self.groups: dict[GroupId, Group] = {}
+        self._next_number = 0
+
+    def training_groups(self) -> list[Group]:
+        """The groups that count for the staleness invariant."""
+        return [group for group in self.groups.values() if group.purpose is Purpose.TRAINING]
+
+    def held_by(self, holder: ServerKey) -> list[Group]:
+        """The groups that a server is to run or has run."""
+        return [group for group in self.groups.values() if group.holder == holder]
+
+    def orphans(self) -> list[Group]:
+        """Groups that lost their server before all members were back."""
+        return [g for g in self.groups.values() if g.holder is None and not g.is_complete]
+
+    def open_episodes(self, holder: ServerKey) -> int:
+        """Members that a server still owes."""
+        return sum(len(group.missing) for group in self.held_by(holder))
+
+    def may_lease(self, served_step: int) -> bool:
+        """Whether a server of version `served_step` may start one more group."""
+        deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
+        deadlines = [group.deadline_step for group in self.training_groups()]
+        return staleness.may_lease(deadlines, self.step, self.groups_per_step, deadline)
+
+    def lease(
+        self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
+    ) -> Group:
+        """Leases a new group; the caller has asked `may_lease`."""
+        assert self.may_lease(served_step)
+        deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
+        return self._add(environment, task_index, seed, Purpose.TRAINING, holder, deadline)
+
+    def lease_evaluation(
+        self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
+    ) -> Group:
+        """Leases one episode that is measured and never trained."""
+        return self._add(environment, task_index, seed, Purpose.EVALUATION, holder, served_step)
+
+    def may_reassign(self, group: Group, served_step: int) -> bool:
+        """Whether a server of version `served_step` may finish an orphan under its old deadline.
+
+        Its tokens are no older than `served_step`, and the group is trained by its deadline.
+        """
+        latest = staleness.deadline(served_step, self.max_staleness, self.num_steps)
+        return group.deadline_step <= latest
+
+    def reassign(self, group: Group, holder: ServerKey) -> None:
+        """Gives an orphan to another server."""
+        group.holder = holder
+
+    def orphan(self, holder: ServerKey) -> list[Group]:
+        """A server is gone: its unfinished groups wait for another one and keep what is back."""
+        lost = [group for group in self.held_by(holder) if not group.is_complete]
+        for group in lost:
+            group.holder = None
+        return lost
+
+    def add(self, trajectory: Trajectory) -> Fate:
+        """Files a trajectory; says what became of it."""
+        group = self.groups.get(trajectory.group_id)
+        if group is None or trajectory.member >= group.size or trajectory.member in group.finished:
+            return Fate.SUPERSEDED
+        member = trajectory.member
+        group.attempts[member] = max(group.attempts.get(member, -1), trajectory.attempt)
+        if trajectory.has_reward:
+            group.finished[member] = trajectory
+            return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
+        if trajectory.failure is None:
+            return Fate.CANCELLED
+        return Fate.RETRIED if trajectory.will_retry else Fate.SET_ASIDE
+
+    def remove(self, group_id: GroupId) -> Group | None:
+        """Forgets a group, whatever its state; None when it is not there."""
+        return self.groups.pop(group_id, None)
+
+    def take_batch(self) -> list[Group] | None:
+        """Takes the batch of the present step and goes on to the next; None while there is none."""
+        chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
+        if chosen is None:
+            return None
+        self.step += 1
+        return [self.groups.pop(GroupId(view.group_id)) for view in chosen]
+
+    def due(self) -> list[Group]:
+        """The unfinished groups for which the next batch waits."""
+        views = staleness.due_groups(self._views(), self.step, self.groups_per_step)
+        return [self.groups[GroupId(view.group_id)] for view in views]
+
+    def _views(self) -> Sequence[staleness.LeasedGroup]:
+        return [
+            staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
+            for group in self.training_groups()
+        ]
+
+    def _add(
+        self,
+        environment: str,
+        task_index: int,
+        seed: int,
+        purpose: Purpose,
+        holder: ServerKey,
+        deadline_step: int,
+    ) -> Group:
+        group = Group(
+            group_id=GroupId(f"g{self._next_number:06d}"),
+            environment=environment,
+            task_index=task_index,
+            seed=seed,
+            purpose=purpose,
+            size=self.group_size if purpose is Purpose.TRAINING else 1,
+            deadline_step=deadline_step,
+            holder=holder,
+        )
+        self._next_number += 1
+        self.groups[group.group_id] = group
+        return group
+
+
+def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
+    """Sampled tokens of all of them."""
+    return sum(trajectory.num_sampled_tokens for trajectory in trajectories)

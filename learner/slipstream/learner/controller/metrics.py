@@ -1,0 +1,213 @@
+"""What a run writes down: a line of metrics for each step, TensorBoard events, sampled trajectories, summary and curves."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from pydantic import JsonValue
+from slipstream.learner.controller.batches import Batch
+from slipstream.learner.controller.busy import Interval, busy_shares, union
+from slipstream.learner.controller.evaluation import EvaluationResult
+from slipstream.protocol.config import Config
+from slipstream.protocol.types import Trajectory
+from slipstream.v1 import fleet_pb2, status_pb2
+from tensorboardX import SummaryWriter
+
+EDGE_STEPS = 5
+SAMPLED_GROUPS = 2
+SAMPLED_MEMBERS = 4
+MERGE_EVERY = 1000
+
+
+@dataclass
+class RunFacts:
+    """What adds up over a run."""
+
+    reward_by_step: list[float] = field(default_factory=list)
+    lag_counts: Counter[int] = field(default_factory=Counter)
+    with_several_versions: int = 0
+    gap_sum: float = 0.0
+    gap_tokens: float = 0.0
+    gap_max: float = 0.0
+    generation: list[Interval] = field(default_factory=list)
+    training: list[Interval] = field(default_factory=list)
+
+
+class RunRecorder:
+    """Writes the files of a run folder; one per run."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self._folder = folder
+        self._config = config
+        self._metrics: IO[str] = (folder / "metrics.jsonl").open("w", buffering=1)
+        self._samples: IO[str] = (folder / "trajectories.jsonl").open("w", buffering=1)
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._started_s = time.time()
+        self._last = (time.time(), 0)
+        self.rows: list[dict[str, float]] = []
+        self.facts = RunFacts()
+        self.first_lease_s: float | None = None
+
+    def close(self) -> None:
+        """Flushes all files."""
+        self._metrics.close()
+        self._samples.close()
+        self._board.close()
+
+    def server_report(self, report: fleet_pb2.ServerReport) -> None:
+        """Notes when an engine was busy."""
+        intervals = self.facts.generation
+        intervals += [(span.start_s, span.end_s) for span in report.busy_intervals]
+        if len(intervals) % MERGE_EVERY == 0:
+            self.facts.generation = union(intervals)
+        if self.first_lease_s is None and intervals:
+            self.first_lease_s = intervals[0][0]
+
+    def step(
+        self,
+        batch: Batch,
+        metrics: Mapping[str, float],
+        *,
+        training: Interval,
+        generated_tokens: int,
+        gauges: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Writes the line of one step and returns it."""
+        now = time.time()
+        then, before = self._last
+        self._last = (now, generated_tokens)
+        elapsed = max(now - then, 1e-9)
+        row = {
+            "step": float(batch.step),
+            "wall_s": now - self._started_s,
+            **metrics,
+            **gauges,
+            "step_s": elapsed,
+            "generated_tokens_per_s": (generated_tokens - before) / elapsed,
+            "trained_tokens_per_s": metrics.get("trained_tokens", 0.0) / elapsed,
+            "training_s": training[1] - training[0],
+        }
+        self._count(batch, row, training)
+        self.rows.append(row)
+        self._metrics.write(json.dumps(_finite(row)) + "\n")
+        for name, value in row.items():
+            self._board.add_scalar(name, value, batch.step, walltime=now)
+        if batch.step % self._config.controller.sample_every_steps == 0:
+            self._sample(batch)
+        return row
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        """Writes the result of one evaluation."""
+        row: dict[str, JsonValue] = {
+            "evaluation_step": result.step,
+            "wall_s": time.time() - self._started_s,
+            "reward_heldout": result.reward_mean,
+            "by_environment": dict(result.by_environment),
+            "num_episodes": result.num_episodes,
+            "num_failed": result.num_failed,
+            "evaluation_s": result.wall_s,
+        }
+        self._metrics.write(json.dumps(_finite(row)) + "\n")
+        self._board.add_scalar("reward_heldout", result.reward_mean, result.step)
+
+    def summary(
+        self,
+        *,
+        ledger: status_pb2.Ledger,
+        evaluations: list[EvaluationResult],
+        publish: Mapping[str, float],
+        weight_digest: str,
+        state: str,
+        cause: str,
+    ) -> dict[str, JsonValue]:
+        """Everything that people ask first about a finished run; also written to summary.json."""
+        facts, rewards = self.facts, self.facts.reward_by_step
+        ended = facts.training[-1][1] if facts.training else time.time()
+        window = (self.first_lease_s or self._started_s, ended)
+        heldout = [result.reward_mean for result in evaluations]
+        summary: dict[str, JsonValue] = {
+            "run": self._config.run.name,
+            "state": state,
+            "cause": cause,
+            "steps": len(rewards),
+            "reward_first": _mean(rewards[:EDGE_STEPS]),
+            "reward_last": _mean(rewards[-EDGE_STEPS:]),
+            "reward_heldout_first": heldout[0] if heldout else None,
+            "reward_heldout": heldout[-1] if heldout else None,
+            "max_staleness": self._config.algorithm.max_staleness,
+            "max_lag_seen": max(facts.lag_counts, default=0),
+            "tokens_by_lag": {str(lag): n for lag, n in sorted(facts.lag_counts.items())},
+            "trajectories_with_several_versions": facts.with_several_versions,
+            "generated_tokens": ledger.generated,
+            "trained_tokens": ledger.trained,
+            "ledger": {
+                field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields
+            },
+            **{name: value for name, value in publish.items()},
+            "logprob_gap_mean": facts.gap_sum / facts.gap_tokens if facts.gap_tokens else None,
+            "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
+            "logprob_gap_tokens": facts.gap_tokens,
+            "busy": dict(busy_shares(facts.generation, facts.training, window)),
+            "weight_digest": weight_digest,
+            "wall_s": time.time() - self._started_s,
+        }
+        finite = _finite(summary)
+        (self._folder / "summary.json").write_text(json.dumps(finite, indent=2) + "\n")
+        return finite
+
+    def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
+        facts = self.facts
+        trajectories = batch.trajectories
+        facts.reward_by_step.append(statistics.fmean(t.reward for t in trajectories))
+        for trajectory in trajectories:
+            versions = {span.version for span in trajectory.version_spans}
+            facts.with_several_versions += len(versions) > 1
+            for span in trajectory.version_spans:
+                facts.lag_counts[batch.step - span.version.step] += span.length
+        tokens = row.get("logprob_gap_tokens", 0.0)
+        if tokens:
+            facts.gap_sum += row["logprob_gap_mean"] * tokens
+            facts.gap_tokens += tokens
+            facts.gap_max = max(facts.gap_max, row["logprob_gap_max"])
+        facts.training.append(training)
+
+    def _sample(self, batch: Batch) -> None:
+        for group in batch.groups[:SAMPLED_GROUPS]:
+            for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
+                self._samples.write(json.dumps(_readable(batch.step, trajectory)) + "\n")
+
+
+def _readable(step: int, trajectory: Trajectory) -> dict[str, JsonValue]:
+    return {
+        "step": step,
+        "trajectory_id": trajectory.trajectory_id,
+        "environment": trajectory.environment,
+        "task_index": trajectory.task_index,
+        "prompt": trajectory.prompt_text,
+        "reply": trajectory.reply_text,
+        "reward": trajectory.reward,
+        "status": trajectory.status.name.lower(),
+        "sampled_tokens": trajectory.num_sampled_tokens,
+        "versions": [[span.length, str(span.version)] for span in trajectory.version_spans],
+        "metrics": dict(trajectory.metrics),
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _finite(row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    # JSON has no NaN.
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }

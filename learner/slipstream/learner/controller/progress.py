@@ -1,0 +1,63 @@
+"""How far the run is: the one mutable fact that all parts of the controller share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from slipstream.learner.controller.events import EventLog, Severity, Signal
+from slipstream.protocol.config import Config
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import status_pb2
+
+
+@dataclass(eq=False)
+class RunProgress:
+    """State of the run; `signal` is notified at each change that someone may wait for."""
+
+    run_id: str
+    config: Config
+    events: EventLog
+    signal: Signal = field(default_factory=Signal)
+    state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
+    cause: str = ""
+    # The newest version that the trainer has made.
+    version: PolicyVersion = PolicyVersion(0, 0)
+    trainer_registered: bool = False
+    waiting_for: str = "the trainer"
+    started_s: float = field(default_factory=time.monotonic)
+    # When an episode ended or a step was made last.
+    moved_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more training will happen."""
+        return self.state in (
+            status_pb2.RUN_STATE_STOPPING,
+            status_pb2.RUN_STATE_FINISHED,
+            status_pb2.RUN_STATE_FAILED,
+        )
+
+    @property
+    def all_steps_done(self) -> bool:
+        """Whether the last version exists."""
+        return self.version.step >= self.config.run.steps
+
+    def moved(self) -> None:
+        """Notes progress."""
+        self.moved_s = time.monotonic()
+        self.signal.notify()
+
+    def stop(self, reason: str) -> None:
+        """Ends the run early, in order."""
+        if not self.is_over:
+            self.state, self.cause = status_pb2.RUN_STATE_STOPPING, reason
+            self.events.add(f"stopping: {reason}")
+            self.signal.notify()
+
+    def fail(self, cause: str) -> None:
+        """Ends the run as failed; the first cause stays."""
+        if self.state != status_pb2.RUN_STATE_FAILED:
+            self.state, self.cause = status_pb2.RUN_STATE_FAILED, cause
+            self.events.add(f"the run failed: {cause}", Severity.ERROR)
+            self.signal.notify()

@@ -1,0 +1,220 @@
+"""Leases: which server starts which group now. Also the watch over the whole run.
+
+Consumes: the state of the lease book, the fleet and the environments. Produces: leases.
+Waits for: the run's signal. Unblocked by: a server that serves, a trajectory that came back, a new version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+from slipstream.learner.controller.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.fleet import Fleet, ServerSession
+from slipstream.learner.controller.intake import Intake
+from slipstream.learner.controller.journal import Journal
+from slipstream.learner.controller.leases import Group, LeaseBook, ServerKey
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.protocol.config import Config
+from slipstream.protocol.types import Purpose
+from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
+
+WATCH_S = 0.25
+
+
+class Scheduler:
+    """Keeps every serving server busy, as far as the staleness promise allows."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        environments: EnvironmentBook,
+        fleet: Fleet,
+        journal: Journal,
+        intake: Intake,
+    ) -> None:
+        self._progress = progress
+        self._config = progress.config
+        self._book = book
+        self._environments = environments
+        self._fleet = fleet
+        self._journal = journal
+        self._intake = intake
+        # Episodes that an evaluation is about to start on a server: training leaves them room.
+        self.reserved: dict[ServerKey, int] = {}
+
+    async def lease_forever(self) -> None:
+        """Grants what may be granted, whenever something changed, until it is cancelled."""
+        while True:
+            if self._progress.trainer_registered and not self._progress.is_over:
+                self.lease_all()
+            await self._progress.signal.wait(1.0)
+
+    async def watch_forever(self) -> None:
+        """Removes silent servers and fails a run that cannot go on, until it is cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self._fleet.remove_silent()
+            if not self._progress.is_over:
+                cause = self._cause_to_fail()
+                if cause:
+                    self._progress.fail(cause)
+
+    def lease_all(self) -> None:
+        """Grants leases until no server, no environment or no rule allows another; durable, then sent."""
+        granted: list[tuple[ServerSession, Group]] = []
+        for session in self._by_room():
+            for group in self._book.orphans():
+                version = session.version
+                assert version is not None
+                entry = self._environments.entries.get(group.environment)
+                if (
+                    entry is not None
+                    and entry.runs_on(session.key)
+                    and len(group.missing) <= self._room(session)
+                    and self._book.may_reassign(group, version.step)
+                ):
+                    self._book.reassign(group, session.key)
+                    granted.append((session, group))
+        while (lease := self._next_lease()) is not None:
+            granted.append(lease)
+        if not granted:
+            return
+        for session, group in granted:
+            self._journal.append(
+                "lease",
+                group=group.group_id,
+                environment=group.environment,
+                task=group.task_index,
+                seed=group.seed,
+                deadline=group.deadline_step,
+                server=session.name,
+                epoch=session.key.epoch,
+                members=list(group.missing),
+            )
+        self._journal.sync()
+        for session, group in granted:
+            session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
+
+    def lease_message(self, group: Group) -> fleet_pb2.Lease:
+        """A lease as its server reads it."""
+        entry = self._environments.entries[group.environment]
+        sampling = self._config.sampling
+        temperature = sampling.temperature
+        if group.purpose is Purpose.EVALUATION:
+            temperature = next(
+                e.temperature for e in self._config.evaluations if e.name == group.environment
+            )
+        return fleet_pb2.Lease(
+            group_id=group.group_id,
+            environment=group.environment,
+            task_index=group.task_index,
+            seed=group.seed,
+            members=group.missing,
+            deadline_step=group.deadline_step,
+            purpose=trajectory_pb2.EpisodePurpose.Name(group.purpose.value),
+            sampling=fleet_pb2.SamplingSettings(
+                temperature=temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_reply_tokens=sampling.max_reply_tokens,
+                max_turns=sampling.max_turns,
+                max_episode_tokens=sampling.max_episode_tokens,
+            ),
+            max_attempts=self._config.controller.max_attempts,
+            first_attempt=group.next_attempt,
+            timeout_s=entry.spec.timeout_s,
+        )
+
+    def room(self, session: ServerSession) -> int:
+        """Episodes that a server can take on now."""
+        return session.hello.max_episodes - self._book.open_episodes(session.key)
+
+    def _room(self, session: ServerSession) -> int:
+        return self.room(session) - self.reserved.get(session.key, 0)
+
+    def _by_room(self) -> list[ServerSession]:
+        return sorted(self._fleet.serving(), key=self._room, reverse=True)
+
+    def _next_lease(self) -> tuple[ServerSession, Group] | None:
+        group_size = self._book.group_size
+        open_episodes: dict[str, int] = {}
+        for group in self._book.groups.values():
+            missing = open_episodes.get(group.environment, 0) + len(group.missing)
+            open_episodes[group.environment] = missing
+        for session in self._by_room():
+            version = session.version
+            assert version is not None
+            if self._room(session) < group_size or not self._book.may_lease(version.step):
+                continue
+            entry = self._environments.next_for(session.key, open_episodes, group_size)
+            if entry is None:
+                continue
+            task_index, seed = self._environments.next_task(entry)
+            entry.groups_leased += 1
+            name = entry.spec.name
+            group = self._book.lease(name, task_index, seed, session.key, version.step)
+            return session, group
+        return None
+
+    def _cause_to_fail(self) -> str:
+        settings, now = self._config.controller, time.monotonic()
+        training = self._environments.training()
+        suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+        if training and all(entry.state == suspended for entry in training):
+            causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
+            return f"no environment is left: {causes}"
+        unloadable = [entry for entry in training if self._nowhere(entry)]
+        if training and len(unloadable) == len(training):
+            causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
+            return f"no environment could be loaded: {causes}"
+        if not self._fleet.sessions:
+            empty = now - self._fleet.empty_since_s
+            if empty > settings.fleet_timeout_s:
+                return f"no rollout server was connected for {empty:.0f} s"
+            return ""
+        idle = now - self._progress.moved_s
+        waits_for_fleet = self._progress.trainer_registered and bool(self._fleet.serving())
+        if waits_for_fleet and training and idle > settings.stall_timeout_s:
+            return f"nothing moved for {idle:.0f} s while waiting for {self._progress.waiting_for}"
+        return ""
+
+    def _nowhere(self, entry: EnvironmentEntry) -> bool:
+        sessions = self._fleet.sessions.values()
+        return (
+            entry.client_episodes is None
+            and not entry.loaded_on
+            and bool(sessions)
+            and all(session.key in entry.failed_on for session in sessions)
+        )
+
+
+def environment_spec(
+    config: Config, name: str, *, search_path: str
+) -> environment_pb2.EnvironmentSpec:
+    """The wire form of a configured environment or evaluation."""
+    for section in config.environments:
+        if section.name == name:
+            return environment_pb2.EnvironmentSpec(
+                name=name,
+                reference=section.reference,
+                args_json=json.dumps(section.args),
+                weight=section.weight,
+                timeout_s=section.timeout_s,
+                num_workers=section.num_workers,
+                search_path=search_path,
+                purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+            )
+    evaluation = next(section for section in config.evaluations if section.name == name)
+    return environment_pb2.EnvironmentSpec(
+        name=name,
+        reference=evaluation.reference,
+        args_json=json.dumps(evaluation.args),
+        weight=1.0,
+        timeout_s=evaluation.timeout_s,
+        num_workers=evaluation.num_workers,
+        search_path=search_path,
+        purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION,
+    )

@@ -1,0 +1,196 @@
+"""The trainer's side of the controller: what to do next, and what was done.
+
+Consumes: the trainer's reports. Produces: batches, publish orders, the order to stop.
+Waits for: a batch, a server that needs weights, or the end. Unblocked by: the run's signal, or the limit of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from slipstream.learner.controller.batches import Batch, BatchFormer, header
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leases import LeaseBook
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publish import Publisher
+from slipstream.protocol.codec import trajectory_to_pb, version_from_pb
+from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
+
+# The longest answer of `Next`; the trainer asks again.
+NEXT_LIMIT_S = 5.0
+CHUNK_BYTES = 16 << 20
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """One trainer: rank 0 speaks for all ranks."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        former: BatchFormer,
+        publisher: Publisher,
+        *,
+        evaluations_done: Callable[[], bool],
+        on_step: Callable[[Batch, trainer_pb2.StepReport], None],
+    ) -> None:
+        self._progress = progress
+        self._book = book
+        self._former = former
+        self._publisher = publisher
+        self._evaluations_done = evaluations_done
+        self._on_step = on_step
+        self.finished = asyncio.Event()
+        self.goodbye: trainer_pb2.TrainerGoodbye | None = None
+        self.hello: trainer_pb2.TrainerHello | None = None
+        self.batch_started_s = 0.0
+        self._lock = asyncio.Lock()
+
+    async def Register(  # noqa: N802
+        self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerWelcome:
+        """Takes the trainer in; a run has one."""
+        version = version_from_pb(request.version)
+        if self._progress.trainer_registered or version != self._progress.version:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the run is at version {self._progress.version} and "
+                f"{'has a trainer' if self._progress.trainer_registered else 'has none'}; "
+                f"a trainer of version {version} cannot go on",
+            )
+        self.hello = request
+        self._progress.trainer_registered = True
+        self._progress.state = status_pb2.RUN_STATE_RUNNING
+        self._progress.events.add(
+            f"the trainer has {request.num_parameters:,} parameters on {request.world_size} "
+            f"rank{'s' if request.world_size > 1 else ''}"
+        )
+        self._progress.moved()
+        return trainer_pb2.TrainerWelcome(run_id=self._progress.run_id)
+
+    async def Next(  # noqa: N802
+        self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[trainer_pb2.Directive]:
+        """The order that is possible first: stop, publish, or the next batch."""
+        async with self._lock:
+            order = await self._next_order()
+        if not isinstance(order, Batch):
+            yield order
+            return
+        yield trainer_pb2.Directive(batch=header(order))
+        for chunk in _chunks(order):
+            yield trainer_pb2.Directive(chunk=chunk)
+
+    async def ReportStep(  # noqa: N802
+        self, request: trainer_pb2.StepReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.StepReceipt:
+        """A version was made."""
+        batch = self._former.trained(request)
+        self._progress.version = version_from_pb(request.version)
+        self._on_step(batch, request)
+        self._progress.moved()
+        return trainer_pb2.StepReceipt()
+
+    async def StartPublish(  # noqa: N802
+        self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.PublishStarted:
+        """The trainer can send."""
+        return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
+
+    async def FinishPublish(  # noqa: N802
+        self, request: trainer_pb2.PublishResult, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.PublishReceipt:
+        """The trainer has sent."""
+        return await self._publisher.finish(request)
+
+    async def ReportFailure(  # noqa: N802
+        self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerFailureReceipt:
+        """A rank cannot go on."""
+        self._progress.fail(f"trainer rank {request.rank}: {request.message}")
+        return trainer_pb2.TrainerFailureReceipt()
+
+    async def Finish(  # noqa: N802
+        self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerGoodbyeReceipt:
+        """The trainer leaves in order."""
+        self.goodbye = request
+        self.finished.set()
+        self._progress.signal.notify()
+        return trainer_pb2.TrainerGoodbyeReceipt()
+
+    async def _next_order(self) -> trainer_pb2.Directive | Batch:
+        until = time.monotonic() + NEXT_LIMIT_S
+        while True:
+            order = await self._possible_order()
+            if order is not None:
+                return order
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
+            # A server that is to be retried becomes due without a signal.
+            await self._progress.signal.wait(min(remaining, 0.25))
+
+    async def _possible_order(self) -> trainer_pb2.Directive | Batch | None:
+        progress = self._progress
+        if progress.is_over:
+            reason = progress.cause or "the run is over"
+            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
+        if self._former.training is not None:
+            progress.events.add(
+                f"the trainer asks for the batch of step {self._former.training.step} again",
+                Severity.WARNING,
+            )
+            return self._former.training
+        publish = await self._publisher.prepare()
+        if publish is not None:
+            return trainer_pb2.Directive(publish=publish)
+        if not progress.all_steps_done:
+            batch = await self._former.form()
+            if batch is not None:
+                progress.waiting_for = f"the trainer to make version {batch.step + 1}"
+                self.batch_started_s = time.time()
+                progress.moved()
+                return batch
+            progress.waiting_for = self._describe_wait()
+            return None
+        if self._evaluations_done():
+            reason = "all steps are done"
+            progress.state, progress.cause = status_pb2.RUN_STATE_STOPPING, reason
+            progress.signal.notify()
+            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
+        progress.waiting_for = "the last evaluation"
+        return None
+
+    def _describe_wait(self) -> str:
+        due = self._book.due()
+        if due:
+            members = sum(len(group.missing) for group in due)
+            return (
+                f"{members} episodes of {len(due)} groups that step {self._book.step} cannot "
+                f"leave for later, the first of them {due[0].group_id}"
+            )
+        training = self._book.training_groups()
+        complete = sum(group.is_complete for group in training)
+        return (
+            f"groups for step {self._book.step}: {complete} of "
+            f"{self._book.groups_per_step} are complete, {len(training)} are leased"
+        )
+
+
+def _chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
+    chunks = [trainer_pb2.TrajectoryChunk()]
+    size = 0
+    for trajectory in batch.trajectories:
+        message = trajectory_to_pb(trajectory)
+        if size + message.ByteSize() > CHUNK_BYTES:
+            chunks.append(trainer_pb2.TrajectoryChunk())
+            size = 0
+        chunks[-1].trajectories.append(message)
+        size += message.ByteSize()
+    return chunks
