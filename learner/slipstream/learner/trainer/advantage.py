@@ -15,10 +15,11 @@ STD_EPS = 1e-6
 def group_advantages(
     rewards: FloatArray, group_ids: Sequence[str], *, normalize_by_std: bool
 ) -> FloatArray:
-    """Each reward less the mean of its group; divided by the group's standard deviation + 1e-6 if asked for.
+    """Each reward less its group's mean, over its group's deviation + 1e-6 if asked for.
 
-    The deviation is that of the group itself (its mean square, no correction of the degrees of freedom), so rewards
-    0 and 1 in equal numbers give -1 and 1. A group of equal rewards gives 0. Source: GRPO (arXiv:2402.03300).
+    The deviation is that of the group itself (its mean square, no correction of the degrees of
+    freedom), so rewards 0 and 1 in equal numbers give -1 and 1. A group of equal rewards gives 0.
+    Source: GRPO (arXiv:2402.03300).
     """
     advantages = np.zeros(len(rewards), dtype=np.float64)
     ids = np.asarray(group_ids)
@@ -32,5 +33,5 @@ def group_advantages(
 
 
 def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
-    """The same rewards in an order that `seed` and `step` alone decide: a control that nothing can be learnt from."""
+    """The same rewards in another order, which `seed` and `step` alone decide: a control."""
     return np.random.default_rng([seed, step]).permutation(rewards)

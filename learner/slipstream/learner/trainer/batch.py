@@ -1,4 +1,4 @@
-"""One step's trajectories, as facts: their rewards, their lag, and the promise that the lag keeps."""
+"""One step's trajectories, as facts: their rewards, their lag, and the promise on the lag."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Batch:
         return np.array([t.reward for t in self.trajectories], dtype=np.float64)
 
     def check(self, max_staleness: int) -> None:
-        """StalenessError for a token older than the promise or from the future; RunFailed for what may not be trained."""
+        """StalenessError for a token too old or of the future; RunFailed without a reward."""
         for trajectory in self.trajectories:
             name = trajectory.trajectory_id
             if not trajectory.has_reward:
@@ -42,12 +42,12 @@ class Batch:
                 found = lag(self.step, span.version.step)
                 if span.length and not 0 <= found <= max_staleness:
                     raise StalenessError(
-                        f"step {self.step}: {name} has tokens of version {span.version}, a lag of {found}, "
-                        f"but it must be between 0 and max_staleness {max_staleness}"
+                        f"step {self.step}: {name} has tokens of version {span.version}, a lag of "
+                        f"{found}, but it must be between 0 and max_staleness {max_staleness}"
                     )
 
     def mini_batches(self, number: int) -> list[list[int]]:
-        """Indices of the trajectories of each mini-batch: equal shares of the groups, in their order."""
+        """Indices of each mini-batch's trajectories: equal shares of the groups, in order."""
         groups = list(dict.fromkeys(self.group_ids))
         if len(groups) < number:
             raise RunFailed(
@@ -72,7 +72,9 @@ class Batch:
             "num_tokens": float(sum(len(t.token_ids) for t in self.trajectories)),
             "lag_mean": float(lags.mean()) if lags.size else 0.0,
             "lag_max": float(lags.max()) if lags.size else 0.0,
-            "trajectories_with_several_versions": float(sum(len(versions) > 1 for versions in spans)),
+            "trajectories_with_several_versions": float(
+                sum(len(versions) > 1 for versions in spans)
+            ),
             "reply_tokens_mean": sum(sampled) / sum(turns),
         }
 

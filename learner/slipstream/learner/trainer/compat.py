@@ -1,10 +1,12 @@
-"""What megatron-core 0.16.1 and megatron-bridge 0.3.1 need on every device; nothing here depends on the model.
+"""What megatron-core 0.16.1 and megatron-bridge 0.3.1 need on every device.
 
-Each cure stands beside the version it was found in: another version is refused by name instead of being trusted.
+Each cure stands beside the version it was found in: another version is refused by name instead of
+being trusted.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -12,11 +14,12 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import torch
+from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.errors import ConfigError
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 TESTED_VERSIONS = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
 _MODEL_FAMILIES = ("llama.llama_bridge", "qwen.qwen2_bridge", "qwen.qwen3_bridge")
@@ -33,7 +36,7 @@ def has_transformer_engine() -> bool:
 
 
 def check_versions() -> None:
-    """ConfigError that names a Megatron package which is missing or of another version than the tested one."""
+    """ConfigError that names a Megatron package which is missing or not of the tested version."""
     for name, tested in TESTED_VERSIONS.items():
         try:
             found = importlib.metadata.version(name)
@@ -43,10 +46,12 @@ def check_versions() -> None:
             raise ConfigError(f"{name} must be {tested}, the version that was tested, got {found}")
 
 
-def install() -> Any:
-    """Applies the cures and returns Bridge's AutoBridge class."""
+@functools.cache
+def install() -> Megatron:
+    """Applies the cures, once, and returns Bridge's AutoBridge class."""
     check_versions()
-    # megatron.core decides at import whether TransformerEngine is there: it must come before the stub.
+    # megatron.core decides at import whether TransformerEngine is there: it must come before the
+    # stub.
     importlib.import_module("megatron.core.extensions.transformer_engine")
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     if has_transformer_engine():
@@ -58,15 +63,15 @@ def install() -> Any:
 
 def _cure_moe_utils() -> None:
     # A name that is only bound where TransformerEngine is installed is read without it too.
-    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    vars(moe_utils).setdefault("te_general_gemm", None)
+    moe_utils: Megatron = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils.te_general_gemm = None
 
 
 def _install_adam() -> None:
     if importlib.util.find_spec("apex") is not None:
         return
-    optimizer: Any = importlib.import_module("megatron.core.optimizer")
-    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizer: Megatron = importlib.import_module("megatron.core.optimizer")
+    distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizer.Adam = distributed.Adam = GroupStepAdamW
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
@@ -75,13 +80,13 @@ def _install_adam() -> None:
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW that counts its steps per parameter group, as apex and TransformerEngine do.
 
-    The distributed optimizer saves and restores that count only; with torch's AdamW, which counts per parameter, all
-    parameters share one counter after a resume and the bias correction is wrong.
+    The distributed optimizer saves and restores that count only; with torch's AdamW, which counts
+    per parameter, all parameters share one counter after a resume and the bias correction is wrong.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -91,7 +96,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
     ) -> None:
         assert bias_correction
         assert adam_w_mode, "only decoupled weight decay is implemented"
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -126,7 +133,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 class _Stub(types.ModuleType):
-    """A module of which every name is an empty class: enough for Bridge's adapters to be defined."""
+    """A module of which every name is an empty class: Bridge's adapters can be defined."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -136,9 +143,9 @@ class _Stub(types.ModuleType):
         return stub
 
 
-def _import_bridge() -> Any:
-    """Bridge without TransformerEngine, mamba and triton, which its package files import for models that we do not use."""
-    megatron: Any = importlib.import_module("megatron")
+def _import_bridge() -> Megatron:
+    """Bridge without TransformerEngine, mamba and triton, which only other models need."""
+    megatron: Megatron = importlib.import_module("megatron")
     root = next(folder for path in megatron.__path__ if (folder := Path(path) / "bridge").is_dir())
     _add_shell("megatron.bridge", root)
     _add_shell("megatron.bridge.models", root / "models")

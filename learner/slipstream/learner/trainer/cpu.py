@@ -1,6 +1,8 @@
-"""Lets megatron-core run on CPU tensors and gloo: replaces what assumes a CUDA device. Does nothing where CUDA is there.
+# ruff: noqa: ANN401 - signatures of torch's that are only passed on
+"""Lets megatron-core run on CPU tensors and gloo: replaces what assumes a CUDA device.
 
-The replacements hold for the whole process, so it must be one that does nothing else than train.
+Does nothing where CUDA is there. The replacements hold for the whole process, so it must be one
+that does nothing else than train.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def install() -> None:
     _replace_megatron()
     # Sums over duplicate indices run in one order: the same batches give the same bits.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    _replace(torch.utils.deterministic, {"fill_uninitialized_memory": False})
 
 
 def _replace(owner: object, values: dict[str, object]) -> None:
@@ -87,7 +89,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_op() -> Callable[..., None]:
-    """A function of its own for each name: torch.compile keeps a table by function and refuses the same one twice."""
+    """A new function each time: torch.compile's table of functions refuses one twice."""
 
     def nothing(*_: object, **__: object) -> None: ...
 

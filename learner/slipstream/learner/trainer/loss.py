@@ -55,7 +55,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Any,  # noqa: ANN401
         logits: Tensor,
         targets: Tensor,
         temperature: float,
@@ -84,9 +84,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return found - total.log(), entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         probs, places, is_here = ctx.saved_tensors
         scaled_grad = (grads[0] / ctx.temperature)[:, None]
         grad = -probs * scaled_grad
@@ -99,8 +97,9 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `targets` and the entropies, both float32 [tokens], natural logarithm.
 
-    `logits` [tokens, vocabulary / size of group] is this rank's part; they are divided by `temperature` in float32. The
-    entropy carries no gradient. Collective over `group`; None when the vocabulary is whole.
+    `logits` [tokens, vocabulary / size of group] is this rank's part; they are divided by
+    `temperature` in float32. The entropy carries no gradient. Collective over `group`; None when
+    the vocabulary is whole.
     """
     whole = group if group is not None and group.size() > 1 else None
     logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, temperature, whole)  # type: ignore[no-untyped-call]
@@ -116,10 +115,11 @@ def clipped_loss(
 ) -> TokenLoss:
     """Sum over `loss_mask` of -weight * min(ratio * advantage, clip(ratio) * advantage).
 
-    `old_logprobs` are those of the policy before the first mini-batch; None: the policy is still that one, and the ratio
-    is 1 in value. The weight min(exp(old - behavior), cap) corrects for what sampled the tokens, without a gradient.
-    With a cap of 0 there is no weight, and the ratio is taken against the behavior log-probabilities instead. Log
-    ratios are limited to 20 before exp. Source: PPO eq. 7 (arXiv:1707.06347) with GRPO's advantages (arXiv:2402.03300).
+    `old_logprobs` are those of the policy before the first mini-batch; None: the policy is still
+    that one, and the ratio is 1 in value. The weight min(exp(old - behavior), cap) corrects for
+    what sampled the tokens, without a gradient. With a cap of 0 there is no weight, and the ratio
+    is taken against the behavior log-probabilities instead. Log ratios are limited to 20 before
+    exp. Source: PPO eq. 7 (arXiv:1707.06347) with GRPO's advantages (arXiv:2402.03300).
     """
     mask = micro_batch.loss_mask
     behavior, advantages = micro_batch.behavior_logprobs, micro_batch.advantages

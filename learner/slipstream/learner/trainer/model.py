@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from slipstream.learner.trainer import compat
-from slipstream.learner.trainer.parallel import Ranks
-from slipstream.learner.trainer.settings import passed_through
+from slipstream.learner.trainer import compat, cpu
+from slipstream.learner.trainer.parallel import Launch, Ranks
+from slipstream.learner.trainer.settings import Megatron, passed_through
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError, RunFailed
 
@@ -25,17 +25,12 @@ class Policy:
     """Parameters and optimizer of this rank; one chunk for each virtual pipeline stage."""
 
     ranks: Ranks
-    bridge: Any
-    chunks: list[Any]
-    optimizer: Any
+    bridge: Megatron
+    chunks: list[Megatron]
+    optimizer: Megatron
     dtype: torch.dtype
     max_positions: int
     vocab_size: int
-
-    @property
-    def iterators_needed(self) -> int:
-        """The schedule wants an iterator of its own for each chunk."""
-        return len(self.chunks)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -58,17 +53,24 @@ class Policy:
         return norm
 
     def gather_parameters(self) -> None:
-        """Completes a parameter all-gather that was left to the next forward pass: an export would see old weights."""
+        """Completes an all-gather left to the next forward: an export would see old weights."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
-def load_policy(config: Config, ranks: Ranks, auto_bridge: Any) -> Policy:
-    """Loads `config.model.path` into a distributed model, with an optimizer; collective.
+def open_policy(config: Config, launch: Launch) -> Policy:
+    """Brings up this rank, and loads `config.model.path` with an optimizer; collective.
 
-    `auto_bridge` is what `compat.install` returned. ConfigError for a model or a setting that cannot work.
+    ConfigError for a model or a setting that cannot work. Close `ranks` of what it returns.
     """
+    cpu.install()
+    auto_bridge = compat.install()
+    ranks = Ranks(launch, config.learner, seed=config.run.seed)
+    return _load(config, ranks, auto_bridge)
+
+
+def _load(config: Config, ranks: Ranks, auto_bridge: Megatron) -> Policy:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -83,7 +85,8 @@ def load_policy(config: Config, ranks: Ranks, auto_bridge: Any) -> Policy:
         bf16=provider.bf16,
     )
     optimizer = get_megatron_optimizer(_optimizer_config(config), chunks)
-    # Without it the schedule leaves out the sum over replicas and the gradients of shared parameters, silently.
+    # Without it the schedule leaves out the sum over replicas and the gradients of shared
+    # parameters, silently.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     chunks[0].config.grad_scale_func = optimizer.scale_loss
     if chunks[0].ddp_config.overlap_grad_reduce:
@@ -100,7 +103,7 @@ def load_policy(config: Config, ranks: Ranks, auto_bridge: Any) -> Policy:
     )
 
 
-def _provider(bridge: Any, hf_config: Any, config: Config) -> Any:
+def _provider(bridge: Megatron, hf_config: Megatron, config: Config) -> Megatron:
     parallel = config.learner.parallel
     _check_model(hf_config, config)
     provider = bridge.to_megatron_provider(load_weights=True)
@@ -121,10 +124,12 @@ def _provider(bridge: Any, hf_config: Any, config: Config) -> Any:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,
-        # Packed micro batches differ in length; the default dispatcher refuses that even for dense models.
+        # Packed micro batches differ in length; the default dispatcher refuses that even for dense
+        # models.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Bridge switches it off, and then the parameters lack the marks by which the gradient norm counts them once.
+        # Bridge switches it off, and then the parameters lack the marks by which the gradient norm
+        # counts them once.
         "perform_initialization": True,
         # With asynchronous sends the output would be freed before it has left.
         "deallocate_pipeline_outputs": False,
@@ -163,20 +168,20 @@ def _without_transformer_engine() -> dict[str, object]:
     return values
 
 
-def _check_model(hf_config: Any, config: Config) -> None:
+def _check_model(hf_config: Megatron, config: Config) -> None:
     tp = config.learner.parallel.tp
     sizes: dict[str, Any] = hf_config.to_dict()
     if sizes.get("num_experts") or sizes.get("num_local_experts"):
         raise ConfigError(
-            f"model.path {config.model.path} is a mixture of experts, which the trainer cannot train yet"
+            f"model.path {config.model.path} is a mixture of experts, which cannot be trained yet"
         )
     if sizes["vocab_size"] % tp:
         raise ConfigError(
-            f"learner.parallel.tp must divide the model's vocabulary of {sizes['vocab_size']}, got {tp}"
+            f"learner.parallel.tp must divide the vocabulary of {sizes['vocab_size']}, got {tp}"
         )
 
 
-def _rotary_base(hf_config: Any) -> float:
+def _rotary_base(hf_config: Megatron) -> float:
     sizes: dict[str, Any] = hf_config.to_dict()
     rope: dict[str, Any] = sizes.get("rope_parameters") or {}
     base = rope.get("rope_theta", sizes.get("rope_theta"))
@@ -184,11 +189,13 @@ def _rotary_base(hf_config: Any) -> float:
         raise ConfigError("the model's config.json names no rope_theta")
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
-        raise ConfigError(f"the model's rope_type {kind!r} was not tested, known are default, llama3")
+        raise ConfigError(
+            f"the model's rope_type {kind!r} was not tested, known are default, llama3"
+        )
     return float(base)
 
 
-def _ddp_config(config: Config) -> Any:
+def _ddp_config(config: Config) -> Megatron:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     values: dict[str, object] = {
@@ -202,7 +209,7 @@ def _ddp_config(config: Config) -> Any:
     return DistributedDataParallelConfig(**values)
 
 
-def _optimizer_config(config: Config) -> Any:
+def _optimizer_config(config: Config) -> Megatron:
     from megatron.core.optimizer import OptimizerConfig
 
     learner = config.learner

@@ -1,7 +1,8 @@
 """From sequences of uneven length to micro batches of bounded size: pure functions.
 
-A micro batch is one row of tokens, its sequences one after the other. Position i of a sequence predicts token i + 1 of
-the same sequence: targets, loss mask, advantages, behavior log-probabilities and lags stand where the prediction is made.
+A micro batch is one row of tokens, its sequences one after the other. Position i of a sequence
+predicts token i + 1 of the same sequence: targets, loss mask, advantages, behavior
+log-probabilities and lags stand where the prediction is made.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class TrainingSequence:
     advantage: float
 
     @classmethod
-    def of_trajectory(cls, trajectory: Trajectory, *, advantage: float, step: int) -> TrainingSequence:
+    def of_trajectory(
+        cls, trajectory: Trajectory, *, advantage: float, step: int
+    ) -> TrainingSequence:
         """Trains the sampled tokens. One at the very beginning is left out: nothing predicts it."""
         sampled = trajectory.sampled_mask()
         logprobs = np.zeros(len(sampled), dtype=np.float32)
@@ -90,21 +93,31 @@ class MicroBatch:
         """The same on another device."""
         if device.type == "cpu":
             return self
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if isinstance(value := vars(self)[field.name], Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return dataclasses.replace(
+            self,
+            token_ids=moved(self.token_ids),
+            position_ids=moved(self.position_ids),
+            targets=moved(self.targets),
+            loss_mask=moved(self.loss_mask),
+            advantages=moved(self.advantages),
+            behavior_logprobs=moved(self.behavior_logprobs),
+            lags=moved(self.lags),
+            cu_seqlens=moved(self.cu_seqlens),
+        )
 
 
 def plan_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, dp_size: int, multiple: int = 1
 ) -> Plan:
-    """Deals sequences to micro batches of at most `max_tokens`, the same number (a multiple of `multiple`) for each rank.
+    """Deals sequences to micro batches of at most `max_tokens`, as many for each rank.
 
-    Longest first: as few micro batches as first fit finds, then their sizes levelled, then dealt so that the ranks get
-    about equal work. Micro batches that only make the number equal are empty.
+    Longest first: as few micro batches as first fit finds, then their sizes levelled, then dealt so
+    that the ranks get about equal work. Micro batches that only make the number equal, and a
+    multiple of `multiple`, are empty.
     """
     too_long = max(lengths, default=0)
     if too_long > max_tokens:
@@ -122,7 +135,10 @@ def plan_micro_batches(
 def build_micro_batch(
     sequences: Sequence[TrainingSequence], indices: Sequence[int], *, multiple: int = 1
 ) -> MicroBatch:
-    """Packs `sequences[i]` for i in `indices`; filler makes the number of tokens a multiple of `multiple`, never 0."""
+    """Packs `sequences[i]` for i in `indices`, and filler up to a multiple of `multiple`.
+
+    There is filler for no sequence at all, too: a micro batch is never empty.
+    """
     chosen = [sequences[index] for index in indices]
     total = sum(len(sequence) for sequence in chosen)
     filler = _round_up(max(1, total), multiple) - total

@@ -1,14 +1,14 @@
-"""The ranks: torch.distributed, Megatron's parallel groups, seeds, and what rank 0 tells all others."""
+"""The ranks: torch.distributed, Megatron's parallel groups, seeds, what rank 0 tells all."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.config import LearnerSection
 from slipstream.protocol.errors import ConfigError
 from torch import Tensor
@@ -30,20 +30,22 @@ class Launch:
         try:
             return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
         except KeyError as error:
-            raise ConfigError(f"the environment must set {error.args[0]}, as torchrun does") from None
+            raise ConfigError(
+                f"the environment must set {error.args[0]}, as torchrun does"
+            ) from None
 
 
 class Ranks:
     """All ranks of the trainer, each with its place in the parallel groups.
 
-    Every method but the properties is collective: all ranks call it in the same order. A rank that died or is silent
-    for `timeout_s` makes it raise.
+    Every method but the properties is collective: all ranks call it in the same order. A rank that
+    died or is silent for `timeout_s` makes it raise.
     """
 
     def __init__(self, launch: Launch, learner: LearnerSection, *, seed: int) -> None:
         if launch.world_size != learner.world_size:
             raise ConfigError(
-                f"learner.world_size is {learner.world_size}, but {launch.world_size} ranks were started"
+                f"learner.world_size is {learner.world_size}, but {launch.world_size} ranks started"
             )
         self.rank = launch.rank
         self.world_size = launch.world_size
@@ -89,7 +91,7 @@ class Ranks:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's statistics enter a sum over all ranks: one rank of each replica does."""
+        """Whether this rank's statistics enter a sum over all: one rank of each replica does."""
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -149,11 +151,12 @@ def check_parallel(learner: LearnerSection) -> None:
     parallel = learner.parallel
     if parallel.cp > 1:
         raise ConfigError(
-            f"learner.parallel.cp must be 1, context parallelism of packed sequences is not there yet, got {parallel.cp}"
+            "learner.parallel.cp must be 1: packed sequences cannot be split over ranks yet, "
+            f"got {parallel.cp}"
         )
     if parallel.ep > 1 or (parallel.etp or parallel.tp) != parallel.tp:
         raise ConfigError(
-            f"learner.parallel.ep must be 1 and etp tp, mixture-of-experts models are not there yet, "
+            f"learner.parallel.ep must be 1 and etp tp: mixtures of experts are not there yet, "
             f"got ep {parallel.ep} and etp {parallel.etp}"
         )
 
@@ -173,7 +176,7 @@ def _start(launch: Launch, learner: LearnerSection) -> torch.device:
     return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu")
 
 
-def _build_groups(learner: LearnerSection, seed: int) -> Any:
+def _build_groups(learner: LearnerSection, seed: int) -> Megatron:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

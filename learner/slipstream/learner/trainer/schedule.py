@@ -1,9 +1,10 @@
-"""Runs micro batches through the pipeline schedule: forward and backward, or log-probabilities alone."""
+"""Runs micro batches through the pipeline schedule, with or without the way back."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from slipstream.learner.trainer.loss import TokenLoss, vocab_parallel_logprobs
@@ -14,6 +15,7 @@ from slipstream.learner.trainer.packing import (
     build_micro_batch,
     plan_micro_batches,
 )
+from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.types import LogprobArray, TokenArray
 from torch import Tensor
 
@@ -29,7 +31,8 @@ def forward_backward(
 ) -> list[TokenLoss]:
     """Adds up the gradients of all micro batches, divided by the tokens of all ranks; collective.
 
-    Returns the loss of each micro batch, detached, on the last pipeline stage, and nothing on the others.
+    Returns the loss of each micro batch, detached, on the last pipeline stage, and nothing on the
+    others.
     """
 
     def finish(
@@ -62,7 +65,10 @@ def forward_logprobs(
 def sequence_logprobs(
     policy: Policy, sequences: Sequence[TokenArray], *, max_tokens: int
 ) -> list[LogprobArray]:
-    """Log-probabilities at temperature 1 of every token but the first of each sequence, on every rank; collective."""
+    """Log-probabilities at temperature 1 of all tokens but each sequence's first; collective.
+
+    On every rank, one array for each sequence.
+    """
     prepared = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]
     # Every replica computes all of them; one counts.
     plan = plan_micro_batches(
@@ -83,7 +89,7 @@ def sequence_logprobs(
                 row = values[bounds[place] : bounds[place + 1] - 1]
                 found[starts[index] : starts[index + 1]] = row.cpu()
     policy.ranks.sum(found)
-    return [part.numpy() for part in found.split([len(s) - 1 for s in prepared])]
+    return [found[a:b].numpy() for a, b in itertools.pairwise(starts)]
 
 
 def _run(
@@ -98,7 +104,7 @@ def _run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(
-        places: Iterator[int], chunk: Any
+        places: Iterator[int], chunk: Megatron
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
         place = next(places)
         micro_batch = micro_batches[place].to(policy.ranks.device)

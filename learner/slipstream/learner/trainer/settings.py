@@ -1,15 +1,18 @@
-"""Megatron's own settings, passed through by name and checked against the fields that its classes really have."""
+"""Megatron's own settings, passed through by name and checked against its real fields."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
+
+# An object of Megatron's or of transformers': untyped for us.
+Megatron: TypeAlias = Any
 
 # Sizes that must agree with the process groups: they have settings of our own.
 _OWNED = {
@@ -29,12 +32,12 @@ _OWNED = {
 
 
 def passed_through(
-    target: Any, settings: Mapping[str, JsonValue], *, section: str
+    target: Megatron, settings: Mapping[str, JsonValue], *, section: str
 ) -> dict[str, object]:
     """The values of `settings` for the dataclass (or instance) `target`.
 
-    ConfigError for a key that it does not have, with the nearest one, and for a key that the trainer decides itself.
-    Names of torch's element types become the types.
+    ConfigError for a key that it does not have, with the nearest one, and for a key that the
+    trainer decides itself. Names of torch's element types become the types.
     """
     fields = {field.name: field for field in dataclasses.fields(target) if field.init}
     values: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Our layer spec for machines without TransformerEngine: sequence-parallel RMSNorm and attention on torch's SDPA.
+"""Our layer spec without TransformerEngine: sequence-parallel RMSNorm, attention on SDPA.
 
 It is defined by inheriting from Megatron's classes, so import it only after `compat.install`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,26 +21,27 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from slipstream.learner.trainer.settings import Megatron
 from torch import Tensor
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight takes part in the gradient sum of sequence parallelism (Megatron's own refuses it)."""
+    """RMSNorm that works with sequence parallelism, which Megatron's own refuses."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         device = torch.device("cpu") if config.use_cpu_initialization else None
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention of packed sequences [tokens, heads, dim] or of plain ones [sequence, batch, heads, dim]."""
+    """Causal attention of packed [tokens, heads, dim] or plain [sequence, batch, heads, dim]."""
 
     def __init__(
         self,
-        config: Any,
+        config: Megatron,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: Megatron,
         attention_type: str,
         softmax_scale: float | None = None,
         **_: object,
@@ -55,9 +55,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
+        attn_mask_type: Megatron = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: Megatron = None,
     ) -> Tensor:
         """Returns [tokens, heads * dim], or [sequence, batch, heads * dim]."""
         if packed_seq_params is None:
@@ -68,14 +68,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         parts = []
         for positions, is_token in groups:
             rows = [
-                x.index_select(0, positions.flatten()).unflatten(0, positions.shape)
+                x.index_select(0, positions.flatten()).view(*positions.shape, *x.shape[1:])
                 for x in (query, key, value)
             ]
             parts.append(self._attend(*rows)[is_token])
         return torch.cat(parts).index_select(0, order).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention over dim 1 of [sequences, length, heads, dim]; padding at the end disturbs nobody."""
+        """Over dim 1 of [sequences, length, heads, dim]; padding at the end disturbs nobody."""
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -91,10 +91,11 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
 def _length_groups(
     bounds: tuple[int, ...], device: torch.device
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Sequences of similar length together, so that few and hardly padded attention calls serve all of them.
+    """Sequences of similar length together, so that few and hardly padded calls serve all.
 
-    For each group the token positions [sequences, longest] and which of them are tokens rather than padding; then where
-    in the groups' tokens, one group after the other, each token of the packed sequence is found.
+    For each group the token positions [sequences, longest] and which of them are tokens rather than
+    padding; then where in the groups' tokens, one group after the other, each token of the packed
+    sequence is found.
     """
     by_class: dict[int, list[tuple[int, int]]] = {}
     for start, end in itertools.pairwise(bounds):
@@ -111,7 +112,7 @@ def _length_groups(
     return groups, order
 
 
-def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
     """The transformer block of `config`, for the layers of this pipeline stage."""
     layer = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
@@ -127,21 +128,23 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def register_norm_names() -> None:
-    """Teaches Bridge's Qwen families the names of norms that stand apart from the linear layer behind them."""
+    """Teaches Bridge's Qwen families the names of norms apart from the linear layer behind."""
     names = {
-        "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
-        "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     }
     for family in (Qwen2Bridge, Qwen3Bridge):
         original = family.mapping_registry
 
-        def registry(self: Any, original: Any = original) -> Any:
+        def registry(self: Megatron, original: Megatron = original) -> Megatron:
             known = original(self).mappings
             have = {mapping.megatron_param for mapping in known}
             added = [
-                AutoMapping(megatron_param=ours, hf_param=theirs)
+                AutoMapping(
+                    megatron_param=f"decoder.layers.*.{ours}", hf_param=f"model.layers.*.{theirs}"
+                )
                 for ours, theirs in names.items()
-                if ours not in have
+                if f"decoder.layers.*.{ours}" not in have
             ]
             return MegatronMappingRegistry(*known, *added)
 

@@ -1,4 +1,4 @@
-"""One training step: a batch of whole groups trains version s into version s + 1. Needs no controller."""
+"""One training step: a batch of whole groups trains version s into version s + 1."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class _Totals:
 
 
 def learning_rate(algorithm: AlgorithmSection, step: int) -> float:
-    """Linear warmup over the first `warmup_steps` steps, the first of which already moves, then constant."""
+    """Linear warmup over the first `warmup_steps` steps, from the first on, then constant."""
     return algorithm.learning_rate * min(1.0, (step + 1) / max(1, algorithm.warmup_steps))
 
 
 class TrainingStep:
-    """Trains a policy, one batch at a time. The same batches in the same order give the same bits on CPU."""
+    """Trains a policy, one batch at a time; on CPU the same batches give the same bits."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy = policy
@@ -66,8 +66,9 @@ class TrainingStep:
     def run(self, batch: Batch) -> StepResult:
         """Trains the batch; collective, and every rank passes the same batch.
 
-        StalenessError or RunFailed before any weight changes: a token that is too old, a loss or a gradient that is not
-        finite (in the first mini-batch; in a later one, before that mini-batch changes the weights).
+        StalenessError or RunFailed before any weight changes: a token that is too old, a loss or a
+        gradient that is not finite (in the first mini-batch; in a later one, before that mini-batch
+        changes the weights).
         """
         started = time.monotonic()
         algorithm = self._config.algorithm
@@ -142,9 +143,7 @@ class TrainingStep:
         sums, max_gap = self._reduce(losses)
         totals.forward_backward_s += time.monotonic() - started
         if not math.isfinite(float(sums[Sum.LOSS])):
-            raise RunFailed(
-                f"the loss is {float(sums[Sum.LOSS])}; the weights were not changed"
-            )
+            raise RunFailed(f"the loss is {float(sums[Sum.LOSS])}; the weights were not changed")
         started = time.monotonic()
         totals.grad_norms.append(self._policy.optimizer_step(rate))
         totals.optimizer_s += time.monotonic() - started

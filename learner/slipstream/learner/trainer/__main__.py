@@ -1,0 +1,81 @@
+"""One trainer rank: `python -m slipstream.learner.trainer --config FILE` as torchrun starts it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import check_model, load_config
+from slipstream.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.controller_client import ControllerClient
+    from slipstream.learner.trainer.parallel import Launch
+
+logger = logging.getLogger(__name__)
+
+USAGE_ERROR = 2
+
+
+def main() -> int:
+    """Trains until the controller says stop; 0 then, 2 for impossible settings, 1 for a failure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the resolved settings")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config)
+        check_model(config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return USAGE_ERROR
+    return _run_rank(config)
+
+
+def _run_rank(config: Config) -> int:
+    from slipstream.learner.trainer.controller_client import ControllerClient
+    from slipstream.learner.trainer.parallel import Launch, check_parallel
+    from slipstream.v1 import trainer_pb2
+
+    try:
+        check_parallel(config.learner)
+        launch = Launch.from_environment()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return USAGE_ERROR
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s rank {launch.rank} %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    client = ControllerClient(config)
+    try:
+        _train(config, launch, client)
+    except Exception as error:
+        logger.exception("rank %d failed", launch.rank)
+        client.report_failure(
+            trainer_pb2.TrainerFailure(message=f"{type(error).__name__}: {error}", rank=launch.rank)
+        )
+        logging.shutdown()
+        # A collective that the other ranks never finish would hold up an orderly exit.
+        os._exit(1)
+    client.close()
+    return 0
+
+
+def _train(config: Config, launch: Launch, client: ControllerClient) -> None:
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.train import Trainer
+
+    policy = open_policy(config, launch)
+    Trainer(config, policy, client).run()
+    policy.ranks.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The trainer's calls to the controller: blocking, each with a deadline."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.config import Config
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.security import Credentials, call_metadata, open_blocking_channel
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import trainer_pb2 as pb
+from slipstream.v1 import trainer_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+# Generated code is untyped.
+Stub: TypeAlias = Any
+
+CALL_TIMEOUT_S = 30.0
+FAILURE_TIMEOUT_S = 5.0
+# How long the controller may be away before the run has failed.
+RETRY_S = 30.0
+RETRY_PAUSE_S = 0.5
+
+
+class ControllerClient:
+    """Calls of one trainer rank; close it after use.
+
+    Every method raises RunFailed when the controller stays away for 30 s, misses the call's
+    deadline or refuses it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        credentials = Credentials.load(config.security)
+        self._address = config.controller.address
+        self._channel = open_blocking_channel(self._address, credentials)
+        self._stub: Stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        self._metadata = call_metadata(credentials)
+        # Half of what the other ranks wait for, so that they outlast a call that rank 0 gives up.
+        self._long_timeout_s = config.learner.timeout_s / 2
+        self._stop_reason: str | None = None
+        self._next_call: Stub | None = None
+
+    def register(self, hello: pb.TrainerHello) -> str:
+        """Introduces the trainer; returns the run's id."""
+        welcome: pb.TrainerWelcome = self._call("Register", self._stub.Register, hello)
+        return welcome.run_id
+
+    def next(self, version: PolicyVersion) -> list[pb.Directive]:
+        """The messages of the next order; a stop order after `stop`, even one during the call."""
+        request = pb.NextRequest(version=version_to_pb(version))
+
+        def read(_: pb.NextRequest, *, timeout: float) -> list[pb.Directive]:
+            stream = self._stub.Next(request, timeout=timeout, metadata=self._metadata)
+            self._next_call = stream
+            if self._stop_reason is not None:
+                stream.cancel()
+            return list(stream)
+
+        try:
+            return self._retried("Next", read, request, self._long_timeout_s)
+        except grpc.RpcError as error:
+            if self._stop_reason is None:
+                raise self._failure("Next", error) from error
+            return [pb.Directive(stop=pb.StopOrder(reason=self._stop_reason))]
+        finally:
+            self._next_call = None
+
+    def stop(self, reason: str) -> None:
+        """Makes `next` answer with a stop order; may be called from a signal handler."""
+        self._stop_reason = reason
+        if self._next_call is not None:
+            self._next_call.cancel()
+
+    def report_step(self, report: pb.StepReport) -> None:
+        """Tells what a step did."""
+        self._call("ReportStep", self._stub.ReportStep, report)
+
+    def start_publish(self, start: pb.PublishStart, *, join_deadline_s: float) -> pb.PublishStarted:
+        """Announces a publish; answers when the receivers are about to join."""
+        timeout = join_deadline_s + CALL_TIMEOUT_S
+        started: pb.PublishStarted = self._call(
+            "StartPublish", self._stub.StartPublish, start, timeout
+        )
+        return started
+
+    def finish_publish(self, result: pb.PublishResult) -> pb.PublishReceipt:
+        """Hands over the proofs; answers when every receiver serves the version or is stale."""
+        receipt: pb.PublishReceipt = self._call(
+            "FinishPublish", self._stub.FinishPublish, result, self._long_timeout_s
+        )
+        return receipt
+
+    def report_failure(self, failure: pb.TrainerFailure) -> None:
+        """Tells why a rank fails; a controller that cannot be reached is only logged."""
+        try:
+            self._stub.ReportFailure(failure, timeout=FAILURE_TIMEOUT_S, metadata=self._metadata)
+        except grpc.RpcError as error:
+            logger.warning("the failure could not be reported: %s", _describe(error))
+
+    def finish(self, goodbye: pb.TrainerGoodbye) -> None:
+        """Says that the trainer leaves as it should."""
+        self._call("Finish", self._stub.Finish, goodbye)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    def _call(
+        self,
+        name: str,
+        method: Callable[..., Answer],
+        request: object,
+        timeout: float = CALL_TIMEOUT_S,
+    ) -> Answer:
+        def call(request: object, *, timeout: float) -> Answer:
+            return method(request, timeout=timeout, metadata=self._metadata)
+
+        try:
+            return self._retried(name, call, request, timeout)
+        except grpc.RpcError as error:
+            raise self._failure(name, error) from error
+
+    def _retried(
+        self, name: str, call: Callable[..., Answer], request: object, timeout: float
+    ) -> Answer:
+        give_up = time.monotonic() + RETRY_S
+        while True:
+            try:
+                return call(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if _code(error) is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up:
+                    raise
+                if self._stop_reason is not None:
+                    raise
+                logger.warning("%s: %s; trying again", name, _describe(error))
+            time.sleep(RETRY_PAUSE_S)
+
+    def _failure(self, name: str, error: grpc.RpcError) -> RunFailed:
+        return RunFailed(f"the controller at {self._address} failed {name}: {_describe(error)}")
+
+
+def _code(error: grpc.RpcError) -> grpc.StatusCode:
+    # What a call raises is a Call too; the stubs cannot say so.
+    call: Any = error
+    code: grpc.StatusCode = call.code()
+    return code
+
+
+def _describe(error: grpc.RpcError) -> str:
+    call: Any = error
+    return f"{_code(error).name}: {call.details()}"

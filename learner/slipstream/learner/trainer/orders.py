@@ -1,0 +1,81 @@
+"""What the controller tells the trainer to do, as values that every rank gets."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
+from slipstream.learner.trainer.batch import Batch
+from slipstream.protocol.codec import trajectory_from_pb
+from slipstream.protocol.errors import ProtocolError
+from slipstream.v1 import trainer_pb2, weights_pb2
+
+
+@dataclass(frozen=True)
+class Stop:
+    """No more steps."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do yet: ask again."""
+
+
+Order: TypeAlias = Batch | weights_pb2.PublishOrder | Stop | Wait
+
+
+def pack_directives(directives: Iterable[trainer_pb2.Directive]) -> bytes:
+    """The messages of one answer as bytes, each behind its length."""
+    buffer = io.BytesIO()
+    for directive in directives:
+        serialize_length_prefixed(directive, buffer)
+    return buffer.getvalue()
+
+
+def unpack_directives(data: bytes) -> list[trainer_pb2.Directive]:
+    """Inverse of `pack_directives`."""
+    buffer = io.BytesIO(data)
+    directives = []
+    while (message := parse_length_prefixed(trainer_pb2.Directive, buffer)) is not None:
+        directives.append(message)
+    return directives
+
+
+def read_order(directives: Sequence[trainer_pb2.Directive]) -> Order:
+    """The order that an answer gives; ProtocolError when it does not fit together."""
+    if not directives:
+        raise ProtocolError("the controller answered Next without an order")
+    first = directives[0]
+    kind = first.WhichOneof("directive")
+    if kind != "batch" and len(directives) > 1:
+        raise ProtocolError(f"{len(directives) - 1} messages follow an order of kind {kind}")
+    if kind == "batch":
+        return _read_batch(first.batch, directives[1:])
+    if kind == "publish":
+        return first.publish
+    if kind == "stop":
+        return Stop(first.stop.reason)
+    if kind == "wait":
+        return Wait()
+    raise ProtocolError(f"an answer begins with an order, got {kind}")
+
+
+def _read_batch(header: trainer_pb2.BatchHeader, chunks: Sequence[trainer_pb2.Directive]) -> Batch:
+    if any(chunk.WhichOneof("directive") != "chunk" for chunk in chunks):
+        raise ProtocolError(f"batch {header.batch_id}: something else than a chunk follows")
+    trajectories = tuple(
+        trajectory_from_pb(message) for chunk in chunks for message in chunk.chunk.trajectories
+    )
+    batch = Batch(header.step, header.batch_id, trajectories)
+    found = (len(set(batch.group_ids)), len(trajectories))
+    if found != (header.num_groups, header.num_trajectories):
+        raise ProtocolError(
+            f"batch {header.batch_id}: {header.num_groups} groups of {header.num_trajectories} "
+            f"trajectories were announced, {found[0]} of {found[1]} came"
+        )
+    return batch

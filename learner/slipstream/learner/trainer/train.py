@@ -1,0 +1,170 @@
+"""The trainer's loop: asks the controller what to do, does it on all ranks, reports.
+
+Rank 0 speaks with the controller and tells the other ranks its orders, so that all take the same
+branch.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from types import FrameType
+
+from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.export import ExportedWeights, export_weights, save_hf_folder
+from slipstream.learner.trainer.model import Policy
+from slipstream.learner.trainer.orders import (
+    Order,
+    Stop,
+    Wait,
+    pack_directives,
+    read_order,
+    unpack_directives,
+)
+from slipstream.learner.trainer.probe import build_probe
+from slipstream.learner.trainer.publish import publish
+from slipstream.learner.trainer.step import TrainingStep
+from slipstream.learner.trainer.weight_sender import GlooWeightSender
+from slipstream.protocol.codec import version_from_pb, version_to_pb
+from slipstream.protocol.config import Config
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import trainer_pb2, weights_pb2
+
+logger = logging.getLogger(__name__)
+
+TERMINATED = "the trainer was told to terminate"
+
+
+class Trainer:
+    """One rank of the trainer; every method is collective, only rank 0 uses `client`."""
+
+    def __init__(self, config: Config, policy: Policy, client: ControllerClient) -> None:
+        self._config = config
+        self._policy = policy
+        self._ranks = policy.ranks
+        self._client = client
+        self._step = TrainingStep(policy, config)
+        self._sender = GlooWeightSender(config.weights)
+        self._version = PolicyVersion(0, 0)
+        self._last_batch: Batch | None = None
+        self._export_s = 0.0
+        self._weights = self._export()
+
+    def run(self) -> None:
+        """Follows the controller's orders until it says stop."""
+        _handle_termination(self._client, is_main=self._ranks.is_main)
+        self._register()
+        while True:
+            order = self._next_order()
+            if isinstance(order, Batch):
+                self._train(order)
+            elif isinstance(order, weights_pb2.PublishOrder):
+                self._publish(order)
+            elif isinstance(order, Stop):
+                self._finish(order)
+                return
+            else:
+                assert isinstance(order, Wait)
+
+    def _register(self) -> None:
+        layout = self._ranks.describe()
+        if self._weights is None:
+            return
+        logger.info("%s", layout)
+        run_id = self._client.register(
+            trainer_pb2.TrainerHello(
+                world_size=self._ranks.world_size,
+                layout_description=layout,
+                version=version_to_pb(self._version),
+                weight_digest=self._weights.digest,
+                num_parameters=self._weights.num_parameters,
+            )
+        )
+        logger.info("registered for run %s with version %s", run_id, self._version)
+
+    def _next_order(self) -> Order:
+        data = None
+        if self._ranks.is_main:
+            data = pack_directives(self._client.next(self._version))
+        return read_order(unpack_directives(self._ranks.broadcast_bytes(data)))
+
+    def _train(self, batch: Batch) -> None:
+        if batch.step != self._version.step:
+            raise RunFailed(
+                f"batch {batch.batch_id} is for step {batch.step}, "
+                f"but the weights are of version {self._version}"
+            )
+        result = self._step.run(batch)
+        self._version = PolicyVersion(self._version.incarnation, batch.step + 1)
+        self._last_batch = batch
+        self._weights = self._export()
+        if self._weights is None:
+            return
+        self._client.report_step(
+            trainer_pb2.StepReport(
+                step=batch.step,
+                batch_id=batch.batch_id,
+                version=version_to_pb(self._version),
+                weight_digest=self._weights.digest,
+                metrics=result.metrics,
+                wall_s=result.wall_s,
+            )
+        )
+
+    def _publish(self, order: weights_pb2.PublishOrder) -> None:
+        if version_from_pb(order.version) != self._version:
+            raise RunFailed(
+                f"publish {order.publish_id} wants version {order.version.step}, "
+                f"but the weights are of version {self._version}"
+            )
+        probe = None
+        if order.verify:
+            probe = build_probe(self._policy, self._last_batch, self._config)
+        if self._weights is not None:
+            publish(
+                order,
+                self._weights,
+                sender=self._sender,
+                client=self._client,
+                probe=probe,
+                export_s=self._export_s,
+            )
+
+    def _finish(self, order: Stop) -> None:
+        logger.info("stopping with version %s: %s", self._version, order.reason)
+        export_path = ""
+        if self._config.learner.export_final and order.reason != TERMINATED:
+            target = self._config.run_dir / "checkpoints" / "final"
+            save_hf_folder(self._policy, self._config.model.path, target)
+            export_path = str(target)
+        self._sender.abort()
+        if self._weights is not None:
+            self._client.finish(
+                trainer_pb2.TrainerGoodbye(
+                    weight_digest=self._weights.digest, export_path=export_path
+                )
+            )
+
+    def _export(self) -> ExportedWeights | None:
+        """A step's digest needs the exported weights, and the publish that follows sends them."""
+        started = time.monotonic()
+        weights = export_weights(self._policy, self._config)
+        self._export_s = time.monotonic() - started
+        return weights
+
+
+def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:
+    """The first SIGTERM stops after what is under way, the second one kills.
+
+    Rank 0 decides and tells the others.
+    """
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if is_main:
+            client.stop(TERMINATED)
+
+    signal.signal(signal.SIGTERM, terminate)
