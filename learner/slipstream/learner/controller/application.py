@@ -106,6 +106,7 @@ class Controller:
             self._recorder = RunRecorder(folder, self._config)
             stack.callback(self._recorder.close)
             server = create_server(self._credentials)
+            stack.push_async_callback(server.stop, GRACE_S)
             receiver = await self._open_queue(stack, server)
             async with asyncio.TaskGroup() as tasks:
                 self._assemble(journal, receiver, server, tasks)
@@ -125,7 +126,6 @@ class Controller:
                     task.cancel()
             await self._write_results(folder)
             self._environment_servicer.relay.close()
-            await server.stop(GRACE_S)
         return 0 if self._progress.state == status_pb2.RUN_STATE_FINISHED else 1
 
     def stop(self, reason: str) -> None:

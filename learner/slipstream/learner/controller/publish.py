@@ -122,6 +122,8 @@ class Publisher:
             return []
         publish.order.communicator.CopyFrom(start.communicator)
         for session in publish.receivers:
+            # A server may be done before the learner says so.
+            self._expect(publish.publish_id, session, fleet_pb2.PUBLISH_PHASE_LOADED)
             session.state = fleet_pb2.SERVER_STATE_LOADING
             session.send(
                 fleet_pb2.ControllerMessage(
@@ -165,10 +167,8 @@ class Publisher:
             publish_id, server, phase = key
             if (publish_id, server) == (report.publish_id, session.key) and (
                 failed or phase == report.phase
-            ):
-                del self._waiting[key]
-                if not future.done():
-                    future.set_result(report)
+            ) and not future.done():
+                future.set_result(report)
 
     def server_lost(self, session: ServerSession) -> None:
         """Ends every wait for a server that is gone."""
@@ -228,8 +228,7 @@ class Publisher:
     async def _wait(
         self, publish_id: str, session: ServerSession, phase: int, limit_s: float
     ) -> fleet_pb2.PublishReport:
-        key = (publish_id, session.key, phase)
-        future = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
+        future = self._expect(publish_id, session, phase)
         try:
             async with asyncio.timeout(limit_s):
                 return await future
@@ -240,7 +239,14 @@ class Publisher:
                 message=f"no answer within {limit_s:g} s",
             )
         finally:
-            self._waiting.pop(key, None)
+            self._waiting.pop((publish_id, session.key, phase), None)
+
+    def _expect(
+        self, publish_id: str, session: ServerSession, phase: int
+    ) -> asyncio.Future[fleet_pb2.PublishReport]:
+        future: asyncio.Future[fleet_pb2.PublishReport]
+        future = asyncio.get_running_loop().create_future()
+        return self._waiting.setdefault((publish_id, session.key, phase), future)
 
     async def _problem(
         self, publish_id: str, session: ServerSession, phase: int, limit_s: float
@@ -296,6 +302,8 @@ class Publisher:
         self._current = None
         self._members = ()
         for session in publish.receivers:
+            loaded = (publish.publish_id, session.key, fleet_pb2.PUBLISH_PHASE_LOADED)
+            self._waiting.pop(loaded, None)
             self._make_stale(session, cause, publish.publish_id)
 
     async def _commit(

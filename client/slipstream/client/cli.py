@@ -1,0 +1,157 @@
+"""The command line. Heavy imports wait until the arguments are known: `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 the run failed, 2 the command or its configuration cannot work."""
+    arguments = _parser().parse_args(argv)
+    from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
+
+    try:
+        result = arguments.execute(arguments)
+        return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
+    except (ConfigError, EnvironmentFailed) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 2
+    except SlipstreamError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slipstream", description="Asynchronous reinforcement learning for language models."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_services(commands)
+    _add_requests(commands)
+    return parser
+
+
+def _add_services(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser("run", help="everything on this machine")
+    _add_config(run)
+    run.set_defaults(execute=_run)
+
+    learner = commands.add_parser(
+        "learner", help="the trainer ranks of this node; on node 0 the controller too"
+    )
+    _add_config(learner)
+    learner.add_argument("--node-rank", type=int, default=0, help="0: the node of the controller")
+    learner.add_argument("--master", metavar="HOST:PORT", help="where the ranks of all nodes meet")
+    learner.set_defaults(execute=_learner)
+
+    server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
+    _add_config(server)
+    server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
+    server.add_argument("--server-id", help="a name that stays the same after a restart")
+    server.set_defaults(execute=_rollout_server)
+
+
+def _add_requests(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    submit = commands.add_parser("submit", help="add an environment to a run")
+    submit.add_argument("reference", metavar="MODULE:CLASS")
+    submit.add_argument(
+        "--args", default="{}", metavar="JSON", help="keyword arguments of the class"
+    )
+    submit.add_argument("--name", help="default: the class name in lower case")
+    submit.add_argument("--weight", type=float, default=1.0, help="share of the trained groups")
+    submit.add_argument("--timeout-s", type=float, default=60.0, help="limit of one reset or step")
+    submit.add_argument("--num-workers", type=int, default=1, help="processes beside each server")
+    _add_connection(submit)
+    submit.set_defaults(execute=_submit)
+
+    status = commands.add_parser("status", help="what a run is doing")
+    status.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_connection(status)
+    status.set_defaults(execute=_status)
+
+    environments = commands.add_parser("environments", help="the environments of a run")
+    _add_connection(environments)
+    environments.set_defaults(execute=_environments)
+
+    stop = commands.add_parser("stop", help="end a run in order")
+    stop.add_argument("--reason", default="a client asked for it")
+    _add_connection(stop)
+    stop.set_defaults(execute=_stop)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG.toml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print it, start nothing"
+    )
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--controller", default="127.0.0.1:7070", metavar="HOST:PORT")
+    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--tls-ca", type=Path)
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launcher import run_all
+
+    return await run_all(arguments.config, arguments.overrides, dry_run=arguments.dry_run)
+
+
+async def _learner(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launcher import run_learner
+
+    return await run_learner(
+        arguments.config,
+        arguments.overrides,
+        node_rank=arguments.node_rank,
+        master=arguments.master,
+        dry_run=arguments.dry_run,
+    )
+
+
+async def _rollout_server(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launcher import run_rollout_server
+
+    return await run_rollout_server(
+        arguments.config,
+        arguments.overrides,
+        controller=arguments.controller,
+        server_id=arguments.server_id,
+        dry_run=arguments.dry_run,
+    )
+
+
+async def _submit(arguments: argparse.Namespace) -> int:
+    from slipstream.client.requests import submit
+
+    return await submit(arguments)
+
+
+async def _status(arguments: argparse.Namespace) -> int:
+    from slipstream.client.requests import status
+
+    return await status(arguments)
+
+
+async def _environments(arguments: argparse.Namespace) -> int:
+    from slipstream.client.requests import environments
+
+    return await environments(arguments)
+
+
+async def _stop(arguments: argparse.Namespace) -> int:
+    from slipstream.client.requests import stop
+
+    return await stop(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

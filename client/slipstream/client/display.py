@@ -1,0 +1,116 @@
+"""What a run shows on the screen: a line for each step, a line for each event, a table at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TextIO
+
+from slipstream.protocol.config import Config
+from slipstream.v1 import status_pb2
+
+SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
+
+
+class Display:
+    """Writes to `out`; keeps what the exit code and the table need."""
+
+    def __init__(self, config: Config, out: TextIO | None = None) -> None:
+        self._config = config
+        self._out = out or sys.stdout
+        self._started_s = time.monotonic()
+        self.last_event = 0
+        self.is_over = False
+        self.failure = ""
+
+    def show(self, event: status_pb2.Event) -> None:
+        """One event of the controller."""
+        self.last_event = event.number
+        if event.final_state:
+            self.is_over = True
+            if event.final_state == status_pb2.RUN_STATE_FAILED:
+                self.failure = event.text
+            return
+        if event.metrics:
+            self._line(step_line(event, self._config.run.steps))
+        else:
+            self._line(SEVERITY_MARKS.get(event.severity, "") + event.text)
+
+    def warn(self, text: str) -> None:
+        """A warning of the command itself."""
+        self._line("! " + text)
+
+    def summary(self) -> None:
+        """The table at the end, from summary.json."""
+        folder = self._config.run_dir
+        path = folder / "summary.json"
+        if not path.is_file():
+            return
+        summary = json.loads(path.read_text())
+        rows = table_rows(summary)
+        width = max(len(name) for name, _ in rows)
+        self._out.write("\n")
+        for name, value in rows:
+            self._out.write(f"  {name:<{width}}  {value}\n")
+        files = "summary.json, metrics.jsonl, trajectories.jsonl, curves.png, tensorboard/, logs/"
+        self._out.write(f"\n  {folder}/: {files}\n")
+        self._out.flush()
+
+    def _line(self, text: str) -> None:
+        elapsed = time.monotonic() - self._started_s
+        self._out.write(f"{elapsed:7.1f} s  {text}\n")
+        self._out.flush()
+
+
+def step_line(event: status_pb2.Event, num_steps: int) -> str:
+    """Progress of one step in one line."""
+    metrics = event.metrics
+    return (
+        f"step {event.step:>{len(str(num_steps))}}/{num_steps}  "
+        f"reward {metrics['reward_mean']:6.3f}  "
+        f"lag {metrics['lag_mean']:.2f} (max {metrics['lag_max']:.0f})  "
+        f"tokens/s {metrics['generated_tokens_per_s']:,.0f} generated, "
+        f"{metrics['trained_tokens_per_s']:,.0f} trained  "
+        f"queue {metrics['queued_tokens']:,.0f} tokens  "
+        f"{metrics['step_s']:.2f} s"
+    )
+
+
+def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
+    """What the table shows of a summary."""
+    ledger, busy = summary["ledger"], summary["busy"]
+    assert isinstance(ledger, dict)
+    assert isinstance(busy, dict)
+    ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "lost")
+    fates = ", ".join(f"{name} {ledger[name]:,}" for name in ends if ledger[name])
+    rows = [
+        ("steps", f"{summary['steps']}"),
+        (
+            "reward",
+            f"{_number(summary['reward_first'])} first, {_number(summary['reward_last'])} last",
+        ),
+    ]
+    if summary["reward_heldout"] is not None:
+        first, last = summary["reward_heldout_first"], summary["reward_heldout"]
+        rows.append(("reward held out", f"{_number(first)} first, {_number(last)} last"))
+    return [
+        *rows,
+        ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
+        ("several versions", f"{summary['trajectories_with_several_versions']} trajectories"),
+        (
+            "generated tokens",
+            f"{ledger['generated']:,} = {fates or 'none'}; difference {ledger['difference']}",
+        ),
+        ("publishes", f"{summary['publishes']}, {summary['publishes_verified']} proved by a probe"),
+        (
+            "log-probability gap",
+            f"{_number(summary['logprob_gap_mean'], '.1e')} mean, {_number(summary['logprob_gap_max'], '.1e')} largest",
+        ),
+        ("busy", ", ".join(f"{name} {share:.0%}" for name, share in busy.items())),
+        ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
+    ]
+
+
+def _number(value: object, form: str = ".3f") -> str:
+    return format(value, form) if isinstance(value, float) else "-"

@@ -1,0 +1,230 @@
+"""A rollout server without an engine: speaks the real protocol and makes up replies at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+import numpy as np
+from slipstream.protocol.buckets import layout_from_pb
+from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
+from slipstream.protocol.queue.grpc import GrpcSender
+from slipstream.protocol.security import Credentials, open_channel
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    GroupId,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
+
+OPEN = Credentials(None, None, None, None)
+
+Judge = Callable[[fleet_pb2.Lease, int, int], float | Failure]
+
+
+def bucket_digests(layout) -> list[bytes]:
+    """What fake trainers and fake servers agree on in place of real bytes."""
+    return [hashlib.blake2b(str(b).encode()).digest()[:16] for b in layout_from_pb(layout)]
+
+
+def coin(lease: fleet_pb2.Lease, member: int, attempt: int) -> float:
+    return random.Random(f"{lease.group_id}/{member}").random()
+
+
+class FakeServer:
+    """Run it as a task; cancelling it is its death."""
+
+    def __init__(
+        self,
+        address: str,
+        name: str = "fake",
+        *,
+        epoch: int | None = None,
+        max_episodes: int = 64,
+        reply_tokens: int = 5,
+        delay_s: float = 0.0,
+        judge: Judge = coin,
+        wrong_digests: int = 0,
+        wrong_probes: int = 0,
+        environments_fail: bool = False,
+    ) -> None:
+        self.address, self.name = address, name
+        self.epoch = epoch if epoch is not None else random.getrandbits(60)
+        self.max_episodes, self.reply_tokens, self.delay_s = max_episodes, reply_tokens, delay_s
+        self.judge, self.wrong_digests, self.wrong_probes = judge, wrong_digests, wrong_probes
+        self.environments_fail = environments_fail
+        self.version: PolicyVersion | None = None
+        self.loaded_versions: list[PolicyVersion] = []
+        self.leases: list[fleet_pb2.Lease] = []
+        self.generated = self.ended = 0
+        self.drained = False
+        self.running: dict[str, asyncio.Task] = {}
+        self.outbox: asyncio.Queue = asyncio.Queue()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def run(self) -> None:
+        async with open_channel(self.address, OPEN) as channel:
+            async with GrpcSender(channel, OPEN, 64 << 20) as self.sender:
+                stub = fleet_pb2_grpc.FleetServiceStub(channel)
+                try:
+                    async with asyncio.TaskGroup() as self.tasks:
+                        beat = self.tasks.create_task(self._beat())
+                        async for message in stub.Join(self._messages(), wait_for_ready=True):
+                            await self._handle(message)
+                        beat.cancel()
+                        for task in self.running.values():
+                            task.cancel()
+                finally:
+                    await self.sender.aclose()
+
+    def report(self) -> fleet_pb2.ServerReport:
+        return fleet_pb2.ServerReport(
+            generated_tokens=self.generated,
+            ended_tokens=self.ended,
+            in_flight_tokens=self.generated - self.ended,
+        )
+
+    async def _messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
+        yield fleet_pb2.ServerMessage(
+            hello=fleet_pb2.ServerHello(
+                server_id=self.name,
+                server_epoch=self.epoch,
+                protocol_version=PROTOCOL_VERSION,
+                max_episodes=self.max_episodes,
+                engine_workers=1,
+                max_model_len=4096,
+                queue_bytes=64 << 20,
+            )
+        )
+        while True:
+            yield await self.outbox.get()
+
+    async def _beat(self) -> None:
+        while True:
+            await self.outbox.put(fleet_pb2.ServerMessage(heartbeat=self.report()))
+            await asyncio.sleep(0.1)
+
+    async def _handle(self, message: fleet_pb2.ControllerMessage) -> None:
+        match message.WhichOneof("message"):
+            case "welcome":
+                self.run_id = message.welcome.run_id
+            case "environment" if not message.environment.unload:
+                await self._load(message.environment.spec)
+            case "lease":
+                self.leases.append(message.lease)
+                for member in message.lease.members:
+                    key = f"{message.lease.group_id}.{member}"
+                    task = self.tasks.create_task(self._episode(message.lease, member))
+                    self.running[key] = task
+            case "cancel":
+                for key, task in self.running.items():
+                    if key.startswith(message.cancel.group_id + "."):
+                        task.cancel()
+            case "prepare":
+                await self._say(message.prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY)
+            case "receive":
+                digests = bucket_digests(message.receive.layout)
+                if self.wrong_digests:
+                    self.wrong_digests -= 1
+                    digests = [b"wrong"] * len(digests)
+                order = message.receive.order
+                await self._say(
+                    order.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED, bucket_digests=digests
+                )
+            case "commit":
+                await self._commit(message.commit)
+            case "abort":
+                self.version = None
+            case "drain":
+                await self._drain()
+
+    async def _load(self, spec) -> None:
+        report = fleet_pb2.EnvironmentReport(environment=spec.name, num_tasks=10)
+        if self.environments_fail:
+            report.failure.message = "no module named nowhere"
+        await self.outbox.put(fleet_pb2.ServerMessage(environment=report))
+
+    async def _commit(self, commit: fleet_pb2.CommitPublish) -> None:
+        self.version = version_from_pb(commit.version)
+        self.loaded_versions.append(self.version)
+        probe = commit.probe.expected_logprobs
+        if self.wrong_probes and probe:
+            self.wrong_probes -= 1
+            probe = (np.frombuffer(probe, "<f4") + np.float32(0.5)).tobytes()
+        phase = fleet_pb2.PUBLISH_PHASE_SERVING
+        await self._say(commit.publish_id, phase, probe_logprobs=probe, paused_s=0.01)
+
+    async def _say(self, publish_id: str, phase, **fields) -> None:
+        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **fields)
+        await self.outbox.put(fleet_pb2.ServerMessage(publish=report))
+
+    async def _drain(self) -> None:
+        for task in self.running.values():
+            task.cancel()
+        await asyncio.gather(*self.running.values(), return_exceptions=True)
+        while self.sender.queued_bytes:
+            await asyncio.sleep(0.01)
+        self.drained = True
+        await self.outbox.put(fleet_pb2.ServerMessage(drained=self.report()))
+
+    async def _episode(self, lease: fleet_pb2.Lease, member: int) -> None:
+        for attempt in range(lease.first_attempt, lease.max_attempts):
+            version, tokens = self.version, self.reply_tokens
+            self.generated += tokens
+            verdict: float | Failure
+            try:
+                await self.gate.wait()
+                await asyncio.sleep(self.delay_s * random.random())
+                verdict = self.judge(lease, member, attempt)
+            except asyncio.CancelledError:
+                await self._deliver(lease, member, attempt, version, Status.CANCELLED, 0.0)
+                return
+            if not isinstance(verdict, Failure):
+                await self._deliver(lease, member, attempt, version, Status.COMPLETED, verdict)
+                return
+            last = attempt + 1 == lease.max_attempts
+            await self._deliver(
+                lease, member, attempt, version, Status.FAILED, 0.0, verdict, will_retry=not last
+            )
+
+    async def _deliver(
+        self, lease, member, attempt, version, status, reward, failure=None, *, will_retry=False
+    ) -> None:
+        tokens = self.reply_tokens
+        trajectory = Trajectory(
+            run_id=self.run_id,
+            group_id=GroupId(lease.group_id),
+            member=member,
+            attempt=attempt,
+            server_id=ServerId(self.name),
+            server_epoch=self.epoch,
+            environment=lease.environment,
+            task_index=lease.task_index,
+            seed=lease.seed,
+            purpose=Purpose(lease.purpose),
+            status=status,
+            failure=failure,
+            will_retry=will_retry,
+            token_ids=np.arange(3 + tokens, dtype=np.uint32),
+            run_lengths=(3, tokens),
+            behavior_logprobs=np.full(tokens, -1.0, np.float32),
+            version_spans=(VersionSpan(tokens, version or PolicyVersion(0, 0)),),
+            reward=reward,
+        )
+        self.ended += tokens
+        data = encode_trajectory(trajectory)
+        await asyncio.shield(self.sender.put(trajectory.trajectory_id, data, timeout_s=10))
+
+
+def environment_failure(lease, member, attempt) -> Failure:
+    return Failure(FailureKind.ENVIRONMENT, "ValueError: broken")

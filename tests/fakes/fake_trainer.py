@@ -1,0 +1,108 @@
+"""A trainer without a model: speaks the real protocol, checks every lag, makes the next version at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from fake_server import OPEN, bucket_digests
+from slipstream.protocol.buckets import TensorSpec, layout_to_pb
+from slipstream.protocol.codec import (
+    pack_logprobs,
+    pack_tokens,
+    trajectory_from_pb,
+    version_from_pb,
+    version_to_pb,
+)
+from slipstream.protocol.security import open_channel
+from slipstream.protocol.types import PolicyVersion, Trajectory
+from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
+
+LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
+
+
+class FakeTrainer:
+    """Run it as a task."""
+
+    def __init__(self, address: str, *, step_s: float = 0.0) -> None:
+        self.address, self.step_s = address, step_s
+        self.version = PolicyVersion(0, 0)
+        self.batches: list[list[Trajectory]] = []
+        self.published: list[PolicyVersion] = []
+        self.lags: list[int] = []
+        self.stop_reason = ""
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def run(self) -> None:
+        async with open_channel(self.address, OPEN) as channel:
+            self.stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+            hello = trainer_pb2.TrainerHello(world_size=1, version=version_to_pb(self.version))
+            await self.stub.Register(hello, wait_for_ready=True, timeout=10)
+            while not self.stop_reason:
+                request = trainer_pb2.NextRequest(version=version_to_pb(self.version))
+                directives = [d async for d in self.stub.Next(request, timeout=60)]
+                await self._follow(directives)
+            await self.stub.Finish(trainer_pb2.TrainerGoodbye(), timeout=10)
+
+    async def _follow(self, directives: list[trainer_pb2.Directive]) -> None:
+        first = directives[0]
+        match first.WhichOneof("directive"):
+            case "batch":
+                messages = [t for d in directives[1:] for t in d.chunk.trajectories]
+                await self._train(first.batch, [trajectory_from_pb(m) for m in messages])
+            case "publish":
+                await self._publish(first.publish)
+            case "stop":
+                self.stop_reason = first.stop.reason
+
+    async def _train(self, header: trainer_pb2.BatchHeader, batch: list[Trajectory]) -> None:
+        await self.gate.wait()
+        await asyncio.sleep(self.step_s)
+        assert len(batch) == header.num_trajectories
+        assert header.step == self.version.step
+        lags = [header.step - s.version.step for t in batch for s in t.version_spans]
+        self.lags += lags
+        self.batches.append(batch)
+        self.version = PolicyVersion(0, header.step + 1)
+        rewards = [t.reward for t in batch]
+        tokens = sum(t.num_sampled_tokens for t in batch)
+        await self.stub.ReportStep(
+            trainer_pb2.StepReport(
+                step=header.step,
+                batch_id=header.batch_id,
+                version=version_to_pb(self.version),
+                weight_digest=b"%016d" % self.version.step,
+                metrics={
+                    "reward_mean": float(np.mean(rewards)),
+                    "lag_mean": float(np.mean(lags)),
+                    "lag_max": max(lags),
+                    "trained_tokens": tokens,
+                },
+                wall_s=self.step_s,
+            ),
+            timeout=10,
+        )
+
+    async def _publish(self, order: weights_pb2.PublishOrder) -> None:
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
+        )
+        started = await self.stub.StartPublish(start, timeout=30)
+        if not started.receivers:
+            return
+        self.published.append(version_from_pb(order.version))
+        probe = None
+        if order.verify:
+            probe = weights_pb2.Probe(
+                token_ids=pack_tokens(np.arange(4, dtype=np.uint32)),
+                lengths=[4],
+                expected_logprobs=pack_logprobs(np.full(3, -2.0, np.float32)),
+                tolerance=1e-3,
+            )
+        await self.stub.FinishPublish(
+            trainer_pb2.PublishResult(
+                publish_id=order.publish_id, bucket_digests=bucket_digests(LAYOUT), probe=probe
+            ),
+            timeout=60,
+        )

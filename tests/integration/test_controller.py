@@ -1,0 +1,271 @@
+"""The controller over real gRPC, with servers and a trainer that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from fake_server import OPEN, FakeServer, environment_failure
+from fake_trainer import FakeTrainer
+from slipstream.client.preflight import free_port
+from slipstream.learner.controller.application import Controller
+from slipstream.learner.controller.journal import read_batch, read_records
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion
+
+
+def make_config(tmp_path, **changes) -> Config:
+    table = {
+        "run": {"name": "r", "steps": 12, "dir": str(tmp_path)},
+        "model": {"path": "nowhere"},
+        "algorithm": {
+            "group_size": 4,
+            "groups_per_step": 4,
+            "max_staleness": 2,
+            "learning_rate": 1e-3,
+        },
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
+        "controller": {
+            "address": f"127.0.0.1:{free_port('127.0.0.1')}",
+            "heartbeat_s": 0.1,
+            "heartbeat_timeout_s": 1.0,
+        },
+        "environments": [{"name": "e", "reference": "m:E"}],
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        table.setdefault(section, {})[name] = value
+    return parse_config(table, source="test")
+
+
+async def play(config: Config, *servers: FakeServer, trainer: FakeTrainer, during=None) -> dict:
+    """Runs a whole run with fakes; returns its summary."""
+    controller = Controller(config, OPEN)
+    async with asyncio.timeout(60):
+        tasks = [asyncio.ensure_future(s.run()) for s in servers]
+        training = asyncio.ensure_future(trainer.run())
+        running = asyncio.ensure_future(controller.run())
+        try:
+            if during is not None:
+                await during(controller, tasks)
+            code = await running
+            await training
+        finally:
+            for task in (*tasks, training, running):
+                task.cancel()
+            await asyncio.gather(*tasks, training, running, return_exceptions=True)
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    summary["code"] = code
+    return summary
+
+
+async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tmp_path):
+    config = make_config(tmp_path)
+    address = config.controller.address
+    trainer = FakeTrainer(address, step_s=0.02)
+    servers = [FakeServer(address, f"s{i}", delay_s=0.02, max_episodes=16) for i in range(2)]
+    summary = await play(config, *servers, trainer=trainer)
+    assert summary["code"] == 0
+    assert summary["steps"] == 12
+    assert max(trainer.lags) <= 2
+    assert max(trainer.lags) > 0
+    assert summary["ledger"]["difference"] == 0
+    assert summary["ledger"]["trained"] == 12 * 16 * 5
+    assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
+    assert (config.run_dir / "curves.png").stat().st_size > 0
+    assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+async def test_without_staleness_every_token_is_sampled_by_the_version_that_is_trained(tmp_path):
+    config = make_config(tmp_path, algorithm__max_staleness=0)
+    trainer = FakeTrainer(config.controller.address)
+    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    assert set(trainer.lags) == {0}
+    assert summary["max_lag_seen"] == 0
+    ids = [t.group_id for batch in trainer.batches for t in batch]
+    assert ids == sorted(ids)
+
+
+async def test_the_journal_holds_every_batch_before_its_step(tmp_path):
+    config = make_config(tmp_path)
+    trainer = FakeTrainer(config.controller.address)
+    await play(config, FakeServer(config.controller.address), trainer=trainer)
+    folder = config.run_dir / "journal"
+    records = list(read_records(folder))
+    batches = [r for r in records if r["kind"] == "batch"]
+    assert [r["step"] for r in batches] == list(range(12))
+    kinds = [(r["kind"], r["step"]) for r in records if r["kind"] in ("batch", "step")]
+    assert kinds == [(kind, step) for step in range(12) for kind in ("batch", "step")]
+    for record, trained in zip(batches, trainer.batches, strict=True):
+        recorded = read_batch(folder, record["step"], record["crc32"])
+        assert [t.group_id for t in recorded.trajectories] == [t.group_id for t in trained]
+
+
+async def test_a_killed_server_that_comes_back_goes_on_with_what_it_left(tmp_path):
+    config = make_config(tmp_path)
+    address = config.controller.address
+    trainer = FakeTrainer(address, step_s=0.03)
+    first = FakeServer(address, "s", delay_s=0.05)
+    second = FakeServer(address, "s", delay_s=0.05)
+
+    async def kill_and_restart(controller, tasks):
+        while trainer.version.step < 4:
+            await asyncio.sleep(0.01)
+        first.gate.clear()
+        while controller._ledger.snapshot().in_flight == 0:
+            await asyncio.sleep(0.05)
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        tasks.append(asyncio.ensure_future(second.run()))
+
+    summary = await play(config, first, trainer=trainer, during=kill_and_restart)
+    assert summary["steps"] == 12
+    assert summary["ledger"]["difference"] == 0
+    assert summary["ledger"]["lost"] > 0
+    assert second.loaded_versions[0] >= PolicyVersion(0, 4)
+    assert max(trainer.lags) <= 2
+
+
+async def test_wrong_digests_make_a_server_stale_until_a_good_publish(tmp_path):
+    config = make_config(tmp_path, run__steps=3)
+    server = FakeServer(config.controller.address, wrong_digests=1)
+    trainer = FakeTrainer(config.controller.address)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["steps"] == 3
+    assert trainer.published[:2] == [PolicyVersion(0, 0)] * 2
+    assert server.loaded_versions.count(PolicyVersion(0, 0)) == 1
+
+
+async def test_a_failed_probe_makes_a_server_stale_until_a_good_publish(tmp_path):
+    config = make_config(tmp_path, run__steps=3)
+    server = FakeServer(config.controller.address, wrong_probes=1)
+    trainer = FakeTrainer(config.controller.address)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["steps"] == 3
+    assert trainer.published[:2] == [PolicyVersion(0, 0)] * 2
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_failed_episodes_run_again_and_are_counted(tmp_path):
+    def flaky(lease, member, attempt):
+        return environment_failure(lease, member, attempt) if attempt == 0 else float(member)
+
+    config = make_config(tmp_path, run__steps=3)
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, judge=flaky)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["ledger"]["failed"] == summary["ledger"]["trained"]
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_path):
+    def half(lease, member, attempt):
+        if lease.environment == "bad":
+            return environment_failure(lease, member, attempt)
+        return float(member)
+
+    config = make_config(tmp_path, run__steps=4, controller__max_failed_groups=3)
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["environments"].append({"name": "bad", "reference": "m:B"})
+    config = parse_config(table, source="test")
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, judge=half)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["steps"] == 4
+    assert {t.environment for batch in trainer.batches for t in batch} == {"e"}
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_a_run_whose_only_environment_always_fails_says_why(tmp_path):
+    config = make_config(tmp_path, controller__max_failed_groups=3)
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, judge=environment_failure)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["code"] == 1
+    assert "ValueError: broken" in summary["cause"]
+    assert "e" in summary["cause"]
+
+
+async def test_an_environment_that_no_server_can_load_fails_the_run(tmp_path):
+    config = make_config(tmp_path)
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, environments_fail=True)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["code"] == 1
+    assert "no module named nowhere" in summary["cause"]
+
+
+async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
+    def by_group(lease, member, attempt):
+        return 1.0 if int(lease.group_id[1:]) % 2 else float(member)
+
+    config = make_config(tmp_path, run__steps=4, algorithm__filter_equal_rewards=True)
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, judge=by_group)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["steps"] == 4
+    assert summary["ledger"]["filtered"] > 0
+    assert summary["ledger"]["difference"] == 0
+    assert all(int(t.group_id[1:]) % 2 == 0 for batch in trainer.batches for t in batch)
+
+
+async def test_evaluations_run_before_between_and_after(tmp_path):
+    config = make_config(tmp_path, run__steps=6)
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["evaluations"] = [
+        {"name": "held", "reference": "m:E", "num_episodes": 10, "every_steps": 3}
+    ]
+    config = parse_config(table, source="test")
+    trainer = FakeTrainer(config.controller.address, step_s=0.02)
+    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["evaluation_step"] for row in rows if "evaluation_step" in row]
+    assert steps[0] == 0
+    assert steps[-1] == 6
+    assert len(steps) == 3
+    assert summary["ledger"]["evaluated"] == 30 * 5
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_a_silent_server_is_removed(tmp_path):
+    config = make_config(tmp_path, run__steps=4)
+    address = config.controller.address
+    silent, good = FakeServer(address, "silent"), FakeServer(address, "good", delay_s=0.05)
+    trainer = FakeTrainer(address, step_s=0.3)
+
+    async def never():
+        await asyncio.Event().wait()
+
+    silent._beat = never
+    silent.gate.clear()
+    summary = await play(config, silent, good, trainer=trainer)
+    assert summary["steps"] == 4
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_stop_ends_the_run_in_order(tmp_path):
+    config = make_config(tmp_path, run__steps=10_000)
+    trainer = FakeTrainer(config.controller.address, step_s=0.01)
+    server = FakeServer(config.controller.address, delay_s=0.01)
+
+    async def stop(controller, tasks):
+        while trainer.version.step < 3:
+            await asyncio.sleep(0.01)
+        controller.stop("enough")
+
+    summary = await play(config, server, trainer=trainer, during=stop)
+    assert summary["code"] == 0
+    assert trainer.stop_reason == "enough"
+    assert server.drained
+    assert summary["ledger"]["difference"] == 0
+    assert summary["ledger"]["in_flight"] == summary["ledger"]["queued"] == 0
+
+
+async def test_a_used_run_folder_is_refused(tmp_path):
+    config = make_config(tmp_path)
+    (config.run_dir / "journal").mkdir(parents=True)
+    (config.run_dir / "journal" / "journal.log").touch()
+    with pytest.raises(FileExistsError):
+        await Controller(config, OPEN).run()
