@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import numpy as np
+from slipstream.learner.controller.leases import Fate, LeaseBook, ServerKey
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+
+A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
+
+
+def make_book(**changes) -> LeaseBook:
+    sizes = {"groups_per_step": 2, "group_size": 2, "max_staleness": 1, "num_steps": 10}
+    return LeaseBook(**{**sizes, **changes})
+
+
+def reply(group, member, *, attempt=0, status=Status.COMPLETED, failure=None, will_retry=False):
+    return Trajectory(
+        run_id="r",
+        group_id=group.group_id,
+        member=member,
+        attempt=attempt,
+        server_id=A.server_id,
+        server_epoch=1,
+        environment=group.environment,
+        task_index=0,
+        seed=0,
+        purpose=Purpose.TRAINING,
+        status=status,
+        failure=failure,
+        will_retry=will_retry,
+        token_ids=np.array([1, 2, 3], np.uint32),
+        run_lengths=(1, 2),
+        behavior_logprobs=np.zeros(2, np.float32),
+        version_spans=(VersionSpan(2, PolicyVersion(0, 0)),),
+    )
+
+
+def lease(book, server=A, version=0):
+    return book.lease("e", 0, 0, server, version)
+
+
+def test_leases_stop_where_a_group_could_expire():
+    book = make_book()
+    for _ in range(4):
+        assert book.may_lease(0)
+        lease(book)
+    assert not book.may_lease(0)
+    assert book.may_lease(1)
+
+
+def test_a_server_that_lags_too_far_is_leased_nothing():
+    book = make_book()
+    book.step = 3
+    assert not book.may_lease(1)
+    assert book.may_lease(2)
+
+
+def test_the_last_step_bounds_what_is_leased():
+    book = make_book(num_steps=1)
+    lease(book)
+    lease(book)
+    assert not book.may_lease(0)
+
+
+def test_groups_overtake_each_other_while_the_slow_one_can_wait():
+    book = make_book()
+    slow, *others = [lease(book) for _ in range(3)]
+    for group in others:
+        for member in range(2):
+            book.add(reply(group, member))
+    batch = book.take_batch()
+    assert batch == others
+    assert list(book.groups.values()) == [slow]
+
+
+def test_the_slow_group_is_waited_for_when_it_is_due():
+    book = make_book(max_staleness=0)
+    slow, quick = lease(book), lease(book)
+    for member in range(2):
+        book.add(reply(quick, member))
+    assert book.take_batch() is None
+    assert book.due() == [slow]
+
+
+def test_a_member_fills_its_place_once():
+    book = make_book()
+    group = lease(book)
+    assert book.add(reply(group, 0)) is Fate.HELD
+    assert book.add(reply(group, 0, attempt=1)) is Fate.SUPERSEDED
+    assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
+    assert book.add(reply(group, 2)) is Fate.SUPERSEDED
+
+
+def test_a_failed_member_runs_again_until_its_last_attempt():
+    book = make_book()
+    group = lease(book)
+    failure = Failure(FailureKind.ENVIRONMENT, "x")
+    first = reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True)
+    last = reply(group, 0, attempt=1, status=Status.FAILED, failure=failure)
+    assert book.add(first) is Fate.RETRIED
+    assert book.add(last) is Fate.SET_ASIDE
+    assert group.next_attempt == 2
+
+
+def test_an_orphan_keeps_what_is_back_and_may_go_to_a_server_that_is_new_enough():
+    book = make_book()
+    group = lease(book, version=1)
+    book.add(reply(group, 1))
+    assert book.orphan(A) == [group]
+    assert book.orphans() == [group]
+    assert group.missing == [0]
+    assert not book.may_reassign(group, 0)
+    assert book.may_reassign(group, 1)
+    book.reassign(group, B)
+    assert book.held_by(B) == [group]
+    assert book.open_episodes(B) == 1
+
+
+def test_evaluation_leases_do_not_count_for_the_invariant():
+    book = make_book(max_staleness=0)
+    for _ in range(10):
+        book.lease_evaluation("e", 0, 0, A, 0)
+    assert book.may_lease(0)
+    assert book.training_groups() == []
