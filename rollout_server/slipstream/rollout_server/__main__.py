@@ -1,0 +1,117 @@
+"""`python -m slipstream.rollout_server`: one rollout server.
+
+Exit codes: 0 drained, 1 something broke (the cause is on stderr), 2 it cannot work as it was asked
+to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import check_model, load_config
+from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.process import die_with_parent
+from slipstream.protocol.types import ServerId
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one server until it is told to stop."""
+    options = _parse(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    die_with_parent()
+    try:
+        config = load_config(options.config)
+        check_model(config)
+        asyncio.run(_serve(config, options))
+    except ConfigError as error:
+        print(f"rollout server: {error}", file=sys.stderr)
+        return 2
+    except BaseExceptionGroup as group:
+        return _report(group)
+    except SlipstreamError as error:
+        print(f"rollout server: {error}", file=sys.stderr)
+        return 1
+    # vLLM's client logs a traceback when the interpreter collects it last.
+    gc.collect()
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m slipstream.rollout_server",
+        description="One rollout server: a vLLM engine and the episodes that it generates for.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="resolved settings of the run")
+    parser.add_argument("--controller", required=True, metavar="HOST:PORT")
+    parser.add_argument(
+        "--server-id",
+        default=f"{socket.gethostname()}-{secrets.token_hex(2)}",
+        help="name of this server; unique in its run",
+    )
+    parser.add_argument(
+        "--connect-timeout-s",
+        type=float,
+        default=20.0,
+        help="how long to wait until something listens at the controller's address",
+    )
+    return parser.parse_args(arguments)
+
+
+async def _serve(config: Config, options: argparse.Namespace) -> None:
+    from slipstream.rollout_server import process
+    from slipstream.rollout_server.renderer import Renderer
+    from slipstream.rollout_server.service import RolloutServer, wait_for_controller
+    from slipstream.rollout_server.workers import WorkerGateway
+
+    await wait_for_controller(options.controller, options.connect_timeout_s)
+    os.environ.update(process.engine_environment(config.rollout_server, has_gpu=process.has_gpu()))
+    process.bind_children()
+    renderer = Renderer(config.model.path)
+    from slipstream.rollout_server.engine import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=secrets.randbits(31))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        gateway = WorkerGateway(config.run_dir / "logs")
+        server_id = ServerId(options.server_id)
+        server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
+        await server.run(stop)
+    finally:
+        await engine.aclose()
+
+
+def _report(group: BaseExceptionGroup[BaseException]) -> int:
+    """What ended the server, in one line where it is one of our own errors."""
+    causes = _leaves(group)
+    for cause in causes:
+        if isinstance(cause, SlipstreamError):
+            print(f"rollout server: {cause}", file=sys.stderr)
+        else:
+            traceback.print_exception(cause)
+    return 2 if all(isinstance(cause, ConfigError) for cause in causes) else 1
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""vLLM's AsyncLLM, in this process and its children; never on a port of its own.
+
+Consumes: prompts as token ids. Produces: sampled tokens with log-probabilities and versions.
+Waits for: the engine process. Unblocked by: its answers, a cancelled request, or its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+from slipstream.protocol.buckets import layout_from_pb
+from slipstream.protocol.config import Config
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
+from slipstream.rollout_server.generation import (
+    EngineDied,
+    EngineUse,
+    FinishReason,
+    Generation,
+    GenerationFailed,
+    Sampling,
+)
+from slipstream.rollout_server.usage import UseClock
+from slipstream.rollout_server.weight_receiver import BACKEND, JoinInfo, UpdateInfo
+from slipstream.v1 import weights_pb2
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+_WORKER_EXTENSION = "slipstream.rollout_server.weight_receiver.WorkerExtension"
+_PROBE_PREFIX = "probe/"
+_HEALTH_PERIOD_S = 0.5
+# What an update may take beside its own deadlines before its worker is taken for hung.
+_LOAD_LIMIT_S = 120.0
+_EXIT_LIMIT_S = 5.0
+
+
+class _TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
+    """Counts the tokens that vLLM hands out, in place of its Prometheus metrics."""
+
+    generated_tokens = 0
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        pass
+
+    def record(
+        self,
+        scheduler_stats: object,
+        iteration_stats: Any,  # noqa: ANN401 - not a stable type of vLLM's
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if iteration_stats is None:
+            return
+        self.generated_tokens += iteration_stats.num_generation_tokens
+        for request in iteration_stats.finished_requests:
+            if request.request_id.startswith(_PROBE_PREFIX):
+                self.generated_tokens -= request.num_generation_tokens
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+    def log(self) -> None:
+        pass
+
+
+class VllmEngine:
+    """See `generation.Engine`. vLLM forks: `start` it before there is any gRPC channel."""
+
+    def __init__(self, llm: AsyncLLM, processes: list[psutil.Process]) -> None:
+        self._llm = llm
+        self._processes = processes
+        (self._counter,) = (
+            logger
+            for logger in llm.logger_manager.stat_loggers
+            if isinstance(logger, _TokenCounter)
+        )
+        self._clock = UseClock()
+        self._returned_tokens = 0
+        # Open requests; True: to be cancelled as soon as the engine knows them.
+        self._open: dict[str, bool] = {}
+
+    @classmethod
+    async def start(cls, config: Config, *, seed: int) -> VllmEngine:
+        """Starts the engine processes, paused; blocks the loop for as long as that takes."""
+        before = set(psutil.Process().children(recursive=True))
+        settings = _arguments(config, seed).create_engine_config()
+        # On CPU the line above chose "spawn" for the sake of thread binding, which is off: forked
+        # processes start in 3 s instead of 13 and inherit the hook of `process.bind_children`.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        llm = AsyncLLM.from_vllm_config(
+            settings, stat_loggers=[_TokenCounter], disable_log_stats=True
+        )
+        started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        engine = cls(llm, started)
+        await engine.pause()
+        return engine
+
+    @property
+    def num_workers(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.vllm_config.parallel_config.world_size)
+
+    @property
+    def max_model_len(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.model_config.max_model_len)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.model_config.get_vocab_size())
+
+    def use(self) -> EngineUse:
+        """See `Engine`."""
+        return EngineUse(
+            generated_tokens=self._counter.generated_tokens,
+            returned_tokens=self._returned_tokens,
+            open_requests=len(self._open),
+            busy_s=self._clock.busy_s,
+            busy_intervals=self._clock.take_intervals(),
+        )
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, max_tokens: int
+    ) -> Generation:
+        """See `Engine`."""
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=max_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        self._open[request_id] = False
+        self._clock.enter()
+        try:
+            output = await self._request(request_id, prompt_token_ids, parameters)
+        finally:
+            del self._open[request_id]
+            self._clock.leave()
+        (completion,) = output.outputs
+        self._returned_tokens += len(completion.token_ids)
+        return _generation(output)
+
+    async def cancel(self, request_id: str) -> None:
+        """See `Engine`."""
+        if request_id in self._open:
+            self._open[request_id] = True
+            await self._llm.abort(request_id)
+
+    async def pause(self) -> None:
+        """See `Engine`."""
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """See `Engine`."""
+        await self._call(self._llm.update_weight_version(f"{version.incarnation}:{version.step}"))
+        await self._call(self._llm.resume_generation())
+
+    async def receive_weights(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> list[bytes]:
+        """See `Engine`."""
+        limit_s = (
+            order.join_deadline_s
+            + order.bucket_deadline_s * len(layout_from_pb(layout))
+            + _LOAD_LIMIT_S
+        )
+        try:
+            async with asyncio.timeout(limit_s):
+                # Never half of it: a cancelled call would leave the workers inside an update.
+                return await asyncio.shield(self._update(order, layout, first_rank))
+        except TimeoutError:
+            raise EngineDied(f"no answer to a weight update within {limit_s:g} s") from None
+
+    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+        """See `Engine`."""
+        parameters = SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        async with asyncio.TaskGroup() as group:
+            requests = [
+                group.create_task(self._request(f"{_PROBE_PREFIX}{n}", sequence, parameters))
+                for n, sequence in enumerate(sequences)
+            ]
+        values: list[float] = []
+        for request, sequence in zip(requests, sequences, strict=True):
+            scores = request.result().prompt_logprobs
+            values += [scores[n][sequence[n]].logprob for n in range(1, len(sequence))]
+        return np.asarray(values, dtype=np.float32)
+
+    async def watch(self) -> None:
+        """See `Engine`."""
+        while not self._llm.errored:
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+        raise EngineDied("vLLM's engine process is gone; its own message stands above")
+
+    async def aclose(self) -> None:
+        """See `Engine`."""
+        self._llm.shutdown(timeout=_EXIT_LIMIT_S)
+        _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
+        for process in alive:
+            process.kill()
+
+    async def refresh_kept_linears(self, *, enabled: bool) -> None:
+        """Turns the repacking of tied heads on or off: a test shows that the probe notices."""
+        await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
+
+    async def _request(
+        self, request_id: str, prompt_token_ids: Sequence[int], parameters: SamplingParams
+    ) -> RequestOutput:
+        try:
+            collector = await self._llm.add_request(
+                request_id, tokens_input(list(prompt_token_ids)), parameters
+            )
+            if self._open.get(request_id):
+                await self._llm.abort(request_id)
+            try:
+                return await collector.get()
+            except asyncio.CancelledError:
+                await self._llm.abort(request_id)
+                raise
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+        except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
+            raise GenerationFailed(f"{type(error).__name__}: {error}") from error
+
+    async def _update(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> list[bytes]:
+        communicator = order.communicator
+        update = UpdateInfo(
+            communicator_id=communicator.communicator_id,
+            tensors=[(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in layout.tensors],
+            bucket_bytes=layout.bucket_bytes,
+            bucket_deadline_s=order.bucket_deadline_s,
+        )
+        try:
+            if order.new_communicator:
+                join = JoinInfo(
+                    transport=communicator.transport,
+                    communicator_id=communicator.communicator_id,
+                    store_host=communicator.store_host,
+                    store_port=communicator.store_port,
+                    first_rank=first_rank,
+                    world_size=communicator.world_size,
+                    join_deadline_s=order.join_deadline_s,
+                    bucket_deadline_s=order.bucket_deadline_s,
+                )
+                await self._llm.init_weight_transfer_engine(
+                    WeightTransferInitRequest(dataclasses.asdict(join))
+                )
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(dataclasses.asdict(update)))
+            await self._llm.finish_weight_update()
+            by_worker = await self._llm.collective_rpc("slipstream_digests")
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+        except Exception as error:
+            # vLLM gives every failed call the same class.
+            await self._abandon_update()
+            raise WeightSyncError(_last_line(error)) from error
+        if any(digests != by_worker[0] for digests in by_worker):
+            raise WeightSyncError("the workers of one engine received different bytes")
+        return [bytes.fromhex(digest) for digest in by_worker[0]]
+
+    async def _abandon_update(self) -> None:
+        """Clears vLLM's flag of an open update; only a failing `update_weights` can."""
+        request = WeightTransferUpdateRequest(dataclasses.asdict(UpdateInfo(abandon=True)))
+        try:
+            await self._llm.update_weights(request)
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+        except Exception as error:
+            if "abandoned" not in str(error) and "must be called before" not in str(error):
+                raise
+
+    async def _call(self, call: Any) -> None:  # noqa: ANN401 - a coroutine of vLLM's
+        try:
+            await call
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+
+
+def _arguments(config: Config, seed: int) -> AsyncEngineArgs:
+    settings, sampling = config.rollout_server, config.sampling
+    sizes = json.loads((config.model.path / "config.json").read_text())
+    longest = sizes.get("max_position_embeddings", math.inf)
+    return AsyncEngineArgs(
+        model=str(config.model.path),
+        dtype=config.model.dtype,
+        seed=seed,
+        # One more than an episode: a probe of full length samples one token.
+        max_model_len=min(sampling.max_episode_tokens + 1, longest),
+        max_num_seqs=settings.max_episodes,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enforce_eager=settings.enforce_eager,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        worker_extension_cls=_WORKER_EXTENSION,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+    )
+
+
+def _generation(output: RequestOutput) -> Generation:
+    (completion,) = output.outputs
+    token_ids = np.asarray(completion.token_ids, dtype=np.uint32)
+    logprobs = completion.logprobs
+    # The first entry of each position is the sampled token.
+    values = [logprobs.logprobs[start] for start in logprobs.start_indices] if logprobs else []
+    spans = []
+    for span in completion.weight_versions or ():
+        incarnation, _, step = span.version.partition(":")
+        spans.append(VersionSpan(span.end - span.start, PolicyVersion(int(incarnation), int(step))))
+    if not len(token_ids) == len(values) == sum(span.length for span in spans):
+        raise GenerationFailed(
+            f"{len(token_ids)} tokens with {len(values)} log-probabilities, versions {spans}"
+        )
+    return Generation(
+        token_ids=token_ids,
+        logprobs=np.asarray(values, dtype=np.float32),
+        version_spans=tuple(spans),
+        finish_reason=FinishReason(completion.finish_reason),
+        cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

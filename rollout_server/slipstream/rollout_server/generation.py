@@ -1,0 +1,144 @@
+"""What the rollout server asks of an inference engine, whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from slipstream.protocol.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
+from slipstream.v1 import weights_pb2
+
+
+class EngineDied(Exception):
+    """The inference engine is gone: nothing can be generated until the server is started again."""
+
+
+class GenerationFailed(Exception):
+    """The engine is alive but could not serve this request."""
+
+
+class FinishReason(Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "abort"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How replies are sampled, and the limits of an episode.
+
+    `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
+    counts context and sampled tokens, `max_turns` the replies.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_reply_tokens: int
+    max_turns: int
+    max_episode_tokens: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One reply, or as much of it as there was when it was cancelled.
+
+    `logprobs` are natural logarithms after temperature and truncation of the distribution, one for
+    each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` of
+    the prompt were not computed.
+    """
+
+    token_ids: TokenArray
+    logprobs: LogprobArray
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineUse:
+    """What an engine did since it was started.
+
+    `generated_tokens` is counted where the engine hands out tokens, without those of probes. Of
+    them `returned_tokens` belong to generations that ended. `busy_intervals` (Unix clock) are those
+    since the last look; one that goes on is cut.
+    """
+
+    generated_tokens: int
+    returned_tokens: int
+    open_requests: int
+    busy_s: float
+    busy_intervals: tuple[tuple[float, float], ...]
+
+
+class Engine(Protocol):
+    """An inference engine whose weights can be replaced while its requests wait.
+
+    It starts paused, with weights that must not be served.
+    """
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks that it occupies in a communicator."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    def use(self) -> EngineUse:
+        """The counters; it starts a new list of busy intervals."""
+        ...
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, max_tokens: int
+    ) -> Generation:
+        """Samples at most `max_tokens` tokens; waits while the engine is paused.
+
+        GenerationFailed when the request cannot be served, EngineDied when none can.
+        """
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a generation, paused or not: it returns what was sampled, if it is still open."""
+        ...
+
+    async def pause(self) -> None:
+        """Freezes all requests between two tokens and forgets every cached prefix."""
+        ...
+
+    async def receive_weights(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> list[bytes]:
+        """Loads a whole set of weights into the paused engine; one digest for each bucket.
+
+        WeightSyncError when it failed: the weights are then unusable, but the next call may try
+        again.
+        """
+        ...
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """Goes on; tokens sampled from now on carry `version`."""
+        ...
+
+    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+        """Log-probability of every token but the first of each sequence, all in one array."""
+        ...
+
+    async def watch(self) -> None:
+        """Never returns; raises EngineDied."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stops the engine and all of its processes."""
+        ...

@@ -1,0 +1,69 @@
+"""The processes below the server: what they may see, and that none of them is left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from slipstream.protocol.config import RolloutServerSection
+from slipstream.protocol.process import die_with_parent
+
+_QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+# What an environment worker may see of our environment: no secrets.
+_WORKER_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
+
+
+def engine_environment(settings: RolloutServerSection, *, has_gpu: bool) -> dict[str, str]:
+    """The variables that vLLM reads when it is imported."""
+    variables = dict(_QUIET)
+    if has_gpu:
+        return variables
+    # Log-probabilities would compile a kernel at the first request even in eager mode, and die
+    # without a compiler.
+    variables["TORCHDYNAMO_DISABLE"] = "1"
+    variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+    variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if settings.threads:
+        variables["OMP_NUM_THREADS"] = str(settings.threads)
+    return variables
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU is visible; makes no CUDA context, because the engine is forked."""
+    return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
+    """The whole environment of an environment worker."""
+    clean = {name: variables[name] for name in _WORKER_VARIABLES if name in variables}
+    return clean | {"SLIPSTREAM_TOKEN": token}
+
+
+def bind_children() -> None:
+    """From now on a forked child is killed when its parent ends, however that ends.
+
+    vLLM's engine process does not notice that the process before it is gone.
+    """
+    parent = os.getpid()
+
+    def remember() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
+    def follow() -> None:
+        die_with_parent()
+        # Ctrl-C in a terminal is for the server, which stops the engine when its requests have
+        # ended.
+        os.setpgrp()
+        if os.getppid() != parent:
+            os._exit(1)
+
+    os.register_at_fork(before=remember, after_in_child=follow)

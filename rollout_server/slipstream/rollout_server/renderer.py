@@ -1,0 +1,99 @@
+"""Chat messages to token ids, through the chat template of the model's tokenizer.
+
+A conversation is tokenised once: what the model sampled stays as it was sampled, later messages are
+appended to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.protocol.errors import ConfigError
+
+_PLACEHOLDER = "slipstreamreplyplaceholder"
+_CACHED_PROMPTS = 4096
+
+
+class ChatMessage(NamedTuple):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+# Stands in a history for a reply whose tokens are known; no template may change it.
+REPLY = ChatMessage("assistant", _PLACEHOLDER)
+
+
+class RenderingFailed(Exception):
+    """The chat template refuses these messages; the message says why."""
+
+
+class Renderer:
+    """The tokenizer of one model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Loads the tokenizer; ConfigError when it has no chat template that works."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        if not self._tokenizer.chat_template:
+            raise ConfigError(f"model.path: the tokenizer in {folder} has no chat template")
+        self._prompt = lru_cache(_CACHED_PROMPTS)(self._tokenise)
+        try:
+            self._text((ChatMessage("user", "a"),))
+        except RenderingFailed as error:
+            raise ConfigError(
+                f"model.path: the chat template in {folder} fails: {error}"
+            ) from error
+
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The tokens before the first reply; RenderingFailed when the template refuses them."""
+        return list(self._prompt(self._text(tuple(messages))))
+
+    def continuation(
+        self,
+        history: Sequence[ChatMessage],
+        messages: Sequence[ChatMessage],
+        last_token: int | None,
+    ) -> list[int]:
+        """The tokens between a sampled reply and the next one.
+
+        `history` ends with that reply (`REPLY`), `messages` follow it. Where the template ends a
+        reply with the token that the model sampled last, that token is not repeated; where the
+        reply was cut off, it is put in.
+        """
+        _, found, tail = self._text((*history, *messages)).rpartition(_PLACEHOLDER)
+        if not found:
+            raise RenderingFailed("the chat template leaves out the assistant's replies")
+        tokens = list(self._prompt(tail))
+        return tokens[1:] if tokens[:1] == [last_token] else tokens
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a reply, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of any tokens, for people who read along."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _text(self, messages: tuple[ChatMessage, ...]) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [message._asdict() for message in messages],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+            )
+        except TemplateError as error:
+            raise RenderingFailed(f"{type(error).__name__}: {error}") from error
+
+    def _tokenise(self, text: str) -> tuple[int, ...]:
+        # The template has written the special tokens already.
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,198 @@
+"""The whole server: engine, environments, queue, and one session after another.
+
+Consumes: the address of the controller. Produces: a running server, until it is told to stop.
+Waits for: the controller to answer. Unblocked by: its welcome, or the limit of that wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from slipstream.protocol.config import Config, address_parts
+from slipstream.protocol.errors import ConfigError, RunFailed
+from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.types import ServerId
+from slipstream.rollout_server.dispatcher import Identity
+from slipstream.rollout_server.environments import ClientEnvironments, Environments
+from slipstream.rollout_server.generation import Engine
+from slipstream.rollout_server.renderer import Renderer
+from slipstream.rollout_server.session import End, JoinCall, Outbox, Session, SessionServices, hello
+from slipstream.rollout_server.workers import WorkerGateway
+from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.2
+_WELCOME_LIMIT_S = 20.0
+# The controller is there and says no: trying again would not help.
+_REFUSALS = {
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+
+
+@dataclass(frozen=True)
+class _Joined:
+    call: JoinCall
+    epoch: int
+    welcome: fleet_pb2.Welcome
+
+
+class RolloutServer:
+    """Joins the controller, again and again; every time with an epoch of its own."""
+
+    def __init__(
+        self,
+        config: Config,
+        address: str,
+        server_id: ServerId,
+        engine: Engine,
+        renderer: Renderer,
+        gateway: WorkerGateway,
+    ) -> None:
+        """ConfigError when the address or the secrets cannot work."""
+        self._config = config
+        self._address = address
+        self._server_id = server_id
+        self._engine = engine
+        self._renderer = renderer
+        self._gateway = gateway
+        self._credentials = Credentials.load(config.security)
+        self._outbox = Outbox()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set or the controller says so, then drains.
+
+        ConfigError when the controller refuses the server, RunFailed when it stays away for too
+        long.
+        """
+        async with AsyncExitStack() as stack:
+            channel = open_channel(self._address, self._credentials)
+            stack.push_async_callback(channel.close, None)
+            joined = await self._join(channel, stop)
+            if joined is None:
+                return
+            sender = await self._open_sender(stack, channel, joined.welcome.run_id)
+            await stack.enter_async_context(self._gateway)
+            async with asyncio.TaskGroup() as group:
+                clients = ClientEnvironments(channel, call_metadata(self._credentials))
+                environments = Environments(group, self._gateway, clients, self._report_environment)
+                services = SessionServices(
+                    self._config, self._engine, self._renderer, sender, environments
+                )
+                health = group.create_task(self._engine.watch())
+                await self._serve(joined, channel, services, stop, group)
+                health.cancel()
+                environments.close()
+        log.info("drained")
+
+    async def _serve(
+        self,
+        joined: _Joined,
+        channel: grpc.aio.Channel,
+        services: SessionServices,
+        stop: asyncio.Event,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """One session after another, until one of them was drained."""
+        following: _Joined | None = joined
+        while following is not None:
+            if following.welcome.run_id != joined.welcome.run_id:
+                raise RunFailed(
+                    f"the controller runs {following.welcome.run_id}, not {joined.welcome.run_id}"
+                )
+            session = Session(
+                Identity(joined.welcome.run_id, self._server_id, following.epoch),
+                following.welcome,
+                self._outbox,
+                services,
+                group,
+            )
+            try:
+                end = await session.serve(following.call, stop)
+            finally:
+                following.call.cancel()
+            if end is End.DRAINED:
+                return
+            following = await self._join(channel, stop)
+
+    async def _join(self, channel: grpc.aio.Channel, stop: asyncio.Event) -> _Joined | None:
+        """A stream that was welcomed, in a new epoch; None when told to stop meanwhile."""
+        deadline_s = time.monotonic() + self._config.controller.fleet_timeout_s
+        cause = ""
+        while not stop.is_set():
+            if time.monotonic() > deadline_s:
+                raise RunFailed(f"the controller at {self._address} stayed away: {cause}")
+            epoch = secrets.randbits(63)
+            self._outbox = Outbox()
+            greeting = hello(self._server_id, epoch, self._config, self._engine)
+            self._outbox.put(fleet_pb2.ServerMessage(hello=greeting))
+            call = fleet_pb2_grpc.FleetServiceStub(channel).Join(
+                self._outbox.messages(), metadata=call_metadata(self._credentials)
+            )
+            try:
+                async with asyncio.timeout(_WELCOME_LIMIT_S):
+                    message = await call.read()
+                if isinstance(message, fleet_pb2.ControllerMessage) and message.HasField("welcome"):
+                    log.info("joined run %s at %s", message.welcome.run_id, self._address)
+                    return _Joined(call, epoch, message.welcome)
+                cause = "it sent no welcome"
+            except grpc.aio.AioRpcError as error:
+                cause = error.details() or error.code().name
+                if error.code() in _REFUSALS:
+                    raise ConfigError(f"the controller refuses this server: {cause}") from None
+            except TimeoutError:
+                cause = f"no welcome within {_WELCOME_LIMIT_S:g} s"
+            call.cancel()
+            await asyncio.sleep(_RETRY_S)
+        return None
+
+    async def _open_sender(
+        self, stack: AsyncExitStack, channel: grpc.aio.Channel, run_id: str
+    ) -> TrajectorySender:
+        queue = self._config.queue
+        if queue.kind == "redis":
+            from slipstream.protocol.queue.redis import RedisSender
+
+            if queue.redis_url is None:
+                raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
+            return await stack.enter_async_context(
+                RedisSender(queue.redis_url, run_id, queue.max_bytes)
+            )
+        from slipstream.protocol.queue.grpc import GrpcSender
+
+        return await stack.enter_async_context(
+            GrpcSender(channel, self._credentials, queue.max_bytes)
+        )
+
+    def _report_environment(self, report: fleet_pb2.EnvironmentReport) -> None:
+        self._outbox.put(fleet_pb2.ServerMessage(environment=report))
+
+
+async def wait_for_controller(address: str, limit_s: float) -> None:
+    """Returns when something listens at `address`; ConfigError when nothing does in time."""
+    host, port = address_parts(address)
+    cause = "no answer"
+    deadline_s = time.monotonic() + limit_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            async with asyncio.timeout(left_s):
+                _, writer = await asyncio.open_connection(host, port)
+        except OSError as error:
+            cause = error.strerror or str(error) or cause
+        else:
+            writer.close()
+            return
+        await asyncio.sleep(min(_RETRY_S, left_s))
+    raise ConfigError(f"no controller answers at {address} within {limit_s:g} s ({cause})")

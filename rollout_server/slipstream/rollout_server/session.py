@@ -1,0 +1,214 @@
+"""One epoch of a server at its controller: the stream, the leases, the publishes, the heartbeats.
+
+Consumes: the controller's orders. Produces: heartbeats and reports on one stream.
+Waits for: orders, until the stream ends or the server is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc.aio
+from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.config import Config
+from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.types import GroupId, ServerId
+from slipstream.rollout_server.dispatcher import Dispatcher, Identity, Lease
+from slipstream.rollout_server.environments import Environments
+from slipstream.rollout_server.episode import EpisodeServices
+from slipstream.rollout_server.generation import Engine
+from slipstream.rollout_server.ledger import TokenLedger
+from slipstream.rollout_server.publisher import Publisher
+from slipstream.rollout_server.renderer import Renderer
+from slipstream.v1 import fleet_pb2
+
+log = logging.getLogger(__name__)
+
+_MAX_OUTGOING = 65_536
+_CANCEL_LIMIT_S = 5.0
+_FLUSH_LIMIT_S = 5.0
+_GOODBYE_LIMIT_S = 2.0
+_FLUSH_PERIOD_S = 0.02
+
+JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.ControllerMessage]
+
+
+class End(Enum):
+    """How an epoch ended."""
+
+    DRAINED = "drained"
+    LOST = "lost"
+
+
+class Outbox:
+    """Messages on their way to the controller; never blocks."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[fleet_pb2.ServerMessage | None] = asyncio.Queue(_MAX_OUTGOING)
+
+    def put(self, message: fleet_pb2.ServerMessage) -> None:
+        """Sends one message."""
+        self._queue.put_nowait(message)
+
+    def close(self) -> None:
+        """Ends the stream after what was put."""
+        self._queue.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
+        """What the stream takes."""
+        while (message := await self._queue.get()) is not None:
+            yield message
+
+
+@dataclass(frozen=True)
+class SessionServices:
+    """What a session needs and does not own."""
+
+    config: Config
+    engine: Engine
+    renderer: Renderer
+    sender: TrajectorySender
+    environments: Environments
+
+
+class Session:
+    """Serves one epoch, from the welcome to the end of the stream."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        welcome: fleet_pb2.Welcome,
+        outbox: Outbox,
+        services: SessionServices,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Runs its tasks in `group`. The engine is paused and has no request."""
+        self._welcome = welcome
+        self._outbox = outbox
+        self._services = services
+        self._ledger = TokenLedger(services.engine.use())
+        self._dispatcher = Dispatcher(
+            group,
+            identity,
+            EpisodeServices(
+                services.engine, services.environments, services.renderer, self._ledger
+            ),
+            services.sender,
+            max_episodes=services.config.rollout_server.max_episodes,
+            closed=self._lease_closed,
+        )
+        self._publisher = Publisher(services.engine, self._dispatcher, self._publish_report)
+        self._group = group
+        self._drain_ordered = asyncio.Event()
+
+    async def serve(self, call: JoinCall, stop: asyncio.Event) -> End:
+        """Serves until the stream ends or `stop` is set; then no episode runs any more."""
+        publishing = self._group.create_task(self._publisher.run())
+        heart = self._group.create_task(self._beat())
+        reader = self._group.create_task(self._read(call))
+        stopping = self._group.create_task(_first(stop, self._drain_ordered))
+        await asyncio.wait((reader, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if reader.done():
+            log.warning("lost the controller; what runs may end within the heartbeat's limit")
+            await _within(self._dispatcher.wait_idle(), self._welcome.heartbeat_timeout_s)
+            await self._end_episodes(publishing)
+            heart.cancel()
+            return End.LOST
+        await self._end_episodes(publishing)
+        await _within(self._flush(), _FLUSH_LIMIT_S)
+        heart.cancel()
+        self._outbox.put(fleet_pb2.ServerMessage(drained=self._report()))
+        self._outbox.close()
+        await _within(asyncio.shield(reader), _GOODBYE_LIMIT_S)
+        reader.cancel()
+        return End.DRAINED
+
+    async def _read(self, call: JoinCall) -> None:
+        """Takes orders until the stream ends, however it ends."""
+        try:
+            async for message in call:
+                await self._take(message)
+        except grpc.aio.AioRpcError as error:
+            log.warning("the controller's stream broke: %s", error.details() or error.code().name)
+
+    async def _take(self, message: fleet_pb2.ControllerMessage) -> None:
+        match message.WhichOneof("message"):
+            case "lease":
+                defaults = self._services.config.sampling
+                self._dispatcher.start(Lease.from_pb(message.lease, defaults))
+            case "cancel":
+                log.info("lease %s: %s", message.cancel.group_id, message.cancel.reason)
+                await self._dispatcher.cancel(GroupId(message.cancel.group_id))
+            case "environment":
+                self._services.environments.order(message.environment)
+            case "drain":
+                log.info("draining: %s", message.drain.reason)
+                self._drain_ordered.set()
+            case "prepare" | "receive" | "commit" | "abort" | "probe_verdict":
+                self._publisher.put(message)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._welcome.heartbeat_s)
+            self._outbox.put(fleet_pb2.ServerMessage(heartbeat=self._report()))
+
+    async def _end_episodes(self, publishing: asyncio.Task[None]) -> None:
+        self._publisher.close()
+        await asyncio.wait((publishing,))
+        await self._dispatcher.cancel_all()
+        await _within(self._dispatcher.wait_idle(), _CANCEL_LIMIT_S)
+
+    async def _flush(self) -> None:
+        while self._services.sender.queued_bytes:
+            await asyncio.sleep(_FLUSH_PERIOD_S)
+
+    def _report(self) -> fleet_pb2.ServerReport:
+        return self._ledger.report(
+            self._services.engine.use(),
+            queued_bytes=self._services.sender.queued_bytes,
+            paused_s=self._publisher.paused_s,
+        )
+
+    def _lease_closed(self, group_id: GroupId) -> None:
+        report = fleet_pb2.LeaseReport(group_id=group_id, closed=True)
+        self._outbox.put(fleet_pb2.ServerMessage(lease=report))
+
+    def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
+        self._outbox.put(fleet_pb2.ServerMessage(publish=report))
+
+
+def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fleet_pb2.ServerHello:
+    """How a server introduces itself."""
+    return fleet_pb2.ServerHello(
+        server_id=server_id,
+        server_epoch=epoch,
+        protocol_version=PROTOCOL_VERSION,
+        max_episodes=config.rollout_server.max_episodes,
+        engine_workers=engine.num_workers,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        host=socket.gethostname(),
+        queue_bytes=config.queue.max_bytes,
+    )
+
+
+async def _first(*events: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as group:
+        waits = [group.create_task(event.wait()) for event in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+
+async def _within(wait: Awaitable[object], limit_s: float) -> None:
+    """Waits no longer than the limit; going on without is what the callers want."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await wait
