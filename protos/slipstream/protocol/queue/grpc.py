@@ -1,0 +1,257 @@
+"""Trajectories over a gRPC stream: the sender keeps each until the controller acknowledges it.
+
+Sender. Consumes: `put`. Produces: DeliverRequests, all unacknowledged again on a new stream. Waits
+for: free bytes, and back-off after a lost stream. Unblocked by: acknowledgements. Receiver.
+Consumes: the streams of all senders. Produces: `get`, and acknowledgements to the streams. Waits
+for: `get`, while too many bytes wait for it: the streams are not read then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterable, Iterable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TypeAlias
+
+import grpc
+import grpc.aio
+from slipstream.protocol.errors import QueueError
+from slipstream.protocol.queue.base import AsyncClosing, Delivery
+from slipstream.protocol.queue.budget import ByteBudget
+from slipstream.protocol.security import Credentials, call_metadata
+from slipstream.protocol.types import TrajectoryId
+from slipstream.v1 import trajectory_pb2 as pb
+from slipstream.v1 import trajectory_pb2_grpc
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+MAX_IDS_IN_RESPONSE = 4096
+# Acknowledged ids that the receiver remembers, to answer a sender that has missed it.
+MAX_REMEMBERED_IDS = 65_536
+
+REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+DeliverCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.DeliverRequest, pb.DeliverResponse]"
+
+logger = logging.getLogger(__name__)
+
+
+class GrpcSender:
+    """Sends in the background while its `async with` block runs.
+
+    A refusal by the controller ends the block with an ExceptionGroup of a QueueError; a lost
+    connection does not: the sender connects again for as long as it is open.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, max_bytes: int) -> None:
+        """`channel` stays the caller's."""
+        stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
+        self._deliver = stub.Deliver
+        self._metadata = call_metadata(credentials)
+        self._budget = ByteBudget(max_bytes)
+        self._unacknowledged: dict[TrajectoryId, bytes] = {}
+        self._to_send: deque[TrajectoryId] = deque()
+        self._put = asyncio.Event()
+        self._backoff_s = FIRST_BACKOFF_S
+        self._stack = AsyncExitStack()
+        self._running: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> GrpcSender:
+        group = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._running = group.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+        await self._stack.__aexit__(kind, error, trace)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that were put here and not acknowledged."""
+        return self._budget.used_bytes
+
+    async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
+        """See `TrajectorySender.put`; an id that waits already is not stored twice."""
+        if self._running is None or self._closed:
+            raise QueueError("the sender is closed")
+        if trajectory_id in self._unacknowledged:
+            return
+        await self._budget.acquire(len(data), timeout_s=timeout_s)
+        self._unacknowledged[trajectory_id] = data
+        self._to_send.append(trajectory_id)
+        self._put.set()
+
+    async def aclose(self) -> None:
+        """See `TrajectorySender.aclose`; what was not acknowledged is lost with this process."""
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            call = self._deliver(metadata=self._metadata)
+            try:
+                await self._use(call)
+                cause = "the controller closed it"
+            except grpc.aio.AioRpcError as error:
+                if error.code() in REFUSALS:
+                    raise QueueError(f"trajectories are refused: {error.details()}") from error
+                cause = str(error.details())
+            finally:
+                call.cancel()
+            # A call that fails while it is cancelled swallows the cancellation.
+            if self._closed:
+                return
+            logger.warning("trajectory stream lost: %s; again in %.1f s", cause, self._backoff_s)
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+    async def _use(self, call: DeliverCall) -> None:
+        """Sends and reads until the stream ends; raises its status when that is not OK."""
+        self._to_send = deque(self._unacknowledged)
+        async with asyncio.TaskGroup() as group:
+            writer = group.create_task(self._write(call))
+            failure = await self._read(call)
+            writer.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _write(self, call: DeliverCall) -> None:
+        try:
+            while True:
+                while self._to_send:
+                    trajectory_id = self._to_send.popleft()
+                    data = self._unacknowledged.get(trajectory_id)
+                    if data is not None:
+                        request = pb.DeliverRequest(trajectory=data, trajectory_id=trajectory_id)
+                        await call.write(request)
+                self._put.clear()
+                await self._put.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The stream is over: the reading side says why.
+            return
+
+    async def _read(self, call: DeliverCall) -> grpc.aio.AioRpcError | None:
+        try:
+            async for response in call:
+                self._backoff_s = FIRST_BACKOFF_S
+                for acknowledged in response.acknowledged_ids:
+                    data = self._unacknowledged.pop(TrajectoryId(acknowledged), None)
+                    if data is not None:
+                        self._budget.release(len(data))
+        except grpc.aio.AioRpcError as error:
+            return error
+        return None
+
+
+class _Stream:
+    """One sender's stream, as the receiver sees it."""
+
+    def __init__(self) -> None:
+        self.unacknowledged: set[TrajectoryId] = set()
+        self.to_acknowledge: list[TrajectoryId] = []
+        self.changed = asyncio.Event()
+
+
+class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
+    """The servicer to add to the controller's server."""
+
+    def __init__(self, max_waiting_bytes: int = 64 << 20) -> None:
+        """`max_waiting_bytes` bounds what was received and not taken by `get`."""
+        self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._budget = ByteBudget(max_waiting_bytes)
+        self._streams: set[_Stream] = set()
+        self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
+        self._closed = asyncio.Event()
+
+    async def get(self) -> Delivery:
+        """See `TrajectoryReceiver.get`."""
+        delivery = await self._waiting.get()
+        self._budget.release(self._charge(delivery.data))
+        return delivery
+
+    async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
+        """See `TrajectoryReceiver.acknowledge`; does not wait for the senders."""
+        for trajectory_id in trajectory_ids:
+            self._acknowledged[trajectory_id] = None
+            self._acknowledged.move_to_end(trajectory_id)
+            if len(self._acknowledged) > MAX_REMEMBERED_IDS:
+                self._acknowledged.popitem(last=False)
+            for stream in self._streams:
+                if trajectory_id in stream.unacknowledged:
+                    self._answer(stream, trajectory_id)
+
+    async def aclose(self) -> None:
+        """Ends all streams; the senders keep what was not acknowledged."""
+        self._closed.set()
+        for stream in self._streams:
+            stream.changed.set()
+
+    async def Deliver(  # noqa: N802 - the name in the .proto file
+        self,
+        request_iterator: AsyncIterable[pb.DeliverRequest],
+        context: grpc.aio.ServicerContext[pb.DeliverRequest, pb.DeliverResponse],
+    ) -> None:
+        """Serves one sender."""
+        stream = _Stream()
+        self._streams.add(stream)
+        try:
+            async with asyncio.TaskGroup() as group:
+                reader = group.create_task(self._read(stream, request_iterator))
+                await self._write(stream, context, reader)
+                reader.cancel()
+        finally:
+            self._streams.discard(stream)
+
+    async def _read(self, stream: _Stream, requests: AsyncIterable[pb.DeliverRequest]) -> None:
+        try:
+            async for request in requests:
+                trajectory_id = TrajectoryId(request.trajectory_id)
+                stream.unacknowledged.add(trajectory_id)
+                if trajectory_id in self._acknowledged:
+                    self._answer(stream, trajectory_id)
+                    continue
+                data = request.trajectory
+                # Its owner is the handler: a receiver that nobody reads must hold its senders back.
+                await self._budget.acquire(self._charge(data), timeout_s=None)
+                self._waiting.put_nowait(Delivery(trajectory_id, data))
+        finally:
+            stream.changed.set()
+
+    async def _write(
+        self,
+        stream: _Stream,
+        context: grpc.aio.ServicerContext[pb.DeliverRequest, pb.DeliverResponse],
+        reader: asyncio.Task[None],
+    ) -> None:
+        while not (self._closed.is_set() or reader.done()):
+            await stream.changed.wait()
+            stream.changed.clear()
+            ids, stream.to_acknowledge = stream.to_acknowledge, []
+            for start in range(0, len(ids), MAX_IDS_IN_RESPONSE):
+                chunk = ids[start : start + MAX_IDS_IN_RESPONSE]
+                await context.write(pb.DeliverResponse(acknowledged_ids=chunk))
+
+    def _answer(self, stream: _Stream, trajectory_id: TrajectoryId) -> None:
+        stream.unacknowledged.discard(trajectory_id)
+        stream.to_acknowledge.append(trajectory_id)
+        stream.changed.set()
+
+    def _charge(self, data: bytes) -> int:
+        # A single trajectory must pass whatever the bound.
+        return min(len(data), self._budget.max_bytes)

@@ -1,0 +1,151 @@
+"""One Redis server as the queue of one run.
+
+Its keys, how durable it is, and what to do when it is away.
+
+Nothing is retried inside the client library: a repeated XADD would be a second entry, so repeats
+are made here, and recognised by the receiver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from slipstream.protocol.errors import QueueError
+
+RECONNECT_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 10.0
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 0.5
+# What redis-py raises when the server is not there.
+CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
+
+REQUIRED_SETTINGS = {
+    "appendonly": "yes",
+    "appendfsync": "always",
+    "maxmemory-policy": "noeviction",
+}
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class RedisConnection:
+    """A Redis server, the keys of one run on it, and the proof that it is still the same data."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        self.name = _without_password(url)
+        prefix = f"slipstream:{run_id}"
+        self.stream = f"{prefix}:trajectories"
+        self.used_bytes = f"{prefix}:bytes"
+        self.mark_key = f"{prefix}:mark"
+        # Drawn by whoever comes first; another or none later means that the data are gone.
+        self.mark: bytes | None = None
+        # Why the last call failed, until one succeeds.
+        self.trouble: str | None = None
+        try:
+            self.client = redis.asyncio.Redis.from_url(
+                url,
+                retry=Retry(NoBackoff(), 0),
+                # redis-py keeps this limit by asyncio.wait_for, which Python 3.11 lets swallow a
+                # cancellation. `once` has one of its own.
+                socket_timeout=None,
+                socket_connect_timeout=CALL_TIMEOUT_S,
+                protocol=2,
+            )
+        except ValueError as error:
+            raise QueueError(f"queue.redis_url {self.name}: {error}") from error
+
+    async def open(self) -> None:
+        """Checks how durable the server is, and finds or draws the mark."""
+        await self.persistently(self._check_settings)
+        await self.persistently(self._draw_mark)
+
+    async def once(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """`call`, or TimeoutError after 10 s."""
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            return await call()
+
+    async def persistently(
+        self,
+        call: Callable[[], Awaitable[Result]],
+    ) -> Result:
+        """`call`, again after a lost connection for 30 s; QueueError names the server."""
+        backoff_s = FIRST_BACKOFF_S
+        deadline = asyncio.get_running_loop().time() + RECONNECT_TIMEOUT_S
+        while True:
+            try:
+                result = await self.once(call)
+            except CONNECTION_ERRORS as error:
+                if asyncio.get_running_loop().time() + backoff_s > deadline:
+                    raise QueueError(
+                        f"redis at {self.name} does not answer within "
+                        f"{RECONNECT_TIMEOUT_S:g} s: {error}"
+                    ) from error
+                self.trouble = str(error)
+                logger.warning("redis at %s: %s; again in %.2f s", self.name, error, backoff_s)
+            except RedisError as error:
+                raise QueueError(f"redis at {self.name}: {error}") from error
+            else:
+                self.trouble = None
+                return result
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def check_mark(self, found: bytes | str | None) -> None:
+        """QueueError when the server lost the data of this run."""
+        if found != self.mark:
+            what = "came back empty" if found is None else "holds the data of another start"
+            raise QueueError(
+                f"redis at {self.name} {what}: what waited there is lost; "
+                "was it restarted without its append-only file?"
+            )
+
+    async def _check_settings(self) -> None:
+        try:
+            found = await self.client.config_get(*REQUIRED_SETTINGS)
+        except (NoPermissionError, ResponseError) as error:
+            logger.warning(
+                "redis at %s does not show its settings (%s): appendfsync always and "
+                "maxmemory-policy noeviction are needed, or trajectories may be lost",
+                self.name,
+                error,
+            )
+            return
+        settings = {_text(key): _text(value) for key, value in found.items()}
+        for setting, needed in REQUIRED_SETTINGS.items():
+            value = settings.get(setting)
+            if value != needed:
+                raise QueueError(
+                    f"redis at {self.name}: {setting} must be {needed} so that nothing is lost, "
+                    f"got {value}"
+                )
+
+    async def _draw_mark(self) -> None:
+        await self.client.set(self.mark_key, secrets.token_hex(8), nx=True)
+        found = await self.client.get(self.mark_key)
+        if self.mark is None and isinstance(found, bytes):
+            self.mark = found
+        self.check_mark(found)
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = f":{parts.port}" if parts.port is not None else ""
+    return f"{parts.scheme}://{host}{port}{parts.path}"

@@ -1,0 +1,300 @@
+"""What every trajectory queue promises, tried on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
+from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
+from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
+from slipstream.protocol.queue.memory import MemoryQueue
+from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
+from slipstream.protocol.security import Credentials, bind, create_server, open_channel
+from slipstream.protocol.types import TrajectoryId
+from slipstream.v1 import trajectory_pb2_grpc
+
+OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+LIMIT_S = 20.0
+
+
+class Place(Protocol):
+    """Where senders and receivers of one run meet."""
+
+    def sender(self) -> AbstractAsyncContextManager[TrajectorySender]: ...
+
+    def receiver(self) -> AbstractAsyncContextManager[TrajectoryReceiver]: ...
+
+
+MakePlace = Callable[[int], Place]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class MemoryPlace:
+    def __init__(self, max_bytes: int) -> None:
+        self.queue = MemoryQueue(max_bytes)
+
+    def sender(self) -> AbstractAsyncContextManager[TrajectorySender]:
+        return self.queue.sender()
+
+    def receiver(self) -> AbstractAsyncContextManager[TrajectoryReceiver]:
+        return self.queue.receiver()
+
+
+class GrpcPlace:
+    def __init__(self, max_bytes: int) -> None:
+        # A port rather than a unix socket: gRPC removes the file of a stopped server late.
+        self.address = f"127.0.0.1:{free_port()}"
+        self.max_bytes = max_bytes
+
+    @asynccontextmanager
+    async def sender(self) -> AsyncIterator[TrajectorySender]:
+        async with (
+            open_channel(self.address, OPEN) as channel,
+            GrpcSender(channel, OPEN, self.max_bytes) as sender,
+        ):
+            yield sender
+
+    @asynccontextmanager
+    async def receiver(self) -> AsyncIterator[TrajectoryReceiver]:
+        server = create_server(OPEN)
+        async with GrpcReceiver() as receiver:
+            trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(receiver, server)
+            bind(server, self.address, OPEN)
+            await server.start()
+            yield receiver
+        await server.stop(None)
+
+
+class RedisPlace:
+    def __init__(self, url: str, max_bytes: int) -> None:
+        self.url = url
+        self.max_bytes = max_bytes
+
+    def sender(self) -> AbstractAsyncContextManager[TrajectorySender]:
+        return RedisSender(self.url, "run", self.max_bytes)
+
+    def receiver(self) -> AbstractAsyncContextManager[TrajectoryReceiver]:
+        return RedisReceiver(self.url, "run")
+
+
+@pytest.fixture(params=["memory", "grpc", "redis"])
+async def make_place(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[Callable[[int], Place]]:
+    """Makes a place that holds so many bytes."""
+    match request.param:
+        case "memory":
+            yield MemoryPlace
+        case "grpc":
+            yield GrpcPlace
+        case _:
+            async with EmbeddedServer(tmp_path / "valkey") as server:
+                yield partial(RedisPlace, server.url)
+
+
+def name(number: int) -> TrajectoryId:
+    return TrajectoryId(f"group.{number}")
+
+
+async def put(sender: TrajectorySender, *numbers: int, size: int = 100) -> None:
+    for number in numbers:
+        await sender.put(name(number), number.to_bytes(4) * (size // 4), timeout_s=LIMIT_S)
+
+
+async def get(receiver: TrajectoryReceiver, count: int) -> list[int]:
+    """Takes `count` trajectories and checks that names and data belong together."""
+    numbers = []
+    for _ in range(count):
+        async with asyncio.timeout(LIMIT_S):
+            delivery = await receiver.get()
+        number = int.from_bytes(delivery.data[:4])
+        assert delivery.trajectory_id == name(number)
+        numbers.append(number)
+    return numbers
+
+
+async def becomes(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not what():
+            await asyncio.sleep(0.005)
+
+
+async def test_trajectories_of_a_sender_arrive_in_order(make_place: MakePlace) -> None:
+    place = make_place(100_000)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, *range(100))
+        assert await get(receiver, 100) == list(range(100))
+
+
+async def test_trajectories_of_all_senders_arrive(make_place: MakePlace) -> None:
+    place = make_place(100_000)
+    async with AsyncExitStack() as stack:
+        receiver = await stack.enter_async_context(place.receiver())
+        for index in range(3):
+            sender = await stack.enter_async_context(place.sender())
+            await put(sender, *range(10 * index, 10 * index + 10))
+        assert sorted(await get(receiver, 30)) == list(range(30))
+
+
+async def test_what_was_put_before_a_receiver_came_arrives(make_place: MakePlace) -> None:
+    place = make_place(1_000)
+    async with place.sender() as sender:
+        await put(sender, 1, 2)
+        async with place.receiver() as receiver:
+            assert await get(receiver, 2) == [1, 2]
+
+
+async def test_large_trajectories_arrive_whole(make_place: MakePlace) -> None:
+    place = make_place(20 << 20)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, 7, size=8 << 20)
+        async with asyncio.timeout(LIMIT_S):
+            assert (await receiver.get()).data == (7).to_bytes(4) * (2 << 20)
+
+
+async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledgement(
+    make_place: MakePlace,
+) -> None:
+    place = make_place(300)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, 0, 1, 2)
+        assert sender.queued_bytes == 300
+        waiting = asyncio.ensure_future(put(sender, 3))
+        assert await get(receiver, 3) == [0, 1, 2]
+        done, _ = await asyncio.wait([waiting], timeout=0.1)
+        assert not done
+        await receiver.acknowledge([name(1)])
+        async with asyncio.timeout(LIMIT_S):
+            await waiting
+        assert await get(receiver, 1) == [3]
+
+
+async def test_put_that_finds_no_room_in_time_raises_and_leaves_the_queue_as_it_was(
+    make_place: MakePlace,
+) -> None:
+    place = make_place(250)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, 0, 1)
+        with pytest.raises(TrajectoryQueueFull, match=r"no room for 100 bytes within 0.05 s"):
+            await sender.put(name(2), b"x" * 100, timeout_s=0.05)
+        assert await get(receiver, 2) == [0, 1]
+        await receiver.acknowledge([name(0), name(1)])
+        await put(sender, 3)
+        assert await get(receiver, 1) == [3]
+
+
+async def test_put_of_more_than_the_whole_queue_is_refused(make_place: MakePlace) -> None:
+    place = make_place(300)
+    async with place.receiver(), place.sender() as sender:
+        with pytest.raises(QueueError, match=r"301 bytes does not fit queue.max_bytes = 300"):
+            await sender.put(name(0), b"x" * 301, timeout_s=LIMIT_S)
+
+
+async def test_queued_bytes_return_to_zero_when_all_is_acknowledged(make_place: MakePlace) -> None:
+    place = make_place(100_000)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, *range(20))
+        await get(receiver, 20)
+        await receiver.acknowledge(map(name, range(20)))
+        await becomes(lambda: sender.queued_bytes == 0)
+
+
+async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(
+    make_place: MakePlace,
+) -> None:
+    place = make_place(100_000)
+    async with place.sender() as sender:
+        async with place.receiver() as first:
+            await put(sender, *range(40))
+            assert await get(first, 30) == list(range(30))
+            await first.acknowledge(map(name, range(10)))
+            await becomes(lambda: sender.queued_bytes == 3_000)
+        async with place.receiver() as second:
+            assert await get(second, 30) == list(range(10, 40))
+
+
+async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_once(
+    make_place: MakePlace,
+) -> None:
+    place = make_place(100_000)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, 1, 1, 2)
+        seen: list[int] = []
+        while 2 not in seen:
+            seen += await get(receiver, 1)
+        assert set(seen) == {1, 2}
+        await receiver.acknowledge([name(1), name(2)])
+        await becomes(lambda: sender.queued_bytes == 0)
+
+
+async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(
+    make_place: MakePlace,
+) -> None:
+    place = make_place(100_000)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, 1)
+        await get(receiver, 1)
+        await receiver.acknowledge([name(1)])
+        await becomes(lambda: sender.queued_bytes == 0)
+        await put(sender, 1, 2)
+        while await get(receiver, 1) != [2]:
+            await receiver.acknowledge([name(1)])
+        await receiver.acknowledge([name(2)])
+        await becomes(lambda: sender.queued_bytes == 0)
+
+
+async def test_acknowledging_unknown_ids_does_nothing(make_place: MakePlace) -> None:
+    place = make_place(1_000)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await receiver.acknowledge([name(99)])
+        await put(sender, 1)
+        assert await get(receiver, 1) == [1]
+        await receiver.acknowledge([name(98), name(1), name(1)])
+        await receiver.acknowledge([name(1)])
+        await becomes(lambda: sender.queued_bytes == 0)
+
+
+async def test_a_cancelled_get_loses_nothing(make_place: MakePlace) -> None:
+    place = make_place(1_000)
+    async with place.receiver() as receiver, place.sender() as sender:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await receiver.get()
+        await put(sender, 1)
+        assert await get(receiver, 1) == [1]
+
+
+async def test_a_cancelled_put_gives_its_place_in_the_line_to_the_next(
+    make_place: MakePlace,
+) -> None:
+    place = make_place(100)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, 0)
+        first, second = (asyncio.ensure_future(put(sender, number)) for number in (1, 2))
+        await get(receiver, 1)
+        first.cancel()
+        await asyncio.wait([first])
+        await receiver.acknowledge([name(0)])
+        async with asyncio.timeout(LIMIT_S):
+            await second
+        assert await get(receiver, 1) == [2]
+
+
+async def test_a_closed_sender_refuses(make_place: MakePlace) -> None:
+    place = make_place(1_000)
+    async with place.receiver(), place.sender() as sender:
+        await sender.aclose()
+        with pytest.raises(QueueError, match="closed"):
+            await put(sender, 1)
