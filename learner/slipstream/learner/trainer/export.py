@@ -56,8 +56,12 @@ class ExportedWeights:
         return layout_to_pb(self.tensors, self.bucket_bytes)
 
 
+@torch.no_grad()
 def hf_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Name and CPU tensor of every weight; collective: every rank iterates to the end."""
+    """Name and CPU tensor of every weight; collective: every rank iterates to the end.
+
+    A tensor may share its memory with the model: copy what is kept beyond the next step.
+    """
     policy.gather_parameters()
     for name, weight in policy.bridge.export_hf_weights(
         policy.chunks, cpu=True, show_progress=False

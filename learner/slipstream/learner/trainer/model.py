@@ -14,7 +14,7 @@ import torch
 from slipstream.learner.trainer import compat, cpu
 from slipstream.learner.trainer.parallel import Launch, Ranks
 from slipstream.learner.trainer.settings import Megatron, passed_through
-from slipstream.protocol.config import Config
+from slipstream.protocol.config import Config, ParallelSection
 from slipstream.protocol.errors import ConfigError, RunFailed
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,23 @@ class Policy:
     """Parameters and optimizer of this rank; one chunk for each virtual pipeline stage."""
 
     ranks: Ranks
+    parallel: ParallelSection
     bridge: Megatron
     chunks: list[Megatron]
     optimizer: Megatron
     dtype: torch.dtype
     max_positions: int
     vocab_size: int
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro batch must be a multiple of."""
+        return self.parallel.tp if self.parallel.sequence_parallel else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro batches must be a multiple of: interleaving goes in rounds."""
+        return self.parallel.pp if self.parallel.vpp else 1
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -47,8 +58,12 @@ class Policy:
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise RunFailed(f"the gradient norm is {norm}; the weights were not changed")
+        # Megatron leaves both multipliers to its own scheduler, which is not used here: without
+        # these lines norms would be decayed too.
+        base = self.optimizer.config
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * (group["max_lr"] / base.lr)
+            group["weight_decay"] = base.weight_decay * group["wd_mult"]
         self.optimizer.step()
         return norm
 
@@ -94,6 +109,7 @@ def _load(config: Config, ranks: Ranks, auto_bridge: Megatron) -> Policy:
         chunks[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     return Policy(
         ranks=ranks,
+        parallel=config.learner.parallel,
         bridge=bridge,
         chunks=chunks,
         optimizer=optimizer,

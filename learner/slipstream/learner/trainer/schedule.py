@@ -72,10 +72,13 @@ def sequence_logprobs(
     prepared = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]
     # Every replica computes all of them; one counts.
     plan = plan_micro_batches(
-        [len(sequence) for sequence in prepared], max_tokens=max_tokens, dp_size=1
+        [len(sequence) for sequence in prepared],
+        max_tokens=max_tokens,
+        dp_size=1,
+        multiple=policy.micro_batch_multiple,
     )[0]
     micro_batches = [
-        build_micro_batch(prepared, members, multiple=policy.ranks.tp_size) for members in plan
+        build_micro_batch(prepared, members, multiple=policy.token_multiple) for members in plan
     ]
     logprobs = forward_logprobs(policy, micro_batches, temperature=1.0)
     starts = [0]

@@ -111,19 +111,18 @@ class TrainingStep:
         self, sequences: Sequence[TrainingSequence], members: Sequence[int]
     ) -> list[MicroBatch]:
         """This replica's part of a mini-batch."""
-        ranks, parallel = self._policy.ranks, self._config.learner.parallel
+        ranks = self._policy.ranks
         plan = plan_micro_batches(
             [len(sequences[index]) for index in members],
             max_tokens=self._config.learner.micro_batch_tokens,
             dp_size=ranks.dp_size,
-            # The interleaved schedule takes micro batches in rounds of the pipeline's length.
-            multiple=parallel.pp if parallel.vpp else 1,
+            multiple=self._policy.micro_batch_multiple,
         )
         return [
             build_micro_batch(
                 sequences,
                 [members[place] for place in places],
-                multiple=ranks.tp_size if parallel.sequence_parallel else 1,
+                multiple=self._policy.token_multiple,
             )
             for places in plan[ranks.dp_rank]
         ]

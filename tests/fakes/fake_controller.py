@@ -1,0 +1,210 @@
+"""A controller that follows a script: gives the trainer its orders and keeps what the trainer reports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+import grpc
+import numpy as np
+from slipstream.learner.trainer.batch import Batch
+from slipstream.protocol.codec import trajectory_to_pb, version_to_pb
+from slipstream.protocol.types import (
+    GroupId,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+from slipstream.v1 import trainer_pb2 as pb
+from slipstream.v1 import trainer_pb2_grpc, weights_pb2
+
+StartHook = Callable[[pb.PublishStart], list[weights_pb2.Receiver]]
+
+
+class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
+    """Serves on a free port of the loopback as long as it is entered.
+
+    `orders` are given one after the other, then it says wait. `on_start_publish` answers which receivers take part.
+    """
+
+    def __init__(
+        self, orders: list[list[pb.Directive]], *, on_start_publish: StartHook | None = None
+    ) -> None:
+        self._orders = iter(orders)
+        self._on_start_publish = on_start_publish
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.hello: pb.TrainerHello | None = None
+        self.asked = threading.Event()
+        self.steps: list[pb.StepReport] = []
+        self.starts: list[pb.PublishStart] = []
+        self.results: list[pb.PublishResult] = []
+        self.failures: list[pb.TrainerFailure] = []
+        self.goodbye: pb.TrainerGoodbye | None = None
+
+    def __enter__(self) -> FakeController:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(grace=None).wait(5)
+
+    def Register(
+        self, request: pb.TrainerHello, context: grpc.ServicerContext
+    ) -> pb.TrainerWelcome:
+        self.hello = request
+        return pb.TrainerWelcome(run_id="run")
+
+    def Next(
+        self, request: pb.NextRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.Directive]:
+        order = next(self._orders, None)
+        if order is None:
+            self.asked.set()
+            # As a real controller that has nothing to do: quiet until the limit of the call.
+            gone = threading.Event()
+            context.add_callback(gone.set)
+            gone.wait(2)
+            order = [pb.Directive(wait=pb.WaitOrder())]
+        yield from order
+
+    def ReportStep(self, request: pb.StepReport, context: grpc.ServicerContext) -> pb.StepReceipt:
+        self.steps.append(request)
+        return pb.StepReceipt()
+
+    def StartPublish(
+        self, request: pb.PublishStart, context: grpc.ServicerContext
+    ) -> pb.PublishStarted:
+        self.starts.append(request)
+        receivers = self._on_start_publish(request) if self._on_start_publish else []
+        return pb.PublishStarted(receivers=receivers)
+
+    def FinishPublish(
+        self, request: pb.PublishResult, context: grpc.ServicerContext
+    ) -> pb.PublishReceipt:
+        self.results.append(request)
+        return pb.PublishReceipt(serving=["server"], discard_communicator=bool(request.error))
+
+    def ReportFailure(
+        self, request: pb.TrainerFailure, context: grpc.ServicerContext
+    ) -> pb.TrainerFailureReceipt:
+        self.failures.append(request)
+        return pb.TrainerFailureReceipt()
+
+    def Finish(
+        self, request: pb.TrainerGoodbye, context: grpc.ServicerContext
+    ) -> pb.TrainerGoodbyeReceipt:
+        self.goodbye = request
+        return pb.TrainerGoodbyeReceipt()
+
+
+def batch_order(batch: Batch, *, chunk_size: int = 5) -> list[pb.Directive]:
+    """The answer that orders `batch` to be trained."""
+    header = pb.BatchHeader(
+        step=batch.step,
+        batch_id=batch.batch_id,
+        num_groups=len(set(batch.group_ids)),
+        num_trajectories=len(batch.trajectories),
+    )
+    messages = [trajectory_to_pb(trajectory) for trajectory in batch.trajectories]
+    return [
+        pb.Directive(batch=header),
+        *(
+            pb.Directive(
+                chunk=pb.TrajectoryChunk(trajectories=messages[start : start + chunk_size])
+            )
+            for start in range(0, len(messages), chunk_size)
+        ),
+    ]
+
+
+def publish_order(step: int, *, new_communicator: bool, verify: bool) -> list[pb.Directive]:
+    """The answer that orders version `step` to be sent to one server with one worker."""
+    return [
+        pb.Directive(
+            publish=weights_pb2.PublishOrder(
+                publish_id=f"publish-{step}",
+                version=version_to_pb(PolicyVersion(0, step)),
+                communicator=weights_pb2.Communicator(communicator_id="members-1"),
+                new_communicator=new_communicator,
+                receivers=[weights_pb2.Receiver(server_id="server", first_rank=1, num_workers=1)],
+                verify=verify,
+                bucket_deadline_s=2.0,
+                join_deadline_s=10.0,
+            )
+        )
+    ]
+
+
+def stop_order(reason: str = "all steps are done") -> list[pb.Directive]:
+    """The answer that ends the run."""
+    return [pb.Directive(stop=pb.StopOrder(reason=reason))]
+
+
+def make_batch(
+    step: int, *, num_groups: int, group_size: int, vocab_size: int, max_tokens: int
+) -> Batch:
+    """Random trajectories of uneven lengths, some with two turns, sampled by up to two versions; seeded by `step`."""
+    random = np.random.default_rng(step)
+    trajectories = tuple(
+        make_trajectory(
+            random,
+            group=place // group_size,
+            member=place % group_size,
+            step=step,
+            vocab_size=vocab_size,
+            max_tokens=max_tokens,
+        )
+        for place in range(num_groups * group_size)
+    )
+    return Batch(step, f"batch-{step}", trajectories)
+
+
+def make_trajectory(
+    random: np.random.Generator,
+    *,
+    group: int,
+    member: int,
+    step: int,
+    vocab_size: int,
+    max_tokens: int,
+) -> Trajectory:
+    """One trajectory of 4 to `max_tokens` tokens."""
+    total = int(random.integers(4, max_tokens + 1))
+    prompt = int(random.integers(1, total - 1))
+    sampled = total - prompt
+    runs = (prompt, sampled)
+    if sampled >= 3 and random.random() < 0.4:
+        first = int(random.integers(1, sampled - 1))
+        runs = (prompt, first, 1, sampled - first - 1)
+    sampled = sum(runs[1::2])
+    old = int(random.integers(0, sampled + 1)) if step else 0
+    spans = (
+        VersionSpan(old, PolicyVersion(0, max(0, step - 1))),
+        VersionSpan(sampled - old, PolicyVersion(0, step)),
+    )
+    logprobs = -np.log(vocab_size) + 0.3 * random.standard_normal(sampled)
+    return Trajectory(
+        run_id="run",
+        group_id=GroupId(f"group-{step}-{group}"),
+        member=member,
+        attempt=0,
+        server_id=ServerId("server"),
+        server_epoch=1,
+        environment="environment",
+        task_index=group,
+        seed=0,
+        purpose=Purpose.TRAINING,
+        status=Status.COMPLETED,
+        token_ids=random.integers(0, vocab_size, total).astype(np.uint32),
+        run_lengths=runs,
+        behavior_logprobs=logprobs.astype(np.float32),
+        version_spans=tuple(span for span in spans if span.length),
+        reward=float(random.random() < 0.5),
+        num_turns=len(runs) // 2,
+    )
