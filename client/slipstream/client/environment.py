@@ -6,7 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 Task = TypeVar("Task")
 TaskItem = TypeVar("TaskItem", covariant=True)
@@ -87,6 +87,10 @@ class Environment(Generic[Task]):
 
     def close(self) -> Awaitable[None] | None:
         """Ends an episode, whether it was finished or given up; frees what `reset` took."""
+
+
+# What a task is matters to the environment only.
+AnyEnvironment: TypeAlias = Environment[Any]
 
 
 class TaskSource(Generic[Task]):

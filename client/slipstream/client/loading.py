@@ -8,7 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from slipstream.client.environment import Environment
+from slipstream.client.environment import AnyEnvironment, Environment
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.v1 import trajectory_pb2
 
@@ -37,7 +37,7 @@ def describe(error: BaseException) -> str:
     return f"{line} ({Path(last.filename).name}:{last.lineno} in {last.name})"
 
 
-def load_environment(reference: str, args_json: str, search_path: str) -> Environment[object]:
+def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnvironment:
     """Imports the class and makes its instance; EnvironmentFailed names what went wrong.
 
     `search_path` is looked through before Python's own path, and stays there: the environment may

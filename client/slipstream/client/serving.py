@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import SupportsFloat, TypeVar
 
 import grpc.aio
-from slipstream.client.environment import Environment, Message, StepResult, TaskSource
+from slipstream.client.environment import AnyEnvironment, Message, StepResult, TaskSource
 from slipstream.client.loading import describe, environment_failed, load_environment
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
@@ -31,7 +31,7 @@ Answer = TypeVar("Answer")
 
 @dataclass
 class _Episode:
-    environment: Environment[object]
+    environment: AnyEnvironment
     # Answers the reset or step that runs now.
     running: asyncio.Task[object] | None = None
     given_up: bool = False
@@ -41,7 +41,7 @@ class _Episode:
 class EpisodeHost:
     """The open episodes of one environment."""
 
-    def __init__(self, environment: Environment[object] | None = None) -> None:
+    def __init__(self, environment: AnyEnvironment | None = None) -> None:
         """Without an environment a Load command must come first.
 
         EnvironmentFailed when it gives no tasks.
@@ -210,7 +210,7 @@ async def _result(value: Answer | Awaitable[Answer]) -> Answer:
     return await value if inspect.isawaitable(value) else value
 
 
-def _task_source(environment: Environment[object]) -> TaskSource[object]:
+def _task_source(environment: AnyEnvironment) -> TaskSource[object]:
     try:
         return TaskSource(environment)
     except ValueError as error:

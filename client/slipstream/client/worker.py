@@ -40,9 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     report = _keep_stdout()
     if arguments.check is not None:
-        return _check(
-            arguments.check, arguments.args, arguments.search_path, arguments.timeout_s, report
-        )
+        _check(arguments.check, arguments.args, arguments.search_path, arguments.timeout_s, report)
     return _serve(arguments.connect)
 
 
@@ -102,7 +100,7 @@ async def _attach(address: str, token: str | None) -> None:
             raise _NotConnected(
                 f"no server answers at {address} within {CONNECT_TIMEOUT_S:g} s"
             ) from None
-        stub = environment_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = environment_pb2_grpc.WorkerServiceStub(channel)
         call = stub.Attach(metadata=call_metadata(credentials))
         try:
             await call.write(pb.WorkerMessage(hello=pb.WorkerHello(token=token or "")))
@@ -111,20 +109,26 @@ async def _attach(address: str, token: str | None) -> None:
             raise _NotConnected(f"{address}: {await call.details()}") from error
 
 
-def _check(reference: str, args_json: str, search_path: str, timeout_s: float, report: int) -> int:
+def _check(
+    reference: str, args_json: str, search_path: str, timeout_s: float, report: int
+) -> NoReturn:
     from slipstream.client.serving import EpisodeHost
     from slipstream.v1 import environment_pb2 as pb
 
     main_thread = threading.get_ident()
 
-    def write(line: str) -> None:
-        os.write(report, f"{line}\n".encode(errors="backslashreplace"))
+    def fail(cause: str) -> NoReturn:
+        # The last line of stderr, after all that the environment printed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        line = f"environment {reference}: {cause}\n"
+        os.write(2, line.encode(errors="backslashreplace"))
+        os._exit(2)
 
     def give_up() -> NoReturn:
         stack = traceback.extract_stack(sys._current_frames()[main_thread])
         place = f"{Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}"
-        write(f"environment {reference}: no answer within {timeout_s:g} s ({place})")
-        os._exit(2)
+        fail(f"no answer within {timeout_s:g} s ({place})")
 
     async def commands() -> AsyncIterator[pb.WorkerMessage]:
         host = EpisodeHost()
@@ -133,23 +137,22 @@ def _check(reference: str, args_json: str, search_path: str, timeout_s: float, r
         yield await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="check")))
         yield await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key="check")))
 
-    async def check() -> int:
+    async def check() -> None:
         num_tasks = 0
         async for answer in commands():
             if answer.WhichOneof("message") == "failure":
-                write(f"environment {reference}: {answer.failure.message}")
-                return 2
+                fail(answer.failure.message)
             num_tasks = max(num_tasks, answer.loaded.num_tasks)
-        write(str(num_tasks))
-        return 0
+        os.write(report, f"{num_tasks}\n".encode())
 
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()
-    code = asyncio.run(check())
-    # Threads of the environment must not hold the answer back.
+    asyncio.run(check())
+    # Threads of the environment must not hold the process back.
+    sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(0)
 
 
 if __name__ == "__main__":

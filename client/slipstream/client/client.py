@@ -1,0 +1,299 @@
+"""The way to a running controller: submit environments, serve one's own, ask, stop.
+
+Waits for: answers of the controller, each with a deadline; `serve` and `watch` for as long as the
+run goes on. A controller that restarts is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+import grpc.aio
+from pydantic import JsonValue
+from slipstream.client.environment import AnyEnvironment
+from slipstream.client.serving import EpisodeHost, answer_commands
+from slipstream.client.status import (
+    EnvironmentStatus,
+    Event,
+    RunStatus,
+    environment_from_pb,
+    event_from_pb,
+    run_from_pb,
+)
+from slipstream.protocol.config import SecuritySection, address_parts
+from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
+from slipstream.protocol.security import Credentials, call_metadata, check_address, open_channel
+from slipstream.v1 import (
+    environment_pb2,
+    environment_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    trajectory_pb2,
+)
+
+CALL_TIMEOUT_S = 15.0
+# Rollout servers load a submitted environment before it is accepted.
+SUBMIT_TIMEOUT_S = 150.0
+# A lost controller may take so long to come back.
+RECONNECT_TIMEOUT_S = 120.0
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
+
+LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+REFUSED = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.NOT_FOUND,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Client:
+    """A connection to the controller of one run.
+
+    All methods raise ConfigError for what cannot work (no controller there, a wrong token, a
+    refused argument) and SlipstreamError when the controller fails; the message is one line.
+    """
+
+    def __init__(
+        self, address: str, *, token_file: Path | None = None, tls_ca: Path | None = None
+    ) -> None:
+        """`address` is host:port; other hosts than this one need the token and the authority."""
+        try:
+            address_parts(address)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self._address = address
+        self._credentials = Credentials.load(SecuritySection(token_file=token_file, tls_ca=tls_ca))
+        check_address(address, self._credentials, what="the controller")
+
+    async def __aenter__(self) -> Client:
+        self._channel = open_channel(self._address, self._credentials)
+        self._metadata = call_metadata(self._credentials)
+        self._environments = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
+        self._status = status_pb2_grpc.StatusServiceStub(self._channel)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._channel.close(None)
+
+    async def submit(
+        self,
+        reference: str,
+        *,
+        name: str | None = None,
+        args: Mapping[str, JsonValue] | None = None,
+        weight: float = 1.0,
+        timeout_s: float = 60.0,
+        num_workers: int = 1,
+        search_path: Path | None = None,
+    ) -> EnvironmentStatus:
+        """Lets the rollout servers run "package.module:Class" in workers beside themselves.
+
+        `name` is the class's in lower case unless given. `weight` is its share of the trained
+        groups, `timeout_s` the limit of one reset or step. The module is looked for in
+        `search_path` on the servers' machines, the working directory unless given. Returns when a
+        worker has loaded it; EnvironmentFailed says why none could.
+        """
+        try:
+            args_json = json.dumps(dict(args or {}))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"args must be a JSON object: {error}") from error
+        spec = environment_pb2.EnvironmentSpec(
+            name=name or reference.rpartition(":")[2].lower(),
+            reference=reference,
+            args_json=args_json,
+            weight=weight,
+            timeout_s=timeout_s,
+            num_workers=num_workers,
+            search_path=str(search_path or os.getcwd()),
+            purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+        )
+        with self._mapped_errors():
+            response = await self._environments.SubmitEnvironment(
+                environment_pb2.SubmitEnvironmentRequest(spec=spec),
+                timeout=SUBMIT_TIMEOUT_S,
+                metadata=self._metadata,
+            )
+        status = environment_from_pb(response.status)
+        if status.state == "suspended":
+            raise EnvironmentFailed(
+                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                f"environment {status.name}: {status.cause}",
+            )
+        return status
+
+    async def serve(
+        self,
+        environment: AnyEnvironment,
+        *,
+        name: str | None = None,
+        episodes: int = 64,
+        weight: float = 1.0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Runs the episodes of `environment` in this process until the run ends.
+
+        At most `episodes` are open at one time. A lost controller is waited for: its open episodes
+        begin again. Cancel the call to leave earlier.
+        """
+        host = EpisodeHost(environment)
+        spec = environment_pb2.EnvironmentSpec(
+            name=name or type(environment).__name__.lower(),
+            weight=weight,
+            timeout_s=timeout_s,
+            num_workers=1,
+            purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+        )
+        hello = environment_pb2.WorkerHello(
+            spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
+        )
+        patience = _Patience()
+        while True:
+            lost = await self._serve_once(host, hello, patience)
+            if lost is None:
+                return
+            if not patience.served:
+                raise self._mapped(*lost)
+            # A restarted controller may still know the stream that was lost: a refusal may pass.
+            if lost[0] in REFUSED and await self._is_over():
+                return
+            if lost[0] not in (*LOST, *REFUSED) or not await patience.wait(lost[1]):
+                raise self._mapped(*lost)
+
+    async def environments(self) -> tuple[EnvironmentStatus, ...]:
+        """All environments of the run."""
+        with self._mapped_errors():
+            response = await self._environments.ListEnvironments(
+                environment_pb2.ListEnvironmentsRequest(),
+                timeout=CALL_TIMEOUT_S,
+                metadata=self._metadata,
+            )
+        return tuple(environment_from_pb(entry) for entry in response.environments)
+
+    async def status(self) -> RunStatus:
+        """The run at this moment."""
+        with self._mapped_errors():
+            response = await self._status.GetStatus(
+                status_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
+        return run_from_pb(response)
+
+    async def stop(self, reason: str) -> None:
+        """Asks the run to end in order, after the step that is under way."""
+        with self._mapped_errors():
+            await self._status.StopRun(
+                status_pb2.StopRunRequest(reason=reason),
+                timeout=CALL_TIMEOUT_S,
+                metadata=self._metadata,
+            )
+
+    async def watch(self, after: int = 0) -> AsyncIterator[Event]:
+        """All events with a larger number than `after`, as they happen; ends with the run."""
+        patience = _Patience()
+        while True:
+            call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
+            lost = (grpc.StatusCode.UNAVAILABLE, "the stream ended")
+            try:
+                async for message in call:
+                    patience.succeeded()
+                    after = message.number
+                    yield event_from_pb(message)
+                    if message.final_state:
+                        return
+            except grpc.aio.AioRpcError as error:
+                lost = error.code(), error.details() or ""
+            finally:
+                call.cancel()
+            if lost[0] not in LOST or not patience.served or not await patience.wait(lost[1]):
+                raise self._mapped(*lost)
+
+    async def _serve_once(
+        self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: _Patience
+    ) -> tuple[grpc.StatusCode, str] | None:
+        """Serves one stream; returns how it was lost, None when the controller ended it."""
+        call = self._environments.ServeEpisodes(metadata=self._metadata)
+
+        async def commands() -> AsyncIterator[environment_pb2.WorkerCommand]:
+            async for command in call:
+                patience.succeeded()
+                yield command
+
+        try:
+            await call.write(environment_pb2.WorkerMessage(hello=hello))
+            await answer_commands(host, commands(), call.write)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return await call.code(), await call.details() or ""
+        finally:
+            call.cancel()
+        return None
+
+    async def _is_over(self) -> bool:
+        try:
+            return (await self.status()).is_over
+        except SlipstreamError:
+            return False
+
+    @contextlib.contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self._mapped(error.code(), error.details() or "") from error
+
+    def _mapped(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
+        """Our error for a status of gRPC."""
+        if code is grpc.StatusCode.UNAVAILABLE:
+            if "handshake" in details.lower():
+                return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
+            return ConfigError(f"no controller answers at {self._address}")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ConfigError(f"what answers at {self._address} is no controller of this version")
+        if code in REFUSED:
+            return ConfigError(details)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return SlipstreamError(f"the controller at {self._address} gave no answer in time")
+        return SlipstreamError(f"the controller at {self._address} failed: {details or code.name}")
+
+
+class _Patience:
+    """How long a lost controller is waited for."""
+
+    def __init__(self) -> None:
+        self.served = False
+        self._backoff_s = FIRST_BACKOFF_S
+        self._lost_at_s: float | None = None
+
+    def succeeded(self) -> None:
+        """The controller answered."""
+        self.served = True
+        self._backoff_s = FIRST_BACKOFF_S
+        self._lost_at_s = None
+
+    async def wait(self, cause: str) -> bool:
+        """Waits before the next attempt; False when there were enough."""
+        now_s = asyncio.get_running_loop().time()
+        self._lost_at_s = self._lost_at_s or now_s
+        if now_s + self._backoff_s > self._lost_at_s + RECONNECT_TIMEOUT_S:
+            return False
+        logger.warning("the controller was lost (%s); again in %.1f s", cause, self._backoff_s)
+        await asyncio.sleep(self._backoff_s)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        return True

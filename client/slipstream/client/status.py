@@ -1,0 +1,198 @@
+"""What a controller tells about its run, as plain values."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
+
+
+@dataclass(frozen=True)
+class EnvironmentStatus:
+    """One environment of a run."""
+
+    name: str
+    # Empty: a client serves it.
+    reference: str
+    args: dict[str, JsonValue]
+    weight: float
+    # pending, ready or suspended.
+    state: str
+    # 0: without end.
+    num_tasks: int
+    # Why it is suspended, or what went wrong last.
+    cause: str
+    groups_accepted: int
+    groups_failed: int
+    episodes_failed: int
+    reward_mean: float
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """One rollout server. Counts run from its start."""
+
+    server_id: str
+    # joining, loading, serving, stale, draining or dead.
+    state: str
+    version: PolicyVersion
+    cause: str
+    silent_s: float
+    leased_groups: int
+    open_episodes: int
+    generated_tokens: int
+    queued_bytes: int
+    busy_s: float
+    paused_s: float
+    uptime_s: float
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where every generated token went; `difference` is `generated` less all others."""
+
+    generated: int
+    trained: int
+    filtered: int
+    failed: int
+    cancelled: int
+    quarantined: int
+    evaluated: int
+    queued: int
+    in_flight: int
+    lost: int
+    difference: int
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at one moment."""
+
+    run_id: str
+    # starting, running, stopping, finished or failed.
+    state: str
+    cause: str
+    step: int
+    num_steps: int
+    max_staleness: int
+    waiting_for: str
+    leased_groups: int
+    complete_groups: int
+    queued_bytes: int
+    uptime_s: float
+    servers: tuple[ServerStatus, ...]
+    environments: tuple[EnvironmentStatus, ...]
+    ledger: Ledger
+    # Of the newest finished step.
+    metrics: dict[str, float]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in ("finished", "failed")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened; numbers rise by one."""
+
+    number: int
+    unix_time_s: float
+    # info, warning or error.
+    severity: str
+    text: str
+    # Set when a step was finished.
+    step: int
+    metrics: dict[str, float]
+    # finished or failed; set by the last event of a run only.
+    final_state: str
+
+
+def environment_from_pb(message: environment_pb2.EnvironmentStatus) -> EnvironmentStatus:
+    """The value of a wire form."""
+    return EnvironmentStatus(
+        name=message.spec.name,
+        reference=message.spec.reference,
+        args=json.loads(message.spec.args_json or "{}"),
+        weight=message.spec.weight,
+        state=_word(environment_pb2.EnvironmentState.Name(message.state), "ENVIRONMENT_STATE_"),
+        num_tasks=message.num_tasks,
+        cause=message.cause,
+        groups_accepted=message.groups_accepted,
+        groups_failed=message.groups_failed,
+        episodes_failed=message.episodes_failed,
+        reward_mean=message.reward_mean,
+    )
+
+
+def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
+    """The value of a wire form."""
+    ledger = message.ledger
+    return RunStatus(
+        run_id=message.run_id,
+        state=_word(status_pb2.RunState.Name(message.state), "RUN_STATE_"),
+        cause=message.cause,
+        step=message.step,
+        num_steps=message.num_steps,
+        max_staleness=message.max_staleness,
+        waiting_for=message.waiting_for,
+        leased_groups=message.leased_groups,
+        complete_groups=message.complete_groups,
+        queued_bytes=message.queued_bytes,
+        uptime_s=message.uptime_s,
+        servers=tuple(_server_from_pb(server) for server in message.servers),
+        environments=tuple(environment_from_pb(entry) for entry in message.environments),
+        ledger=Ledger(
+            generated=ledger.generated,
+            trained=ledger.trained,
+            filtered=ledger.filtered,
+            failed=ledger.failed,
+            cancelled=ledger.cancelled,
+            quarantined=ledger.quarantined,
+            evaluated=ledger.evaluated,
+            queued=ledger.queued,
+            in_flight=ledger.in_flight,
+            lost=ledger.lost,
+            difference=ledger.difference,
+        ),
+        metrics=dict(message.metrics),
+    )
+
+
+def event_from_pb(message: status_pb2.Event) -> Event:
+    """The value of a wire form."""
+    final = status_pb2.RunState.Name(message.final_state) if message.final_state else ""
+    return Event(
+        number=message.number,
+        unix_time_s=message.unix_time_s,
+        severity=_word(status_pb2.Severity.Name(message.severity), "SEVERITY_"),
+        text=message.text,
+        step=message.step,
+        metrics=dict(message.metrics),
+        final_state=_word(final, "RUN_STATE_"),
+    )
+
+
+def _server_from_pb(message: status_pb2.ServerStatus) -> ServerStatus:
+    report = message.report
+    return ServerStatus(
+        server_id=message.server_id,
+        state=_word(fleet_pb2.ServerState.Name(message.state), "SERVER_STATE_"),
+        version=PolicyVersion(message.version.incarnation, message.version.step),
+        cause=message.cause,
+        silent_s=message.silent_s,
+        leased_groups=message.leased_groups,
+        open_episodes=report.open_episodes,
+        generated_tokens=report.generated_tokens,
+        queued_bytes=report.queued_bytes,
+        busy_s=report.busy_s,
+        paused_s=report.paused_s,
+        uptime_s=report.uptime_s,
+    )
+
+
+def _word(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()
