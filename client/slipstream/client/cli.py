@@ -50,6 +50,10 @@ def _add_services(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     learner.add_argument("--master", metavar="HOST:PORT", help="where the ranks of all nodes meet")
     learner.set_defaults(execute=_learner)
 
+    replay = commands.add_parser("replay", help="train a run again from its journal and compare")
+    replay.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    replay.set_defaults(execute=_replay)
+
     server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
     _add_config(server)
     server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
@@ -115,6 +119,12 @@ async def _learner(arguments: argparse.Namespace) -> int:
         master=arguments.master,
         dry_run=arguments.dry_run,
     )
+
+
+async def _replay(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launcher import run_replay
+
+    return await run_replay(arguments.run)
 
 
 async def _rollout_server(arguments: argparse.Namespace) -> int:

@@ -48,6 +48,8 @@ class Display:
         if not path.is_file():
             return
         summary = json.loads(path.read_text())
+        if not summary["steps"]:
+            return
         rows = table_rows(summary)
         width = max(len(name) for name, _ in rows)
         self._out.write("\n")

@@ -159,10 +159,12 @@ class Event(_message.Message):
     def __init__(self, number: _Optional[int] = ..., unix_time_s: _Optional[float] = ..., severity: _Optional[_Union[Severity, str]] = ..., text: _Optional[str] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., final_state: _Optional[_Union[RunState, str]] = ...) -> None: ...
 
 class StopRunRequest(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "failed")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    failed: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class StopRunResponse(_message.Message):
     __slots__ = ()

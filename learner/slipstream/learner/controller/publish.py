@@ -287,6 +287,8 @@ class Publisher:
                     abort=fleet_pb2.AbortPublish(publish_id=publish_id, reason=cause)
                 )
             )
+        if self._fleet.find(session.key) is not session:
+            return
         session.failed_publishes += 1
         session.state, session.cause = fleet_pb2.SERVER_STATE_STALE, cause
         wait_s = min(0.5 * 2**session.failed_publishes, MAX_RETRY_S)

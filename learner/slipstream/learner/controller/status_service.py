@@ -70,8 +70,11 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def StopRun(  # noqa: N802
         self, request: status_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.StopRunResponse:
-        """Ends the run in order, as if its last step were done."""
-        self._progress.stop(request.reason or "a client asked for it")
+        """Ends the run in order, as if its last step were done, or as failed."""
+        if request.failed:
+            self._progress.fail(request.reason)
+        else:
+            self._progress.stop(request.reason or "a client asked for it")
         return status_pb2.StopRunResponse()
 
     def _server(self, server_id: ServerId) -> status_pb2.ServerStatus:

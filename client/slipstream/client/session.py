@@ -1,0 +1,251 @@
+"""The processes of one command: starts them, watches them, says what happens.
+
+Consumes: events of the controller, ends of processes. Produces: progress on the screen, restarts of rollout servers.
+Waits for: the controller to end. Unblocked by: the end of the run, or of a process that the run cannot do without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc.aio
+from slipstream.client.children import Child, start_child
+from slipstream.client.display import Display
+from slipstream.client.preflight import free_port
+from slipstream.protocol.config import Config, address_parts
+from slipstream.protocol.config_file import dump_config
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.security import Credentials, call_metadata, open_channel
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+CONTROLLER = "slipstream.learner.controller"
+TRAINER = "slipstream.learner.trainer"
+ROLLOUT_SERVER = "slipstream.rollout_server"
+GRACE_S = 30.0
+# What a run leaves may need so long to end after the controller is gone.
+LEAVE_LIMIT_S = 60.0
+# A rollout server that lived so long may die as often as a new one.
+FORGIVEN_S = 600.0
+
+
+class Session:
+    """The processes of one command, from the first to the last; an async context manager."""
+
+    def __init__(self, config: Config, credentials: Credentials, *, node_rank: int = 0) -> None:
+        self._config = config
+        self._credentials = credentials
+        self._node_rank = node_rank
+        self._logs = config.run_dir / "logs"
+        self._resolved = write_config(
+            config, config.run_dir / f"node-{node_rank}" if node_rank else config.run_dir
+        )
+        self._children: list[Child] = []
+        self._controller: asyncio.Task[Child] | None = None
+        self._trainers: list[Child] = []
+        self._servers: dict[str, asyncio.Task[None]] = {}
+        self._display = Display(config)
+        self._over = False
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._over = True
+        for task in self._servers.values():
+            task.cancel()
+        await asyncio.gather(*self._servers.values(), return_exceptions=True)
+        await asyncio.gather(*(child.stop(GRACE_S) for child in self._children))
+
+    def start_controller(self) -> None:
+        """Starts the controller."""
+        self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
+
+    async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:
+        """Starts the trainer ranks of this node as torchrun would."""
+        for environ in rank_environments(self._config, first_rank, num_ranks):
+            name = f"trainer-rank-{environ['RANK']}"
+            self._trainers.append(await self._start(name, TRAINER, [], environ=environ))
+
+    def keep_rollout_server(self, name: str) -> None:
+        """Starts a rollout server and starts it again when it dies."""
+        self._servers[name] = asyncio.ensure_future(self._keep(name))
+
+    async def wait(self) -> int:
+        """Shows progress until the run is over; 0, or RunFailed with the cause."""
+        if self._controller is None:
+            return await self._wait_for_trainers()
+        controller = await self._controller
+        watchers = [
+            asyncio.ensure_future(self._watch_trainers()),
+            asyncio.ensure_future(self._forward_stop()),
+        ]
+        show = asyncio.ensure_future(self._show_events())
+        try:
+            await controller.process.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await show
+            await self._let_leave()
+        finally:
+            for task in (*watchers, show):
+                task.cancel()
+            await asyncio.gather(*watchers, show, return_exceptions=True)
+        if controller.process.returncode == 0:
+            self._display.summary()
+            return 0
+        if self._display.failure:
+            self._display.summary()
+            raise RunFailed(self._display.failure)
+        raise RunFailed(controller.describe_end())
+
+    async def _let_leave(self) -> None:
+        others = [
+            child for child in self._children if child.name != "controller" and child.is_running
+        ]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_LIMIT_S):
+                await asyncio.gather(*(child.process.wait() for child in others))
+
+    async def _start(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environ: dict[str, str] | None = None,
+    ) -> Child:
+        child = await start_child(
+            name,
+            module,
+            ["--config", str(self._resolved), *arguments],
+            log_path=self._logs / f"{name}.log",
+            environ=environ or {},
+        )
+        self._children.append(child)
+        return child
+
+    async def _keep(self, name: str) -> None:
+        settings = self._config.rollout_server
+        restarts = 0
+        address = self._config.controller.address
+        while True:
+            started_s = time.monotonic()
+            arguments = ["--controller", address, "--server-id", name]
+            child = await self._start(name, ROLLOUT_SERVER, arguments)
+            await child.process.wait()
+            # What the server started must not go on without it.
+            child.signal(signal.SIGKILL)
+            if self._over or child.process.returncode == 0:
+                return
+            if time.monotonic() - started_s > FORGIVEN_S:
+                restarts = 0
+            restarts += 1
+            self._display.warn(f"{child.describe_end()}; start {restarts + 1}")
+            if child.process.returncode == 2 or restarts > settings.max_restarts:
+                await self._stop_run(child.describe_end(), failed=True)
+                return
+            await asyncio.sleep(min(2.0**restarts / 2, 30.0))
+
+    async def _watch_trainers(self) -> None:
+        waits = {asyncio.ensure_future(child.process.wait()): child for child in self._trainers}
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                child = waits.pop(wait)
+                if child.process.returncode != 0:
+                    await self._stop_run(child.describe_end(), failed=True)
+                    return
+
+    async def _wait_for_trainers(self) -> int:
+        stop = asyncio.ensure_future(stop_signal())
+        ends = asyncio.ensure_future(self._ends())
+        await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        for child in self._trainers:
+            await child.stop(GRACE_S)
+        failed = [child for child in self._trainers if child.process.returncode]
+        if failed:
+            raise RunFailed(failed[0].describe_end())
+        return 0
+
+    async def _ends(self) -> None:
+        await asyncio.gather(*(child.process.wait() for child in self._trainers))
+
+    async def _forward_stop(self) -> None:
+        number = await stop_signal()
+        self._display.warn(f"{number.name}: the run is stopped in order; once more ends it at once")
+        await self._stop_run(f"the user sent {number.name}", failed=False)
+
+    async def _stop_run(self, reason: str, *, failed: bool) -> None:
+        request = status_pb2.StopRunRequest(reason=reason, failed=failed)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async with self._channel() as channel:
+                stub = status_pb2_grpc.StatusServiceStub(channel)
+                metadata = call_metadata(self._credentials)
+                await stub.StopRun(request, metadata=metadata, timeout=10.0)
+
+    async def _show_events(self) -> None:
+        async with self._channel() as channel:
+            stub = status_pb2_grpc.StatusServiceStub(channel)
+            metadata = call_metadata(self._credentials)
+            while not self._display.is_over:
+                request = status_pb2.WatchRequest(after=self._display.last_event)
+                try:
+                    async for event in stub.Watch(request, metadata=metadata, wait_for_ready=True):
+                        self._display.show(event)
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.5)
+
+    def _channel(self) -> grpc.aio.Channel:
+        return open_channel(self._config.controller.address, self._credentials)
+
+
+def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun would set for each trainer rank of a node."""
+    learner = config.learner
+    host, port = address_parts(learner.master)
+    shared = {
+        "WORLD_SIZE": str(learner.world_size),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port or free_port(host)),
+    }
+    if learner.threads:
+        shared["OMP_NUM_THREADS"] = str(learner.threads)
+    return [
+        {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank in range(num_ranks)
+    ]
+
+
+async def stop_signal() -> signal.Signals:
+    """Waits for the first SIGINT or SIGTERM; the next one has its usual effect."""
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def note(number: signal.Signals) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+        if not came.done():
+            came.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, note, number)
+    return await came
+
+
+def write_config(config: Config, folder: Path) -> Path:
+    """Writes the resolved settings to `folder`/config.toml; only the owner may read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.toml"
+    # It may hold the password of the queue.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(dump_config(config))
+    return path

@@ -1,0 +1,90 @@
+"""Trains a run again from its journal alone: `python -m slipstream.learner.trainer.replay --config F`.
+
+One rank, as torchrun starts it. No controller and no rollout server takes part: a plain loop over
+the recorded batches. On CPU every version has the digest that the journal names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.learner.controller.journal import read_batch, read_records
+from slipstream.protocol.codec import trajectory_from_pb
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import check_model, load_config
+from slipstream.protocol.errors import ProtocolError, SlipstreamError
+from slipstream.v1 import trainer_pb2
+
+USAGE_ERROR = 2
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step as the journal has it; without a digest when the run ended in the middle of it."""
+
+    batch: trainer_pb2.RecordedBatch
+    digest: str | None
+
+
+def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
+    """The steps of a journal in order; ProtocolError for a damaged one."""
+    records = list(read_records(journal))
+    digests = {
+        record["step"]: str(record["digest"]) for record in records if record["kind"] == "step"
+    }
+    for record in records:
+        if record["kind"] == "batch":
+            step, crc32 = record["step"], record["crc32"]
+            if not isinstance(step, int) or not isinstance(crc32, int):
+                raise ProtocolError(f"{journal}: a batch record without step or checksum")
+            yield RecordedStep(read_batch(journal, step, crc32), digests.get(step))
+
+
+def main() -> int:
+    """0 when every digest is the recorded one, 1 when one differs, 2 for a run that cannot be replayed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config)
+        check_model(config)
+        steps = list(recorded_steps(arguments.config.parent / "journal"))
+    except (SlipstreamError, OSError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return replay(config, steps)
+
+
+def replay(config: Config, steps: list[RecordedStep]) -> int:
+    """Trains the steps again, prints each digest on rank 0, and compares."""
+    from slipstream.learner.trainer.batch import Batch
+    from slipstream.learner.trainer.export import export_weights
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+
+    policy = open_policy(config, Launch.from_environment())
+    training = TrainingStep(policy, config)
+    different = 0
+    for recorded in steps:
+        header = recorded.batch.header
+        trajectories = tuple(trajectory_from_pb(t) for t in recorded.batch.trajectories)
+        training.run(Batch(header.step, header.batch_id, trajectories))
+        weights = export_weights(policy, config)
+        if weights is None:
+            continue
+        digest = weights.digest.hex()
+        same = digest == recorded.digest
+        different += not same and recorded.digest is not None
+        verdict = "as recorded" if same else f"recorded {recorded.digest or 'nowhere'}"
+        print(f"version {header.step + 1}  {digest}  {verdict}", flush=True)
+    policy.ranks.close()
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
