@@ -133,7 +133,7 @@ class Session:
     async def _read(self, call: JoinCall) -> None:
         """Takes orders until the stream ends, however it ends."""
         try:
-            async for message in call:
+            while isinstance(message := await call.read(), fleet_pb2.ControllerMessage):
                 await self._take(message)
         except grpc.aio.AioRpcError as error:
             log.warning("the controller's stream broke: %s", error.details() or error.code().name)

@@ -1,0 +1,155 @@
+"""An inference engine without a model: its tokens say which version sampled them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from slipstream.protocol.codec import merge_spans
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
+from slipstream.rollout_server.generation import (
+    EngineDied,
+    EngineUse,
+    FinishReason,
+    Generation,
+    GenerationFailed,
+    Sampling,
+)
+from slipstream.rollout_server.usage import UseClock
+from slipstream.v1 import weights_pb2
+
+EOS = 2
+
+
+@dataclass
+class _Request:
+    tokens: list[int] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class FakeEngine:
+    """Samples token 4 + (version mod 20), one in each round of the event loop, then the end.
+
+    `limit` holds every request before that number of its tokens, `stop_after` tokens end a reply.
+    """
+
+    num_workers = 1
+    max_model_len = 64
+    vocab_size = 32
+
+    def __init__(self) -> None:
+        self.version: PolicyVersion | None = None
+        self.running = asyncio.Event()
+        self.limit: int | None = None
+        self.stop_after = 3
+        self.fail_with: str | None = None
+        self.weights_error: str | None = None
+        self.probe: LogprobArray = np.zeros(0, dtype=np.float32)
+        self.pauses = 0
+        self.died = asyncio.Event()
+        self.closed = False
+        self._changed = asyncio.Event()
+        self._requests: dict[str, _Request] = {}
+        self._generated = 0
+        self._returned = 0
+        self._clock = UseClock()
+
+    def use(self) -> EngineUse:
+        return EngineUse(
+            generated_tokens=self._generated,
+            returned_tokens=self._returned,
+            open_requests=len(self._requests),
+            busy_s=self._clock.busy_s,
+            busy_intervals=self._clock.take_intervals(),
+        )
+
+    def let_go(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._wake()
+
+    async def wait_tokens(self, number: int) -> None:
+        """Until the engine has sampled so many tokens in all."""
+        async with asyncio.timeout(10):
+            while self._generated < number:
+                await asyncio.sleep(0)
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, max_tokens: int
+    ) -> Generation:
+        assert request_id not in self._requests
+        request = self._requests[request_id] = _Request()
+        self._clock.enter()
+        try:
+            reason = await self._sample(request, max_tokens)
+        finally:
+            del self._requests[request_id]
+            self._clock.leave()
+        self._returned += len(request.tokens)
+        return Generation(
+            token_ids=np.asarray(request.tokens, dtype=np.uint32),
+            logprobs=np.full(len(request.tokens), -0.5, dtype=np.float32),
+            version_spans=merge_spans(request.spans),
+            finish_reason=reason,
+        )
+
+    async def cancel(self, request_id: str) -> None:
+        if request_id in self._requests:
+            self._requests[request_id].cancelled = True
+            self._wake()
+
+    async def pause(self) -> None:
+        self.pauses += 1
+        self.running.clear()
+        self._wake()
+
+    async def receive_weights(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> list[bytes]:
+        assert not self.running.is_set()
+        await asyncio.sleep(0)
+        if self.weights_error is not None:
+            raise WeightSyncError(self.weights_error)
+        return [b"digest"]
+
+    async def resume(self, version: PolicyVersion) -> None:
+        self.version = version
+        self.running.set()
+        self._wake()
+
+    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+        return self.probe
+
+    async def watch(self) -> None:
+        await self.died.wait()
+        raise EngineDied("the fake engine was told to die")
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+    async def _sample(self, request: _Request, max_tokens: int) -> FinishReason:
+        while not request.cancelled:
+            if self.fail_with is not None:
+                raise GenerationFailed(self.fail_with)
+            held = self.limit is not None and len(request.tokens) >= self.limit
+            if held or not self.running.is_set():
+                await self._changed.wait()
+                continue
+            assert self.version is not None
+            last = len(request.tokens) + 1 > self.stop_after
+            request.tokens.append(EOS if last else 4 + self.version.step % 20)
+            request.spans.append(VersionSpan(1, self.version))
+            self._generated += 1
+            if last:
+                return FinishReason.STOP
+            if len(request.tokens) == max_tokens:
+                return FinishReason.LENGTH
+            await asyncio.sleep(0)
+        return FinishReason.CANCELLED
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine
+from fake_fleet import Connection, FakeFleet
+from make_tiny_model import make_tokenizer
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.types import ServerId
+from slipstream.rollout_server.renderer import Renderer
+from slipstream.rollout_server.service import RolloutServer
+from slipstream.rollout_server.workers import WorkerGateway
+from slipstream.v1 import environment_pb2 as env_pb
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def renderer(tokenizer_folder: Path) -> Renderer:
+    return Renderer(tokenizer_folder)
+
+
+@pytest.fixture
+def config(tokenizer_folder: Path, tmp_path: Path) -> Config:
+    table = {
+        "run": {"name": "test", "steps": 1, "dir": str(tmp_path)},
+        "model": {"path": str(tokenizer_folder), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 32, "max_turns": 4},
+        "rollout_server": {"max_episodes": 8},
+    }
+    return parse_config(table, source="test")
+
+
+@dataclass
+class Server:
+    """A server in this process, with an engine that has no model."""
+
+    fleet: FakeFleet
+    engine: FakeEngine
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+    async def join(self, *, step: int | None = 5) -> Connection:
+        """The next connection; serving version `step` unless that is None."""
+        connection = await self.fleet.joined()
+        if step is not None:
+            await connection.serve_version(step)
+        return connection
+
+
+StartServer = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartServer:
+    @contextlib.asynccontextmanager
+    async def start(**fleet_options: float) -> AsyncIterator[Server]:
+        engine, stop = FakeEngine(), asyncio.Event()
+        async with FakeFleet(**fleet_options) as fleet:
+            fleet.client = EchoClient()
+            gateway = WorkerGateway(tmp_path / "logs")
+            server = RolloutServer(
+                config, fleet.address, ServerId("server-0"), engine, renderer, gateway
+            )
+            task = asyncio.create_task(server.run(stop))
+            try:
+                yield Server(fleet, engine, stop, task)
+                if not task.done():
+                    stop.set()
+                    async with asyncio.timeout(20):
+                        await task
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+
+    return start
+
+
+class EchoClient:
+    """A client's environment: one prompt, then as many turns as it was given, reward 1 each."""
+
+    def __init__(self, turns: int = 1) -> None:
+        self.turns = turns
+        self.calls: list[env_pb.WorkerCommand] = []
+        self.answer_instead: Callable[[env_pb.WorkerCommand], env_pb.WorkerMessage | None] = (
+            lambda _: None
+        )
+        self._steps: dict[str, int] = {}
+
+    def __call__(self, call: object) -> env_pb.WorkerMessage:
+        command = call.command
+        self.calls.append(command)
+        instead = self.answer_instead(command)
+        if instead is not None:
+            return instead
+        match command.WhichOneof("command"):
+            case "reset":
+                messages = [env_pb.ChatMessage(role="user", content="a b")]
+                return env_pb.WorkerMessage(observation=env_pb.Observation(messages=messages))
+            case "step":
+                key = command.step.episode_key
+                self._steps[key] = self._steps.get(key, 0) + 1
+                done = self._steps[key] >= self.turns
+                messages = [] if done else [env_pb.ChatMessage(role="user", content="c")]
+                verdict = env_pb.Verdict(
+                    reward=1.0, done=done, messages=messages, metrics={"turns": self._steps[key]}
+                )
+                return env_pb.WorkerMessage(verdict=verdict)
+        return env_pb.WorkerMessage(pong=env_pb.Pong())

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_fleet import FakeFleet
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
+from slipstream.rollout_server.generation import EngineDied
+from slipstream.rollout_server.service import wait_for_controller
+from slipstream.v1 import environment_pb2 as env_pb
+from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
+
+
+def by_member(trajectories):
+    return sorted(trajectories, key=lambda t: (t.member, t.attempt))
+
+
+async def test_a_leased_group_comes_back_whole(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        connection.lease("g1")
+        trajectories = by_member(await server.fleet.wait_trajectories(4))
+        report = await connection.wait_for("lease")
+    assert (report.group_id, report.closed) == ("g1", True)
+    assert [t.member for t in trajectories] == [0, 1, 2, 3]
+    first = trajectories[0]
+    assert first.run_id == "test-run"
+    assert first.server_id == "server-0"
+    assert first.server_epoch == connection.hello.server_epoch
+    assert (first.task_index, first.seed, first.purpose) == (3, 7, Purpose.TRAINING)
+    assert first.status is Status.COMPLETED
+    assert first.reward == 1.0
+    # <s> a b <reply>, then three tokens of version 5 and the end of the sequence.
+    assert first.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2]
+    assert first.run_lengths == (4, 4)
+    assert [tuple(span) for span in first.version_spans] == [(4, PolicyVersion(0, 5))]
+    assert first.prompt_text == "<s> a b <reply>"
+    assert first.reply_text == "f f f"
+
+
+async def test_the_hello_says_what_the_server_has_room_for(start_server, config) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=None)
+    hello = connection.hello
+    assert (hello.server_id, hello.max_episodes, hello.engine_workers) == ("server-0", 8, 1)
+    assert (hello.max_model_len, hello.vocab_size) == (64, 32)
+    assert hello.queue_bytes == config.queue.max_bytes
+
+
+async def test_later_turns_append_only_new_tokens(start_server) -> None:
+    async with start_server() as server:
+        server.fleet.client.turns = 2
+        connection = await server.join()
+        connection.lease("g1", members=[0])
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    # The reply ends with </s>, as the template ends it: it is not repeated before "c".
+    assert trajectory.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2, 6, 3, 9, 9, 9, 2]
+    assert trajectory.run_lengths == (4, 4, 2, 4)
+    assert (trajectory.num_turns, trajectory.reward) == (2, 2.0)
+    assert trajectory.metrics == {"turns": 2.0}
+
+
+async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> None:
+    async with start_server() as server:
+        server.engine.stop_after = 100
+        connection = await server.join()
+        connection.lease("g1", members=[0])
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.status is Status.TRUNCATED
+    assert trajectory.reward == 1.0
+    steps = [c.step for c in server.fleet.client.calls if c.HasField("step")]
+    assert [step.truncated for step in steps] == [True]
+
+
+async def test_an_episode_ends_where_its_context_is_full(start_server) -> None:
+    async with start_server() as server:
+        server.fleet.client.turns = 100
+        connection = await server.join()
+        sampling = fleet_pb2.SamplingSettings(
+            temperature=1, top_p=1, max_reply_tokens=4, max_turns=100, max_episode_tokens=13
+        )
+        connection.lease("g1", members=[0], sampling=sampling)
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.status is Status.TRUNCATED
+    assert trajectory.run_lengths == (4, 4, 2, 3)
+    assert trajectory.reward == 2.0
+
+
+async def test_a_prompt_without_room_for_a_reply_fails(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join()
+        sampling = fleet_pb2.SamplingSettings(
+            temperature=1, top_p=1, max_reply_tokens=4, max_turns=1, max_episode_tokens=4
+        )
+        connection.lease("g1", members=[0], sampling=sampling, max_attempts=1)
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+    assert "max_episode_tokens = 4" in trajectory.failure.message
+
+
+async def test_failed_members_run_again_and_every_attempt_is_delivered(start_server) -> None:
+    async with start_server() as server:
+
+        def fail_first_attempts(command):
+            if ".1.1." in command.reset.episode_key or ".1.2." in command.reset.episode_key:
+                failure = trajectory_pb2.Failure(message="broken task")
+                return env_pb.WorkerMessage(failure=failure)
+            return None
+
+        server.fleet.client.answer_instead = fail_first_attempts
+        connection = await server.join()
+        connection.lease("g1", members=[0, 1], first_attempt=1, max_attempts=4)
+        trajectories = by_member(await server.fleet.wait_trajectories(4))
+        await connection.wait_for("lease")
+    assert [(t.member, t.attempt, t.status.name, t.will_retry) for t in trajectories] == [
+        (0, 1, "COMPLETED", False),
+        (1, 1, "FAILED", True),
+        (1, 2, "FAILED", True),
+        (1, 3, "COMPLETED", False),
+    ]
+    assert trajectories[1].failure.kind is FailureKind.ENVIRONMENT
+    assert trajectories[1].failure.message == "broken task"
+
+
+async def test_the_last_attempt_is_not_tried_again(start_server) -> None:
+    async with start_server() as server:
+        server.engine.fail_with = "no memory"
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=2)
+        trajectories = await server.fleet.wait_trajectories(2)
+        await connection.wait_for("lease")
+    assert [t.will_retry for t in trajectories] == [True, False]
+    assert trajectories[0].failure.kind is FailureKind.ENGINE
+
+
+async def test_a_reward_that_is_no_number_is_the_environments_failure(start_server) -> None:
+    async with start_server() as server:
+
+        def nan(command):
+            if command.HasField("step"):
+                return env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=float("nan"), done=True))
+            return None
+
+        server.fleet.client.answer_instead = nan
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=1)
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+    assert trajectory.num_sampled_tokens == 4
+
+
+async def test_a_lost_client_fails_the_calls_it_had(start_server) -> None:
+    async with start_server() as server:
+        server.fleet.client = None
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=1)
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+
+
+async def test_a_cancelled_lease_delivers_what_was_sampled(start_server) -> None:
+    async with start_server() as server:
+        server.engine.limit = 2
+        connection = await server.join()
+        connection.lease("g1")
+        await server.engine.wait_tokens(8)
+        connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
+        trajectories = await server.fleet.wait_trajectories(4)
+        await connection.wait_for("lease")
+        beat = await connection.wait_quiet()
+    assert {t.status for t in trajectories} == {Status.CANCELLED}
+    assert {t.run_lengths for t in trajectories} == {(4, 2)}
+    assert (beat.generated_tokens, beat.ended_tokens, beat.in_flight_tokens) == (8, 8, 0)
+
+
+async def test_episodes_beyond_the_limit_wait(start_server) -> None:
+    async with start_server() as server:
+        server.engine.limit = 1
+        connection = await server.join()
+        for number in range(3):
+            connection.lease(f"g{number}")
+        beat = await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 8)
+        assert (beat.open_episodes, beat.waiting_episodes) == (8, 4)
+        server.engine.let_go()
+        await server.fleet.wait_trajectories(12)
+
+
+async def test_a_publish_during_generation_stamps_both_spans(start_server) -> None:
+    async with start_server() as server:
+        server.engine.limit = 2
+        connection = await server.join(step=5)
+        connection.lease("g1", members=[0])
+        await server.engine.wait_tokens(2)
+        report = await connection.serve_version(6)
+        server.engine.let_go()
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+        beat = await connection.wait_quiet()
+    assert trajectory.token_ids.tolist()[4:] == [9, 9, 10, 2]
+    assert [tuple(span) for span in trajectory.version_spans] == [
+        (2, PolicyVersion(0, 5)),
+        (2, PolicyVersion(0, 6)),
+    ]
+    assert report.paused_s > 0
+    assert beat.paused_s == pytest.approx(report.paused_s)
+
+
+async def test_loading_reports_the_digests(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=None)
+        version = trajectory_pb2.PolicyVersion(step=1)
+        order = weights_pb2.PublishOrder(publish_id="p", version=version)
+        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
+        assert list(report.bucket_digests) == [b"digest"]
+        assert not server.engine.running.is_set()
+
+
+async def test_an_aborted_publish_leaves_it_stale_until_the_next(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        connection.lease("g1", members=[0])
+        server.engine.limit = 1
+        order = weights_pb2.PublishOrder(publish_id="p")
+        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
+        connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="test"))
+        server.engine.let_go()
+        # A commit that comes too late changes nothing.
+        connection.send(commit=fleet_pb2.CommitPublish(publish_id="p"))
+        await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+        assert not server.engine.running.is_set()
+        await connection.serve_version(6)
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.status is Status.COMPLETED
+
+
+async def test_a_failed_receive_is_reported_and_can_be_repeated(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        server.engine.weights_error = "a bucket did not arrive"
+        order = weights_pb2.PublishOrder(publish_id="p")
+        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+        assert report.message == "a bucket did not arrive"
+        assert not server.engine.running.is_set()
+        server.engine.weights_error = None
+        await connection.serve_version(6)
+        assert server.engine.running.is_set()
+
+
+async def test_trajectories_wait_for_the_verdict_on_the_probe(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        server.engine.probe = server.engine.probe + 1
+        report = await connection.serve_version(6, probe=weights_pb2.Probe(lengths=[1]))
+        connection.lease("g1")
+        beat = await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 16)
+        assert (beat.open_episodes, server.fleet.trajectories) == (0, [])
+        verdict = fleet_pb2.ProbeVerdict(publish_id=report.publish_id, passed=True)
+        connection.send(probe_verdict=verdict)
+        trajectories = await server.fleet.wait_trajectories(4)
+    assert {t.status for t in trajectories} == {Status.COMPLETED}
+
+
+async def test_a_bad_verdict_cancels_what_ran_and_what_waited(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        report = await connection.serve_version(6, probe=weights_pb2.Probe(lengths=[1]))
+        connection.lease("g1")
+        await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 16)
+        server.engine.limit = 1
+        connection.lease("g2")
+        await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 4)
+        verdict = fleet_pb2.ProbeVerdict(publish_id=report.publish_id, passed=False)
+        connection.send(probe_verdict=verdict)
+        trajectories = await server.fleet.wait_trajectories(8)
+        assert {t.status for t in trajectories} == {Status.CANCELLED}
+        assert not server.engine.running.is_set()
+
+
+async def test_heartbeats_close_the_ledger_while_episodes_run(start_server) -> None:
+    async with start_server() as server:
+        server.fleet.client.turns = 3
+        connection = await server.join()
+        for number in range(6):
+            connection.lease(f"g{number}")
+        await server.fleet.wait_trajectories(24)
+        beat = await connection.wait_quiet()
+    beats = [m.heartbeat for m in connection.messages if m.HasField("heartbeat")]
+    for report in beats:
+        assert report.generated_tokens == report.in_flight_tokens + report.ended_tokens
+    assert beat.ended_tokens == sum(t.num_sampled_tokens for t in server.fleet.trajectories)
+    assert beat.busy_s > 0
+    assert sum(i.end_s - i.start_s for b in beats for i in b.busy_intervals) == pytest.approx(
+        beat.busy_s, abs=1e-3
+    )
+
+
+async def test_a_server_that_is_told_to_stop_drains(start_server) -> None:
+    async with start_server() as server:
+        server.engine.limit = 2
+        connection = await server.join()
+        connection.lease("g1")
+        await server.engine.wait_tokens(8)
+        server.stop.set()
+        await server.task
+        drained = await connection.wait_for("drained")
+    assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
+    assert (drained.generated_tokens, drained.ended_tokens, drained.open_episodes) == (8, 8, 0)
+    assert drained.queued_bytes == 0
+    assert connection.messages[-1].HasField("drained")
+
+
+async def test_the_controller_can_drain_a_server(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join()
+        connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
+        await server.task
+        await connection.wait_for("drained")
+
+
+async def test_a_lost_stream_ends_what_runs_and_joins_in_a_new_epoch(start_server) -> None:
+    async with start_server() as server:
+        server.engine.limit = 2
+        first = await server.join(step=5)
+        first.lease("g1")
+        await server.engine.wait_tokens(8)
+        first.hang_up()
+        second = await server.fleet.joined()
+        assert second.hello.server_epoch != first.hello.server_epoch
+        assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
+        assert not server.engine.running.is_set()
+        server.engine.let_go()
+        await second.serve_version(6)
+        second.lease("g2", members=[0])
+        trajectories = await server.fleet.wait_trajectories(5)
+        beat = await second.wait_quiet()
+    assert trajectories[-1].server_epoch == second.hello.server_epoch
+    assert (beat.generated_tokens, beat.ended_tokens) == (4, 4)
+
+
+async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> None:
+    async with start_server(heartbeat_timeout_s=10.0) as server:
+        server.engine.limit = 2
+        connection = await server.join()
+        connection.lease("g1")
+        await server.engine.wait_tokens(8)
+        connection.hang_up()
+        await connection.ended.wait()
+        server.engine.let_go()
+        await server.fleet.joined()
+        trajectories = await server.fleet.wait_trajectories(4)
+    assert {t.status for t in trajectories} == {Status.COMPLETED}
+
+
+async def test_the_death_of_the_engine_ends_the_server_with_its_cause(start_server) -> None:
+    async with start_server() as server:
+        await server.join()
+        server.engine.died.set()
+        with pytest.raises(ExceptionGroup) as caught:
+            await server.task
+    assert caught.group_contains(EngineDied, match="told to die")
+
+
+async def test_a_refusal_is_final(start_server) -> None:
+    async with start_server() as server:
+        server.fleet.refusal = "protocol version 1, the controller speaks 2"
+        with pytest.raises(ConfigError, match="the controller speaks 2"):
+            await server.task
+
+
+async def test_nothing_at_the_address_is_one_clear_line() -> None:
+    async with FakeFleet() as fleet:
+        await wait_for_controller(fleet.address, 5.0)
+    with pytest.raises(ConfigError, match=f"no controller answers at {fleet.address} within 0.3 s"):
+        await asyncio.wait_for(wait_for_controller(fleet.address, 0.3), 5.0)
