@@ -1,0 +1,283 @@
+"""The trainer as a program, with a controller that follows a script and a receiver of plain torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fake_controller import (
+    FakeController,
+    batch_order,
+    make_batch,
+    publish_order,
+    stop_order,
+)
+from make_tiny_model import make_model, make_tokenizer
+from safetensors.torch import load_file
+from slipstream.protocol.buckets import bucket_digest, layout_from_pb, weight_digest
+from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
+from slipstream.protocol.config_file import dump_config, parse_config
+from slipstream.v1 import trainer_pb2, weights_pb2
+
+TIMEOUT_S = 100
+BATCHES = [
+    make_batch(step, num_groups=4, group_size=4, vocab_size=32, max_tokens=24) for step in range(3)
+]
+
+
+class Receiver:
+    """Joins the communicator that a publish announces, and receives every publish until it is left."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroupGloo | None = None
+        self.received: list[dict[str, torch.Tensor]] = []
+        self.digests: list[list[bytes]] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self, publish: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
+        thread = threading.Thread(target=self._receive, args=(publish,))
+        thread.start()
+        self._threads.append(thread)
+        return [weights_pb2.Receiver(server_id="server", first_rank=1, num_workers=1)]
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(30)
+
+    def _receive(self, publish: trainer_pb2.PublishStart) -> None:
+        where = publish.communicator
+        if self.group is None:
+            store = dist.TCPStore(
+                where.store_host, where.store_port, is_master=False, wait_for_workers=False
+            )
+            self.group = dist.ProcessGroupGloo(
+                dist.PrefixStore(where.communicator_id, store),
+                1,
+                where.world_size,
+                timedelta(seconds=10),
+            )
+        tensors, digests = {}, []
+        for bucket in layout_from_pb(publish.layout):
+            data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            self.group.broadcast(data, 0).wait()
+            digests.append(bucket_digest(data.numpy().data))
+            for span in bucket.spans:
+                raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes]
+                dtype = getattr(torch, span.tensor.dtype)
+                tensors[span.tensor.name] = raw.view(dtype).reshape(span.tensor.shape)
+        self.received.append(tensors)
+        self.digests.append(digests)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    make_model(
+        folder,
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        seed=0,
+    )
+    return folder
+
+
+def start_trainer(
+    folder: Path, model: Path, address: str, *, world_size: int = 1, **learner: object
+) -> list[subprocess.Popen[str]]:
+    config = parse_config(
+        {
+            "run": {"name": "program", "steps": 3, "dir": str(folder)},
+            "model": {"path": str(model), "dtype": "float32"},
+            "algorithm": {
+                "group_size": 4,
+                "groups_per_step": 4,
+                "max_staleness": 1,
+                "learning_rate": 1e-3,
+            },
+            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24},
+            "controller": {"address": address},
+            "learner": {"world_size": world_size, "timeout_s": 60.0, **learner},
+            "weights": {"bucket_mib": 1},
+        },
+        source="test",
+    )
+    path = folder / "resolved.toml"
+    path.write_text(dump_config(config))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(world_size):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        with (folder / f"rank-{rank}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "slipstream.learner.trainer", "--config", str(path)],
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    return processes
+
+
+def finish(processes: list[subprocess.Popen[str]], folder: Path) -> list[int]:
+    """Exit statuses; a rank that does not end fails the test with its log."""
+    try:
+        return [process.wait(TIMEOUT_S) for process in processes]
+    except subprocess.TimeoutExpired:
+        pytest.fail((folder / "rank-0.log").read_text()[-3000:])
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Path) -> None:
+    receiver = Receiver()
+    orders = [
+        publish_order(0, new_communicator=True, verify=True),
+        batch_order(BATCHES[0]),
+        publish_order(1, new_communicator=False, verify=False),
+        batch_order(BATCHES[1]),
+        publish_order(2, new_communicator=False, verify=True),
+        stop_order(),
+    ]
+    with FakeController(orders, on_start_publish=receiver.start) as controller:
+        statuses = finish(start_trainer(tmp_path, model, controller.address), tmp_path)
+    receiver.join()
+    log = (tmp_path / "rank-0.log").read_text()
+    assert statuses == [0], log[-3000:]
+    assert controller.failures == []
+
+    stored = load_file(model / "model.safetensors")
+    final = load_file(tmp_path / "program" / "checkpoints" / "final" / "model.safetensors")
+    assert set(receiver.received[0]) == set(stored)
+    assert all(torch.equal(receiver.received[0][name], stored[name]) for name in stored)
+    assert all(torch.equal(receiver.received[2][name], final[name]) for name in final)
+    assert not torch.equal(receiver.received[1]["lm_head.weight"], stored["lm_head.weight"])
+
+    assert [r.error for r in controller.results] == ["", "", ""]
+    assert [list(r.bucket_digests) for r in controller.results] == receiver.digests
+    assert len({s.communicator.store_port for s in controller.starts[:1]}) == 1
+    hello, goodbye = controller.hello, controller.goodbye
+    assert hello is not None
+    assert goodbye is not None
+    assert hello.weight_digest == weight_digest(receiver.digests[0])
+    assert hello.num_parameters == sum(tensor.numel() for tensor in stored.values())
+    assert [s.weight_digest for s in controller.steps] == [
+        weight_digest(digests) for digests in receiver.digests[1:]
+    ]
+    assert goodbye.weight_digest == controller.steps[1].weight_digest
+    assert [(s.step, s.version.step, s.batch_id) for s in controller.steps] == [
+        (0, 1, "batch-0"),
+        (1, 2, "batch-1"),
+    ]
+    assert controller.steps[1].metrics["lag_max"] == 1.0
+
+    check_probe(controller.results[0].probe, receiver.received[0], model, first=8)
+    assert not controller.results[1].HasField("probe")
+    check_probe(controller.results[2].probe, receiver.received[2], model, first=None)
+
+
+def check_probe(
+    probe: weights_pb2.Probe, weights: dict[str, torch.Tensor], model: Path, *, first: int | None
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    plain.load_state_dict(weights)
+    assert len(probe.lengths) == 8
+    assert max(probe.lengths) < 24
+    if first is None:
+        expected = BATCHES[1].trajectories[0].token_ids[:23]
+        assert unpack_tokens(probe.token_ids)[: len(expected)].tolist() == expected.tolist()
+    else:
+        assert probe.lengths[0] == first
+    token_ids = torch.from_numpy(unpack_tokens(probe.token_ids).astype(np.int64))
+    found = []
+    with torch.no_grad():
+        for ids in token_ids.split(list(probe.lengths)):
+            logprobs = plain(ids[None]).logits[0, :-1].log_softmax(-1)
+            found.append(logprobs.gather(1, ids[1:, None])[:, 0])
+    expected = torch.from_numpy(unpack_logprobs(probe.expected_logprobs).copy())
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_same_batches_give_the_same_bits(tmp_path: Path, model: Path) -> None:
+    digests = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), stop_order()]
+        with FakeController(orders) as controller:
+            processes = start_trainer(folder, model, controller.address, export_final=False)
+            assert finish(processes, folder) == [0]
+        digests.append([report.weight_digest for report in controller.steps])
+    assert digests[0] == digests[1]
+
+
+def test_sigterm_ends_the_trainer_in_order_while_it_waits(tmp_path: Path, model: Path) -> None:
+    with FakeController([batch_order(BATCHES[0])]) as controller:
+        processes = start_trainer(tmp_path, model, controller.address, world_size=2)
+        assert controller.asked.wait(TIMEOUT_S)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        assert finish(processes, tmp_path) == [0, 0]
+    assert controller.goodbye is not None
+    assert controller.goodbye.weight_digest == controller.steps[0].weight_digest
+    assert controller.goodbye.export_path == ""
+    assert controller.failures == []
+
+
+def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path: Path, model: Path) -> None:
+    with FakeController([]) as controller:
+        processes = start_trainer(tmp_path, model, controller.address, world_size=2)
+        assert controller.asked.wait(TIMEOUT_S)
+        processes[1].kill()
+        assert finish(processes, tmp_path) == [1, -signal.SIGKILL]
+    assert [failure.rank for failure in controller.failures] == [0]
+    assert controller.failures[0].message
+    assert controller.goodbye is None
+
+
+def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path) -> None:
+    orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), batch_order(with_old_token())]
+    with FakeController(orders) as controller:
+        assert finish(start_trainer(tmp_path, model, controller.address), tmp_path) == [1]
+    assert len(controller.steps) == 2
+    assert "StalenessError: step 2" in controller.failures[0].message
+    assert "a lag of 2" in controller.failures[0].message
+
+
+def with_old_token():
+    from dataclasses import replace
+
+    from slipstream.protocol.types import PolicyVersion, VersionSpan
+
+    first, *rest = BATCHES[2].trajectories
+    number = first.num_sampled_tokens
+    spans = (
+        VersionSpan(1, PolicyVersion(0, 0)),
+        VersionSpan(number - 1, PolicyVersion(0, 2)),
+    )
+    return replace(BATCHES[2], trajectories=(replace(first, version_spans=spans), *rest))
