@@ -1,0 +1,163 @@
+"""Sums that can be checked, from easy to hard: for models that can read."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from slipstream.client.environment import Environment, Message, StepResult
+
+OPERATIONS = ("+", "-", "*")
+MAX_DIGITS = 9
+# One in so many tasks is held out.
+HELDOUT_ONE_IN = 10
+
+# A sign belongs to a number unless it follows another one: "12-3" ends in 3.
+NUMBER = re.compile(r"(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])-?\d+(?:\.\d+)?|\d+")
+LAST_LINE = re.compile(r"answer:\s*(\S+)", re.IGNORECASE)
+
+INSTRUCTIONS = {
+    "number": "What is {task}? Reply with the number only.",
+    "line": "What is {task}? Think, then end your reply with a line of the form\nAnswer: NUMBER",
+}
+
+
+class Sum(NamedTuple):
+    """One task."""
+
+    left: int
+    operation: str
+    right: int
+
+    @property
+    def answer(self) -> int:
+        """The right result."""
+        match self.operation:
+            case "+":
+                return self.left + self.right
+            case "-":
+                return self.left - self.right
+            case _:
+                return self.left * self.right
+
+    @property
+    def is_heldout(self) -> bool:
+        """Depends on the operands alone, whatever the seed; a + b and b + a are never apart."""
+        operands = sorted((self.left, self.right))
+        key = f"{operands[0]}{self.operation}{operands[1]}".encode()
+        return hashlib.blake2b(key, digest_size=8).digest()[0] % HELDOUT_ONE_IN == 0
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.operation} {self.right}"
+
+
+class Arithmetic(Environment[Sum]):
+    """`left operation right` with operands of `min_digits` to `digits` digits.
+
+    Reward 1 for the right integer, `format_credit` for a wrong one in the asked-for form, else 0.
+    The answer of a reply is its last number (`format="number"`), or the number in its last line
+    "Answer: NUMBER" (`format="line"`). Differences are never negative. A tenth of all tasks is
+    held out by a hash of the operands: no seed brings them into training.
+    """
+
+    def __init__(
+        self,
+        digits: int = 2,
+        operations: Sequence[str] = ("+", "-"),
+        num_tasks: int | None = None,
+        split: Literal["train", "heldout"] = "train",
+        seed: int = 0,
+        *,
+        min_digits: int | None = None,
+        instruction: str | None = None,
+        format: Literal["number", "line"] = "number",
+        format_credit: float = 0.1,
+    ) -> None:
+        """`num_tasks` different tasks, or no end of them; `instruction` contains "{task}"."""
+        self._min_digits = digits if min_digits is None else min_digits
+        if not 1 <= self._min_digits <= digits <= MAX_DIGITS:
+            raise ValueError(
+                f"digits must be from min_digits to {MAX_DIGITS}, "
+                f"got {self._min_digits} and {digits}"
+            )
+        if not operations or not set(operations) <= set(OPERATIONS):
+            raise ValueError(f"operations must be some of {OPERATIONS}, got {operations}")
+        if split not in ("train", "heldout"):
+            raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
+        if format not in INSTRUCTIONS:
+            raise ValueError(f"format must be one of {tuple(INSTRUCTIONS)}, got {format!r}")
+        if not 0 <= format_credit < 1:
+            raise ValueError(f"format_credit must be from 0 to below 1, got {format_credit}")
+        self._instruction = INSTRUCTIONS[format] if instruction is None else instruction
+        if "{task}" not in self._instruction:
+            raise ValueError(f"instruction must contain {{task}}, got {instruction!r}")
+        self._digits = digits
+        self._operations = tuple(operations)
+        self._is_heldout = split == "heldout"
+        self._seed = seed
+        self._format = format
+        self._format_credit = format_credit
+        self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
+        self._task = Sum(0, "+", 0)
+
+    def tasks(self) -> list[Sum] | Iterator[Sum]:
+        """A list, or a seeded iterator without end."""
+        return self._draw() if self._tasks is None else self._tasks
+
+    def reset(self, task: Sum) -> list[Message]:
+        """Asks."""
+        self._task = task
+        return [Message("user", self._instruction.replace("{task}", str(task)))]
+
+    def step(self, reply: str) -> StepResult:
+        """Checks."""
+        answer = find_answer(reply, self._format)
+        is_right = answer == self._task.answer
+        reward = 1.0 if is_right else self._format_credit if answer is not None else 0.0
+        return StepResult(reward, metrics={"right": is_right, "well_formed": answer is not None})
+
+    def _draw(self) -> Iterator[Sum]:
+        generator = random.Random(self._seed)
+        while True:
+            operation = generator.choice(self._operations)
+            left, right = self._operand(generator), self._operand(generator)
+            if operation == "-":
+                left, right = max(left, right), min(left, right)
+            task = Sum(left, operation, right)
+            if task.is_heldout == self._is_heldout:
+                yield task
+
+    def _draw_different(self, num_tasks: int) -> list[Sum]:
+        if num_tasks < 1:
+            raise ValueError(f"num_tasks must be at least 1, got {num_tasks}")
+        found: dict[Sum, None] = {}
+        for task in itertools.islice(self._draw(), 20 * num_tasks + 2000):
+            found[task] = None
+            if len(found) == num_tasks:
+                return list(found)
+        raise ValueError(f"num_tasks must be at most {len(found)} here, got {num_tasks}")
+
+    def _operand(self, generator: random.Random) -> int:
+        digits = generator.randint(self._min_digits, self._digits)
+        return generator.randrange(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
+
+
+def find_answer(reply: str, format: Literal["number", "line"]) -> float | None:
+    """The number that a reply gives as its answer; None when it gives none."""
+    text = reply
+    if format == "line":
+        last = reply.strip().rsplit("\n", 1)[-1].strip()
+        match = LAST_LINE.fullmatch(last)
+        if match is None:
+            return None
+        text = match[1]
+    numbers = NUMBER.findall(text)
+    # No task has an answer of so many digits, and reading it would take long.
+    if not numbers or len(numbers[-1]) > 40:
+        return None
+    number = numbers[-1].replace(",", "")
+    return float(number) if "." in number else int(number)
