@@ -32,11 +32,11 @@ RETRY_PAUSE_S = 0.5
 class ControllerClient:
     """Calls of one trainer rank; close it after use.
 
-    Every method raises RunFailed when the controller stays away for 30 s, misses the call's
+    Every method raises RunFailed when the controller stays away for `retry_s`, misses the call's
     deadline or refuses it.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, retry_s: float = RETRY_S) -> None:
         credentials = Credentials.load(config.security)
         self._address = config.controller.address
         self._channel = open_blocking_channel(self._address, credentials)
@@ -44,6 +44,7 @@ class ControllerClient:
         self._metadata = call_metadata(credentials)
         # Half of what the other ranks wait for, so that they outlast a call that rank 0 gives up.
         self._long_timeout_s = config.learner.timeout_s / 2
+        self._retry_s = retry_s
         self._stop_reason: str | None = None
         self._next_call: Stub | None = None
 
@@ -130,7 +131,7 @@ class ControllerClient:
     def _retried(
         self, name: str, call: Callable[..., Answer], request: object, timeout: float
     ) -> Answer:
-        give_up = time.monotonic() + RETRY_S
+        give_up = time.monotonic() + self._retry_s
         while True:
             try:
                 return call(request, timeout=timeout)

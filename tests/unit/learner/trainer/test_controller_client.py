@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from fake_controller import FakeController, batch_order, make_batch
+from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import trainer_pb2 as pb
+
+
+def config(address: str, tmp_path: Path) -> Config:
+    return parse_config(
+        {
+            "run": {"name": "client", "steps": 1},
+            "model": {"path": str(tmp_path)},
+            "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+            "controller": {"address": address},
+        },
+        source="test",
+    )
+
+
+def test_next_hands_out_all_messages_of_an_order(tmp_path: Path) -> None:
+    order = batch_order(make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=8))
+    with FakeController([order]) as controller:
+        client = ControllerClient(config(controller.address, tmp_path))
+        assert client.next(PolicyVersion(0, 0)) == order
+        client.close()
+
+
+def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:
+    with FakeController([]) as controller:
+        client = ControllerClient(config(controller.address, tmp_path))
+        waiter = threading.Thread(target=lambda: (controller.asked.wait(10), client.stop("now")))
+        waiter.start()
+        assert client.next(PolicyVersion(0, 0)) == [pb.Directive(stop=pb.StopOrder(reason="now"))]
+        assert client.next(PolicyVersion(0, 0)) == [pb.Directive(stop=pb.StopOrder(reason="now"))]
+        waiter.join()
+        client.close()
+
+
+def test_controller_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    controller = FakeController([])
+    client = ControllerClient(config(controller.address, tmp_path))
+    timer = threading.Timer(1.0, controller.__enter__)
+    timer.start()
+    assert client.register(pb.TrainerHello(world_size=1)) == "run"
+    timer.join()
+    controller.__exit__()
+    client.close()
+
+
+def test_controller_that_stays_away_fails_the_run(tmp_path: Path) -> None:
+    client = ControllerClient(config("127.0.0.1:1", tmp_path), retry_s=1.0)
+    with pytest.raises(RunFailed, match=r"127\.0\.0\.1:1 failed Register: UNAVAILABLE"):
+        client.register(pb.TrainerHello(world_size=1))
+    client.report_failure(pb.TrainerFailure(message="unheard"))
+    client.close()

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_controller import make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.learner.trainer.packing import (
+    TrainingSequence,
+    build_micro_batch,
+    plan_micro_batches,
+)
+from slipstream.protocol.errors import ConfigError
+
+MAX_TOKENS = 50
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, MAX_TOKENS), max_size=60),
+    dp_size=st.integers(1, 5),
+    multiple=st.integers(1, 3),
+)
+def test_plan_deals_every_sequence_once_within_the_budget_and_equally_often(
+    lengths: list[int], dp_size: int, multiple: int
+) -> None:
+    plan = plan_micro_batches(lengths, max_tokens=MAX_TOKENS, dp_size=dp_size, multiple=multiple)
+    assert len(plan) == dp_size
+    assert len({len(share) for share in plan}) == 1
+    assert len(plan[0]) % multiple == 0
+    assert len(plan[0]) >= 1
+    members = [index for share in plan for micro_batch in share for index in micro_batch]
+    assert sorted(members) == list(range(len(lengths)))
+    for share in plan:
+        for micro_batch in share:
+            assert sum(lengths[index] for index in micro_batch) <= MAX_TOKENS
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60),
+    dp_size=st.integers(1, 4),
+)
+def test_plan_needs_at_most_twice_the_fewest_possible_micro_batches(
+    lengths: list[int], dp_size: int
+) -> None:
+    plan = plan_micro_batches(lengths, max_tokens=MAX_TOKENS, dp_size=dp_size)
+    assert len(plan[0]) <= -(-2 * sum(lengths) // MAX_TOKENS // dp_size) + 1
+
+
+def test_plan_levels_the_ranks() -> None:
+    plan = plan_micro_batches([30, 20, 20, 10, 5, 5], max_tokens=50, dp_size=2)
+    loads = [sum([30, 20, 20, 10, 5, 5][i] for m in share for i in m) for share in plan]
+    assert loads == [45, 45]
+
+
+def test_plan_of_fewer_sequences_than_ranks_leaves_empty_micro_batches() -> None:
+    assert sorted(plan_micro_batches([7], max_tokens=10, dp_size=3)) == [[[]], [[]], [[0]]]
+
+
+def test_sequence_that_no_micro_batch_can_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="51 tokens does not fit"):
+        plan_micro_batches([3, 51], max_tokens=50, dp_size=1)
+
+
+def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> TrainingSequence:
+    """`trained[i]`: the prediction of token i is trained."""
+    mask = np.array([*trained[1:], False])
+    return TrainingSequence(
+        token_ids=np.array(token_ids),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        lags=mask.astype(np.int32),
+        advantage=advantage,
+    )
+
+
+def test_micro_batch_lays_sequences_side_by_side() -> None:
+    first = sequence([5, 6, 7], [False, True, True], 0.5)
+    second = sequence([8, 9], [False, True], -1.0)
+    found = build_micro_batch([first, second], [1, 0])
+    assert found.token_ids.tolist() == [8, 9, 5, 6, 7]
+    assert found.position_ids.tolist() == [0, 1, 0, 1, 2]
+    assert found.targets.tolist() == [9, 0, 6, 7, 0]
+    assert found.loss_mask.tolist() == [True, False, True, True, False]
+    assert found.advantages.tolist() == [-1.0, -1.0, 0.5, 0.5, 0.5]
+    assert found.behavior_logprobs.tolist() == [-0.5, 0, -0.5, -0.5, 0]
+    assert found.lags.tolist() == [1, 0, 1, 1, 0]
+    assert found.cu_seqlens.tolist() == [0, 2, 5]
+    assert found.max_seqlen == 3
+    assert found.indices == (1, 0)
+
+
+def test_filler_makes_the_tokens_a_multiple_and_carries_no_loss() -> None:
+    found = build_micro_batch([sequence([5, 6, 7], [False, True, True], 1.0)], [0], multiple=4)
+    assert found.token_ids.tolist() == [5, 6, 7, 0]
+    assert found.cu_seqlens.tolist() == [0, 3, 4]
+    assert found.loss_mask.tolist() == [True, True, False, False]
+    assert found.indices == (0,)
+
+
+def test_empty_micro_batch_is_one_token_of_filler() -> None:
+    found = build_micro_batch([], [])
+    assert found.token_ids.tolist() == [0]
+    assert found.loss_mask.tolist() == [False]
+    assert found.cu_seqlens.tolist() == [0, 1]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), multiple=st.integers(1, 8))
+def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(
+    seed: int, multiple: int
+) -> None:
+    batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
+    sequences = [
+        TrainingSequence.of_trajectory(t, advantage=t.reward - 0.5, step=batch.step)
+        for t in batch.trajectories
+    ]
+    found = build_micro_batch(sequences, range(6), multiple=multiple)
+    assert len(found.token_ids) % multiple == 0
+    mask = found.loss_mask
+    sampled = [t.token_ids[t.sampled_mask()] for t in batch.trajectories]
+    assert found.targets[mask].tolist() == np.concatenate(sampled).tolist()
+    behavior = np.concatenate([t.behavior_logprobs for t in batch.trajectories])
+    assert found.behavior_logprobs[mask].tolist() == behavior.tolist()
+    versions = [
+        seed - span.version.step
+        for t in batch.trajectories
+        for span in t.version_spans
+        for _ in range(span.length)
+    ]
+    assert found.lags[mask].tolist() == versions
+
+
+def test_token_sampled_without_any_context_is_left_out() -> None:
+    batch = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4)
+    from dataclasses import replace
+
+    trajectory = batch.trajectories[0]
+    number = len(trajectory.token_ids)
+    alone = replace(
+        trajectory,
+        run_lengths=(0, number),
+        behavior_logprobs=-np.arange(number, dtype=np.float32),
+        version_spans=(trajectory.version_spans[0]._replace(length=number),),
+    )
+    found = TrainingSequence.of_trajectory(alone, advantage=1.0, step=0)
+    assert found.loss_mask.sum() == number - 1
+    assert found.behavior_logprobs.tolist() == [*range(-1, -number, -1), 0]
