@@ -1,0 +1,209 @@
+"""The rollout server's end of environment workers, and environments of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc.aio
+from slipstream.client import Environment, Message, StepResult
+from slipstream.protocol.security import Credentials, create_server
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import environment_pb2_grpc
+
+TOKEN = "t" * 32
+OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+LIMIT_S = 20.0
+
+
+class WorkerStream:
+    """One attached worker: sends commands, gives answers by call."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
+        self._answers: dict[int, asyncio.Future[pb.WorkerMessage]] = {}
+        self._ids = itertools.count(1)
+        self.hello: pb.WorkerHello | None = None
+        self.closed = asyncio.Event()
+
+    async def read(self) -> None:
+        self.hello = (await self._context.read()).hello
+        while (message := await self._context.read()) is not grpc.aio.EOF:
+            self._answers.pop(message.call_id).set_result(message)
+
+    async def start(self, **command: object) -> asyncio.Future[pb.WorkerMessage]:
+        """Sends a command; the answer comes in the future."""
+        call_id = next(self._ids)
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[call_id] = answer
+        await self._context.write(pb.WorkerCommand(call_id=call_id, **command))
+        return answer
+
+    async def call(self, **command: object) -> pb.WorkerMessage:
+        async with asyncio.timeout(LIMIT_S):
+            return await (await self.start(**command))
+
+    async def load(
+        self, reference: str, args_json: str = "", search_path: str = ""
+    ) -> pb.WorkerMessage:
+        spec = pb.EnvironmentSpec(
+            reference=reference, args_json=args_json, search_path=search_path
+        )
+        return await self.call(load=pb.LoadCommand(spec=spec))
+
+    async def reset(self, key: str, task_index: int = 0, seed: int = 0) -> pb.WorkerMessage:
+        return await self.call(
+            reset=pb.ResetCommand(episode_key=key, task_index=task_index, seed=seed)
+        )
+
+    async def step(self, key: str, reply: str) -> pb.WorkerMessage:
+        return await self.call(step=pb.StepCommand(episode_key=key, reply=reply))
+
+
+class WorkerServer(environment_pb2_grpc.WorkerServiceServicer):
+    """Listens on a unix socket in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder}/worker.sock"
+        self._attached: asyncio.Queue[WorkerStream] = asyncio.Queue()
+        self._server = create_server(OPEN, unix_token=TOKEN)
+
+    async def __aenter__(self) -> WorkerServer:
+        environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(None)
+
+    async def attached(self) -> WorkerStream:
+        """The next worker."""
+        async with asyncio.timeout(LIMIT_S):
+            return await self._attached.get()
+
+    async def Attach(self, requests: object, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+        stream = WorkerStream(context)
+        reader = asyncio.create_task(stream.read())
+        self._attached.put_nowait(stream)
+        await stream.closed.wait()
+        reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reader
+
+
+@contextlib.asynccontextmanager
+async def worker_process(
+    *arguments: str, token: str = TOKEN
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs the worker program; it is killed at the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "slipstream.client.worker", *arguments),
+        env={"SLIPSTREAM_TOKEN": token, "PATH": ""},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+class Good(Environment[str]):
+    """Async methods, two turns."""
+
+    def __init__(self, words: tuple[str, ...] = ("one", "two", "three")) -> None:
+        self.words = words
+        self.turns = 0
+
+    def tasks(self) -> tuple[str, ...]:
+        return self.words
+
+    async def reset(self, task: str) -> list[dict[str, str]]:
+        self.turns = 0
+        return [{"role": "user", "content": f"{task} {self.seed}"}]
+
+    async def step(self, reply: str) -> StepResult:
+        self.turns += 1
+        if self.turns == 1:
+            return StepResult(0.25, done=False, messages=[{"role": "user", "content": reply}])
+        return StepResult(0.5, metrics={"turns": self.turns, "truncated": self.truncated})
+
+
+class Plain(Environment[int]):
+    """Plain methods, tasks without end, and prints."""
+
+    def tasks(self) -> Iterator[int]:
+        return itertools.count(10)
+
+    def reset(self, task: int) -> list[Message]:
+        print("printed by the environment")
+        return [Message("system", "be brief"), Message("user", str(task))]
+
+    def step(self, reply: str) -> StepResult:
+        return StepResult(True)
+
+
+class Misbehaving(Environment[str]):
+    """Does in `reset` what the task says, and in `step` what the reply says."""
+
+    def tasks(self) -> list[str]:
+        return ["start", "raise", "no messages", "wrong message", "text", "surrogate"]
+
+    def reset(self, task: str) -> object:
+        match task:
+            case "raise":
+                raise KeyError("reset")
+            case "no messages":
+                return []
+            case "wrong message":
+                return [{"role": "user", "content": 3}]
+            case "text":
+                return "hello"
+            case "surrogate":
+                return [Message("user", "\ud800")]
+        return [Message("user", "go on")]
+
+    async def step(self, reply: str) -> object:
+        match reply:
+            case "raise":
+                raise ValueError("first line\nsecond line")
+            case "exit":
+                sys.exit(3)
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "cancel":
+                raise asyncio.CancelledError
+            case "hang":
+                await asyncio.Event().wait()
+            case "nothing":
+                return None
+            case "no messages":
+                return StepResult(done=False)
+            case "metric":
+                return StepResult(1.0, metrics={"size": math.inf})
+            case "long":
+                return StepResult("x" * 10_000)  # type: ignore[arg-type]
+            case "print":
+                print("printed by the environment")
+        rewards = {"nan": math.nan, "inf": math.inf, "none": None, "text": "1", "huge": 10**400}
+        return StepResult(rewards.get(reply, 1.0))  # type: ignore[arg-type]
+
+
+class Empty(Environment[int]):
+    """No tasks."""
+
+    def tasks(self) -> list[int]:
+        return []
+
+
+class NoEnvironment:
+    """Not of the right class."""
