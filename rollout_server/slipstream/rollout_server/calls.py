@@ -60,6 +60,11 @@ class CallTable:
         self._open: dict[int, asyncio.Future[environment_pb2.WorkerMessage]] = {}
         self._end: EnvironmentFailed | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its stream still takes calls."""
+        return self._end is None
+
     async def call(
         self, command: environment_pb2.WorkerCommand, *, timeout_s: float
     ) -> environment_pb2.WorkerMessage:

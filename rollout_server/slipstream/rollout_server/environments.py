@@ -59,7 +59,7 @@ class HostedEnvironment:
         """A session on the worker with the fewest; EnvironmentFailed when none is up in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._ready:
+                while not (ready := [w for w in self._ready if w.table.is_open]):
                     if self._given_up and self._given_up >= max(self.spec.num_workers, 1):
                         assert self._last_failure is not None
                         raise self._last_failure
@@ -70,7 +70,7 @@ class HostedEnvironment:
                 trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
                 f"no worker was ready within {timeout_s:g} s; the last one: {self._last_failure}",
             ) from None
-        worker = min(self._ready, key=lambda worker: worker.open_episodes)
+        worker = min(ready, key=lambda worker: worker.open_episodes)
         worker.open_episodes += 1
 
         def closed() -> None:

@@ -1,0 +1,65 @@
+"""Environments that behave badly, loaded by worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+from slipstream.client import Environment, StepResult
+
+
+class Good(Environment):
+    """Rewards any reply; says which variables it sees."""
+
+    def tasks(self):
+        return range(5)
+
+    def reset(self, task):
+        return [{"role": "user", "content": "a b"}]
+
+    def step(self, reply):
+        return StepResult(reward=0.5, metrics={"variables": float(len(os.environ))})
+
+
+class Hanging(Good):
+    """Never answers a step, but lets others go on."""
+
+    async def step(self, reply):
+        await asyncio.sleep(3600)
+
+
+class Stuck(Good):
+    """Blocks its whole process in the first episode of task 0."""
+
+    def reset(self, task):
+        if task == 0:
+            time.sleep(3600)
+        return super().reset(task)
+
+
+class Exiting(Good):
+    """Ends its process in a step of task 0."""
+
+    def __init__(self):
+        self.task = None
+
+    def reset(self, task):
+        self.task = task
+        return super().reset(task)
+
+    def step(self, reply):
+        if self.task == 0:
+            os._exit(7)
+        return super().step(reply)
+
+
+class Unloadable(Environment):
+    def __init__(self):
+        raise RuntimeError("the data set is missing")
+
+
+class DiesWhileLoading(Environment):
+    def __init__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
