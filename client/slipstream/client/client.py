@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -19,7 +20,7 @@ import grpc
 import grpc.aio
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
-from slipstream.client.serving import EpisodeHost, answer_commands
+from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
 from slipstream.client.status import (
     EnvironmentStatus,
     Event,
@@ -229,7 +230,11 @@ class Client:
         self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: _Patience
     ) -> tuple[grpc.StatusCode, str] | None:
         """Serves one stream; returns how it was lost, None when the controller ended it."""
-        call = self._environments.ServeEpisodes(metadata=self._metadata)
+        open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
+        try:
+            call = await open_stream(open_call, hello)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
 
         async def commands() -> AsyncIterator[environment_pb2.WorkerCommand]:
             async for command in call:
@@ -237,10 +242,9 @@ class Client:
                 yield command
 
         try:
-            await call.write(environment_pb2.WorkerMessage(hello=hello))
             await answer_commands(host, commands(), call.write)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return await call.code(), await call.details() or ""
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
         finally:
             call.cancel()
         return None

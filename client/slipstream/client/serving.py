@@ -9,13 +9,14 @@ Waits for: the environment's methods; a Close command or the end of the stream c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import SupportsFloat, TypeVar
+from typing import SupportsFloat, TypeAlias, TypeVar
 
 import grpc.aio
 from slipstream.client.environment import AnyEnvironment, Message, StepResult, TaskSource
@@ -25,6 +26,11 @@ from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
 CLOSE_TIMEOUT_S = 5.0
+REFUSAL_TIMEOUT_S = 1.0
+# What writing to a stream raises that has ended.
+STREAM_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
+
+WorkerCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.WorkerMessage, pb.WorkerCommand]"
 
 Answer = TypeVar("Answer")
 
@@ -143,6 +149,26 @@ class EpisodeHost:
         await _run(episode, lambda: _result(episode.environment.close()))
 
 
+async def open_stream(open_call: Callable[[], WorkerCall], hello: pb.WorkerHello) -> WorkerCall:
+    """Opens a stream and sends `hello`; whoever reads the stream finds out if it was refused."""
+    message = pb.WorkerMessage(hello=hello)
+    call = open_call()
+    try:
+        await call.write(message)
+        return call
+    except STREAM_OVER:
+        # It was refused before the write, which has hidden why. A second one, without a write,
+        # shows it at once.
+        call = open_call()
+    try:
+        async with asyncio.timeout(REFUSAL_TIMEOUT_S):
+            await call.code()
+    except TimeoutError:
+        with contextlib.suppress(*STREAM_OVER):
+            await call.write(message)
+    return call
+
+
 async def answer_commands(
     host: EpisodeHost,
     commands: AsyncIterator[pb.WorkerCommand],
@@ -159,7 +185,7 @@ async def answer_commands(
         try:
             async with one_at_a_time:
                 await send(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except STREAM_OVER:
             # The stream is over: `commands` says why.
             return
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,7 +82,7 @@ class _NotConnected(Exception):
 
 async def _attach(address: str, token: str | None) -> None:
     import grpc.aio
-    from slipstream.client.serving import EpisodeHost, answer_commands
+    from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
     from slipstream.protocol.errors import ConfigError
     from slipstream.protocol.security import Credentials, call_metadata, open_channel
     from slipstream.v1 import environment_pb2 as pb
@@ -101,12 +102,13 @@ async def _attach(address: str, token: str | None) -> None:
                 f"no server answers at {address} within {CONNECT_TIMEOUT_S:g} s"
             ) from None
         stub = environment_pb2_grpc.WorkerServiceStub(channel)
-        call = stub.Attach(metadata=call_metadata(credentials))
+        hello = pb.WorkerHello(token=token or "")
         try:
-            await call.write(pb.WorkerMessage(hello=pb.WorkerHello(token=token or "")))
+            attach = partial(stub.Attach, metadata=call_metadata(credentials))
+            call = await open_stream(attach, hello)
             await answer_commands(EpisodeHost(), aiter(call), call.write)
-        except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:
-            raise _NotConnected(f"{address}: {await call.details()}") from error
+        except grpc.aio.AioRpcError as error:
+            raise _NotConnected(f"{address}: {error.details()}") from error
 
 
 def _check(

@@ -28,6 +28,7 @@ from slipstream.v1 import trajectory_pb2_grpc
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+REFUSAL_WAIT_S = 0.2
 MAX_IDS_IN_RESPONSE = 4096
 # Acknowledged ids that the receiver remembers, to answer a sender that has missed it.
 MAX_REMEMBERED_IDS = 65_536
@@ -133,6 +134,9 @@ class GrpcSender:
 
     async def _write(self, call: DeliverCall) -> None:
         try:
+            if self._backoff_s > FIRST_BACKOFF_S:
+                # A write to a stream that is being refused hides the reason from the reading side.
+                await asyncio.sleep(REFUSAL_WAIT_S)
             while True:
                 while self._to_send:
                     trajectory_id = self._to_send.popleft()

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from fake_workers import LIMIT_S, WorkerServer, worker_process
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import trajectory_pb2
+
+FAKES = str(Path(__file__).parents[2] / "fakes")
+
+
+async def check(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and last line of stderr of a check."""
+    async with worker_process("--check", *arguments) as process, asyncio.timeout(LIMIT_S):
+        out, errors = await process.communicate()
+        assert process.returncode is not None
+        lines = errors.decode().splitlines()
+        return process.returncode, out.decode(), lines[-1] if lines else ""
+
+
+async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_stream(
+    tmp_path: Path,
+) -> None:
+    async with (
+        WorkerServer(tmp_path) as server,
+        worker_process("--connect", server.address) as process,
+    ):
+        worker = await server.attached()
+        assert (await worker.load("fake_workers:Good", search_path=FAKES)).loaded.num_tasks == 3
+        assert worker.hello == pb.WorkerHello(token="t" * 32)
+        answer = await worker.reset("a", task_index=1, seed=5)
+        assert answer.observation.messages[0].content == "two 5"
+        assert (await worker.step("a", "x")).verdict.reward == 0.25
+        assert (await worker.call(ping=pb.PingCommand())).HasField("pong")
+        worker.closed.set()
+        async with asyncio.timeout(LIMIT_S):
+            assert await process.wait() == 0
+
+
+async def test_a_hanging_episode_does_not_keep_others_from_their_answers(tmp_path: Path) -> None:
+    async with (
+        WorkerServer(tmp_path) as server,
+        worker_process("--connect", server.address) as process,
+    ):
+        worker = await server.attached()
+        await worker.load("fake_workers:Misbehaving", search_path=FAKES)
+        await worker.reset("a")
+        await worker.reset("b")
+        hanging = await worker.start(step=pb.StepCommand(episode_key="a", reply="hang"))
+        assert (await worker.step("b", "fine")).verdict.reward == 1.0
+        assert not hanging.done()
+        await worker.call(close=pb.CloseCommand(episode_key="a"))
+        assert (await hanging).failure.message == "the episode was closed"
+        await worker.start(step=pb.StepCommand(episode_key="b", reply="hang"))
+        worker.closed.set()
+        async with asyncio.timeout(LIMIT_S):
+            assert await process.wait() == 0
+
+
+async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(
+    tmp_path: Path,
+) -> None:
+    async with (
+        WorkerServer(tmp_path) as server,
+        worker_process("--connect", server.address) as process,
+    ):
+        worker = await server.attached()
+        await worker.load("fake_workers:Misbehaving", search_path=FAKES)
+        await worker.reset("a")
+        for reply in ("exit", "interrupt", "cancel", "raise"):
+            failure = (await worker.step("a", reply)).failure
+            assert failure.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+        assert (await worker.step("a", "print")).verdict.reward == 1.0
+        worker.closed.set()
+        async with asyncio.timeout(LIMIT_S):
+            out, errors = await process.communicate()
+        assert (process.returncode, out) == (0, b"")
+        assert b"printed by the environment" in errors
+
+
+async def test_a_worker_with_a_wrong_token_says_so(tmp_path: Path) -> None:
+    async with (
+        WorkerServer(tmp_path) as server,
+        worker_process("--connect", server.address, token="w" * 32) as process,
+        asyncio.timeout(LIMIT_S),
+    ):
+        _, errors = await process.communicate()
+        assert process.returncode == 1
+        assert b"the token is missing or wrong" in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: Path) -> None:
+    starter = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'slipstream.client.worker',"
+        " '--connect', sys.argv[1]])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    async with WorkerServer(tmp_path) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", starter, server.address),
+            env={**os.environ, "SLIPSTREAM_TOKEN": "t" * 32},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        worker_pid = int(await process.stdout.readline())
+        await server.attached()
+        handle = os.pidfd_open(worker_pid)
+        process.send_signal(signal.SIGKILL)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(handle, ended.set)
+        async with asyncio.timeout(LIMIT_S):
+            await ended.wait()
+        asyncio.get_running_loop().remove_reader(handle)
+        os.close(handle)
+        await process.communicate()
+
+
+async def test_a_check_prints_the_number_of_tasks() -> None:
+    assert await check("slipstream.client.builtin.echo:Echo") == (0, "51\n", "")
+
+
+async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None:
+    code, out, errors = await check("fake_workers:Plain", "--search-path", FAKES)
+    assert (code, out, errors) == (0, "0\n", "printed by the environment")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["no_such:X"], "environment no_such:X: there is no module 'no_such'"),
+        (
+            ["slipstream.client.builtin.echo:Echo", "--args", '{"num_symbols": 1}'],
+            "environment slipstream.client.builtin.echo:Echo: Echo(...) failed: ValueError: "
+            "num_symbols must be from 2 to 26, got 1 (echo.py:",
+        ),
+        (["hangs:Hangs", "--timeout-s", "0.5"], "environment hangs:Hangs: no answer within 0.5 s"),
+        (["broken:X"], "environment broken:X: import of broken failed: SystemExit: 4 (broken.py:1"),
+    ],
+)
+async def test_a_failed_check_says_why_in_one_line(
+    arguments: list[str], cause: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(3600)\n")
+    (tmp_path / "broken.py").write_text("raise SystemExit(4)\n")
+    code, out, error = await check(*arguments, "--search-path", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert error.startswith(cause)
+
+
+async def test_importing_the_package_does_not_import_grpc_or_torch() -> None:
+    program = (
+        "import sys, slipstream.client\n"
+        "assert not {'grpc', 'torch', 'numpy', 'pydantic'} & set(sys.modules), sys.modules\n"
+        "assert slipstream.client.Client.__name__ == 'Client'\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await process.wait() == 0
