@@ -230,6 +230,8 @@ class VllmEngine:
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for process in alive:
             process.kill()
+        # Its finaliser logs an error when it runs after that of its modules.
+        del self._llm
 
     async def refresh_kept_linears(self, *, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off: a test shows that the probe notices."""
@@ -287,22 +289,11 @@ class VllmEngine:
             raise EngineDied(str(error)) from error
         except Exception as error:
             # vLLM gives every failed call the same class.
-            await self._abandon_update()
+            await self._llm.collective_rpc("slipstream_abandon_update")
             raise WeightSyncError(_last_line(error)) from error
         if any(digests != by_worker[0] for digests in by_worker):
             raise WeightSyncError("the workers of one engine received different bytes")
         return [bytes.fromhex(digest) for digest in by_worker[0]]
-
-    async def _abandon_update(self) -> None:
-        """Clears vLLM's flag of an open update; only a failing `update_weights` can."""
-        request = WeightTransferUpdateRequest(dataclasses.asdict(UpdateInfo(abandon=True)))
-        try:
-            await self._llm.update_weights(request)
-        except EngineDeadError as error:
-            raise EngineDied(str(error)) from error
-        except Exception as error:
-            if "abandoned" not in str(error) and "must be called before" not in str(error):
-                raise
 
     async def _call(self, call: Any) -> None:  # noqa: ANN401 - a coroutine of vLLM's
         try:

@@ -7,9 +7,9 @@ Waits for: the communicator and each bucket. Unblocked by: the bytes, or the dea
 
 from __future__ import annotations
 
+import contextlib
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -157,6 +157,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def start_weight_update(self) -> None:
         """Prepares every layer for its new weights."""
         self._digests: list[bytes] = []
+        self._missing = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -185,7 +186,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
                 bucket.num_bytes, self.device, update_info.bucket_deadline_s
             )
             self._digests.append(bucket_digest(buffer.cpu().numpy().data))
-            self.model.load_weights(_cut(buffer, bucket))
+            loaded = self.model.load_weights(_cut(buffer, bucket))
+            # Not every model says what it loaded.
+            self._missing -= self._missing if loaded is None else loaded
+        if self._missing:
+            names = ", ".join(sorted(self._missing)[:3])
+            raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
 
     def finish_weight_update(self) -> None:
         """Finalises the layers."""
@@ -229,6 +235,7 @@ class WorkerExtension:
     """Calls that every vLLM worker answers beside its own; `self` is the worker."""
 
     weight_transfer_engine: SlipstreamWeightTransfer
+    update_weights: Callable[[dict[str, Any]], None]
 
     def slipstream_digests(self) -> list[str]:
         """Hexadecimal digests of the last update's buckets."""
@@ -238,9 +245,11 @@ class WorkerExtension:
         """Turns the repacking of tied heads on or off, to show what it is for."""
         self.weight_transfer_engine.refresh_kept_linears = enabled
 
-    def slipstream_clock(self) -> float:
-        """The worker's monotonic clock: it answers, so it lives."""
-        return time.monotonic()
+    def slipstream_abandon_update(self) -> None:
+        """Clears vLLM's flag of an open update, whichever step failed."""
+        # Only a failing `update_weights` clears it; without an open update that fails as well.
+        with contextlib.suppress(WeightSyncError, RuntimeError):
+            self.update_weights({"abandon": True})
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -1,0 +1,321 @@
+"""The real vLLM engine with a tiny model whose head is tied, against transformers; one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from gloo_sender import GlooSender, layout_of  # noqa: E402
+from make_tiny_model import make_model, make_tokenizer  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from slipstream.protocol.config_file import parse_config  # noqa: E402
+from slipstream.protocol.errors import WeightSyncError  # noqa: E402
+from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.rollout_server import process  # noqa: E402
+from slipstream.rollout_server.generation import (  # noqa: E402
+    FinishReason,
+    Generation,
+    GenerationFailed,
+    Sampling,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Weights = dict[str, "torch.Tensor"]
+SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250)
+PROMPT = [1, 4, 5, 6, 3]
+
+
+class Reference:
+    """The same model in transformers, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs(self, weights: Weights, token_ids: list[int], *, temperature: float = 1.0):
+        """Log-probability of every token but the first."""
+        self._model.load_state_dict(weights, strict=False)
+        self._model.tie_weights()
+        logits = self._model(torch.tensor([token_ids])).logits[0, :-1] / temperature
+        chosen = torch.tensor(token_ids[1:])[:, None]
+        return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+
+
+@dataclass
+class Rig:
+    """The engine, two sets of weights, and who sends them."""
+
+    engine: object
+    reference: Reference
+    old: Weights
+    new: Weights
+    sender: GlooSender | None = None
+    publishes: int = 0
+
+    async def publish(self, weights: Weights, step: int) -> None:
+        """A whole publish; the engine serves version `step` afterwards."""
+        layout = layout_of(weights)
+        self.publishes += 1
+        if self.sender is None:
+            self.sender = GlooSender(f"communicator-{self.publishes}")
+        order = self.sender.order(f"p{self.publishes}", step)
+        await self.engine.pause()
+        sending = asyncio.create_task(asyncio.to_thread(self.sender.send, layout, weights))
+        received = await self.engine.receive_weights(order, layout, 1)
+        assert received == await sending
+        await self.engine.resume(PolicyVersion(0, step))
+
+    async def generate(
+        self, name: str, prompt: list[int] = PROMPT, num_tokens: int = 40, sampling=SAMPLING
+    ) -> Generation:
+        return await self.engine.generate(name, prompt, sampling, num_tokens)
+
+    def gap(self, weights: Weights, prompt: list[int], generation: Generation) -> np.ndarray:
+        """Absolute differences between the engine's log-probabilities and the reference's."""
+        tokens = prompt + generation.token_ids.tolist()
+        expected = self.reference.logprobs(weights, tokens)[len(prompt) - 1 :]
+        return np.abs(expected - generation.logprobs)
+
+
+def random_weights(like: Weights, seed: int) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=generator) * 0.25 if tensor.ndim > 1 else tensor
+        for name, tensor in like.items()
+    }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    make_model(
+        folder,
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        seed=0,
+    )
+    old = random_weights(load_file(folder / "model.safetensors"), seed=1)
+    save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
+        "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
+    }
+    config = parse_config(table, source="test")
+    os.environ |= process.engine_environment(config.rollout_server, has_gpu=False)
+    # The engine's processes are forked: a pool of threads would not live on in them.
+    torch.set_num_threads(1)
+    from slipstream.rollout_server.engine import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=1)
+    try:
+        yield Rig(engine, Reference(folder), old, random_weights(old, seed=2))
+    finally:
+        await engine.aclose()
+        assert not [p for p in engine._processes if p.is_running()]
+
+
+async def test_it_starts_paused_and_takes_its_first_weights(rig) -> None:
+    waiting = asyncio.create_task(rig.generate("first"))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await rig.publish(rig.old, 0)
+    generation = await waiting
+    assert [span.version for span in generation.version_spans] == [PolicyVersion(0, 0)]
+
+
+async def test_sampled_logprobs_equal_those_of_transformers(rig) -> None:
+    await rig.publish(rig.old, 0)
+    replies = await asyncio.gather(*(rig.generate(f"r{n}") for n in range(16)))
+    gaps = np.concatenate([rig.gap(rig.old, PROMPT, reply) for reply in replies])
+    assert len(gaps) > 100
+    assert gaps.mean() <= 1e-4
+    assert gaps.max() <= 1e-2
+
+
+async def test_logprobs_are_taken_after_temperature(rig) -> None:
+    await rig.publish(rig.old, 0)
+    hot = Sampling(2.0, 1.0, 0, 200, 1, 250)
+    reply = await rig.generate("hot", sampling=hot)
+    tokens = PROMPT + reply.token_ids.tolist()
+    expected = rig.reference.logprobs(rig.old, tokens, temperature=2.0)[len(PROMPT) - 1 :]
+    assert np.abs(expected - reply.logprobs).mean() <= 1e-4
+
+
+async def test_temperature_zero_is_greedy(rig) -> None:
+    await rig.publish(rig.old, 0)
+    greedy = Sampling(0.0, 1.0, 0, 200, 1, 250)
+    first, second = [await rig.generate(f"greedy{n}", sampling=greedy) for n in range(2)]
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    for position in range(len(first.token_ids)):
+        context = PROMPT + first.token_ids[:position].tolist()
+        best = max(
+            range(32), key=lambda token: rig.reference.logprobs(rig.old, [*context, token])[-1]
+        )
+        assert best == first.token_ids[position]
+        if position == 3:
+            break
+
+
+async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> None:
+    await rig.publish(rig.old, 3)
+    start = rig.engine.use().generated_tokens
+    replies = [asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200)) for n in range(16)]
+    while rig.engine.use().generated_tokens < start + 100:
+        await asyncio.sleep(0.005)
+    await rig.publish(rig.new, 4)
+    crossed = 0
+    for reply in await asyncio.gather(*replies):
+        spans = reply.version_spans
+        assert sum(span.length for span in spans) == len(reply.token_ids)
+        cut = spans[0].length
+        old_gap = rig.gap(rig.old, PROMPT, reply)
+        new_gap = rig.gap(rig.new, PROMPT, reply)
+        assert spans[0].version == PolicyVersion(0, 3)
+        assert old_gap[:cut].mean() <= 1e-4
+        if len(spans) == 2:
+            crossed += 1
+            assert spans[1].version == PolicyVersion(0, 4)
+            # Also the context was computed anew: these agree with the new weights alone.
+            assert new_gap[cut:].mean() <= 1e-4
+            assert old_gap[cut:].mean() > 0.1
+    assert crossed >= 3
+
+
+async def test_no_cached_prefix_crosses_a_version(rig) -> None:
+    prompt = [1, *(4 + n % 28 for n in range(150)), 3]
+    await rig.publish(rig.old, 0)
+    await rig.generate("warm", prompt, 4)
+    again = await rig.generate("again", prompt, 4)
+    assert again.cached_tokens >= 128
+    await rig.publish(rig.new, 1)
+    after = await rig.generate("after", prompt, 4)
+    assert after.cached_tokens == 0
+    assert rig.gap(rig.new, prompt, after).mean() <= 1e-4
+
+
+async def test_the_probe_shows_a_tied_head_that_stayed_old(rig) -> None:
+    sequences = [[1, 4, 9, 13, 22, 30, 5], [1, 7, 7, 8], [1, *range(4, 32), *range(4, 30)]]
+
+    async def gap() -> float:
+        scores = await rig.engine.teacher_forced_logprobs(sequences)
+        expected = [rig.reference.logprobs(rig.new, sequence) for sequence in sequences]
+        return float(np.abs(scores - np.concatenate(expected)).mean())
+
+    await rig.publish(rig.old, 0)
+    try:
+        await rig.engine.refresh_kept_linears(enabled=False)
+        await rig.publish(rig.new, 1)
+        assert await gap() > 1e-1
+    finally:
+        await rig.engine.refresh_kept_linears(enabled=True)
+    await rig.publish(rig.new, 2)
+    assert await gap() <= 1e-4
+
+
+async def test_probes_do_not_count_as_generated(rig) -> None:
+    await rig.publish(rig.old, 0)
+    before = rig.engine.use().generated_tokens
+    scores = await rig.engine.teacher_forced_logprobs([[1, 4, 5], [1, 6]])
+    assert len(scores) == 3
+    await rig.generate("counted", num_tokens=1)
+    assert rig.engine.use().generated_tokens == before + 1
+
+
+async def test_cancelled_requests_are_counted_to_the_token(rig) -> None:
+    await rig.publish(rig.old, 0)
+    before = rig.engine.use()
+    replies = [asyncio.create_task(rig.generate(f"cancel{n}", num_tokens=200)) for n in range(24)]
+    while rig.engine.use().generated_tokens < before.generated_tokens + 100:
+        await asyncio.sleep(0.005)
+    for number in range(0, 24, 2):
+        await rig.engine.cancel(f"cancel{number}")
+    await rig.engine.cancel("unknown")
+    # Half of them are cancelled while the engine is paused: its queue must not hold them.
+    await rig.engine.pause()
+    for number in range(1, 24, 4):
+        await rig.engine.cancel(f"cancel{number}")
+    await rig.engine.resume(PolicyVersion(0, 1))
+    generations = await asyncio.gather(*replies)
+    assert sum(g.finish_reason is FinishReason.CANCELLED for g in generations) >= 8
+    tokens = sum(len(generation.token_ids) for generation in generations)
+    # One more request: what the engine had still in hand would have come before it.
+    tokens += len((await rig.generate("last", num_tokens=1)).token_ids)
+    after = rig.engine.use()
+    assert after.generated_tokens - before.generated_tokens == tokens
+    assert after.returned_tokens - before.returned_tokens == tokens
+    assert after.open_requests == 0
+
+
+async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
+    await rig.publish(rig.old, 0)
+    with pytest.raises(GenerationFailed):
+        await rig.generate("long", [4] * 400)
+    assert len((await rig.generate("short", num_tokens=1)).token_ids) == 1
+
+
+async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
+    await rig.publish(rig.old, 0)
+    layout = layout_of(rig.new)
+    await rig.engine.pause()
+
+    absent = GlooSender("absent", deadline_s=0.5)
+    with pytest.raises(WeightSyncError, match="could not join"):
+        await rig.engine.receive_weights(absent.order("p", 1), layout, 1)
+
+    breaking = GlooSender("breaking", deadline_s=0.5)
+    order = breaking.order("p", 1)
+    sending = asyncio.create_task(asyncio.to_thread(breaking.send, layout, rig.new, max_buckets=3))
+    with pytest.raises(WeightSyncError, match="did not arrive"):
+        await rig.engine.receive_weights(order, layout, 1)
+    await sending
+
+    # Without the communicator that broke, an order that builds on it fails at once.
+    with pytest.raises(WeightSyncError, match="not a member"):
+        await rig.engine.receive_weights(breaking.order("p", 1), layout, 1)
+
+    strange = GlooSender("strange")
+    unknown = rig.new | {"model.layers.7.mlp.up_proj.weight": torch.zeros(4, 4)}
+    sending = asyncio.create_task(asyncio.to_thread(strange.send, layout_of(unknown), unknown))
+    with pytest.raises(WeightSyncError):
+        await rig.engine.receive_weights(strange.order("p", 1), layout_of(unknown), 1)
+    await sending
+
+    partial = GlooSender("partial")
+    some = dict(list(rig.new.items())[:-2])
+    sending = asyncio.create_task(asyncio.to_thread(partial.send, layout_of(some), some))
+    with pytest.raises(WeightSyncError, match="left out"):
+        await rig.engine.receive_weights(partial.order("p", 1), layout_of(some), 1)
+    await sending
+
+    # The state that a failed finish leaves behind: vLLM takes the next start for a second one.
+    await rig.engine._llm.start_weight_update()
+    stuck = GlooSender("stuck", deadline_s=0.5)
+    sending = asyncio.create_task(asyncio.to_thread(stuck.join))
+    with pytest.raises(WeightSyncError, match="already active"):
+        await rig.engine.receive_weights(stuck.order("p", 1), layout, 1)
+    await sending
+
+    rig.sender = None
+    await rig.publish(rig.new, 1)
+    reply = await rig.generate("after")
+    assert rig.gap(rig.new, PROMPT, reply).mean() <= 1e-4
