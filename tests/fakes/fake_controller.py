@@ -1,4 +1,4 @@
-"""A controller that follows a script: gives the trainer its orders and keeps what the trainer reports."""
+"""A controller that follows a script: gives the trainer its orders and keeps its reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ StartHook = Callable[[pb.PublishStart], list[weights_pb2.Receiver]]
 class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     """Serves on a free port of the loopback as long as it is entered.
 
-    `orders` are given one after the other, then it says wait. `on_start_publish` answers which receivers take part.
+    `orders` are given one after the other, then it says wait. `on_start_publish` answers which
+    receivers take part.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ def stop_order(reason: str = "all steps are done") -> list[pb.Directive]:
 def make_batch(
     step: int, *, num_groups: int, group_size: int, vocab_size: int, max_tokens: int
 ) -> Batch:
-    """Random trajectories of uneven lengths, some with two turns, sampled by up to two versions; seeded by `step`."""
+    """Random trajectories, some of two turns, sampled by up to two versions; seeded by `step`."""
     random = np.random.default_rng(step)
     trajectories = tuple(
         make_trajectory(

@@ -1,16 +1,18 @@
 """Every parallel layout trains like one rank, and one rank like plain transformers and torch.
 
-The ranks of one world size are started once and go through all layouts; this file is also their program.
+The ranks of a world size are started once and go through all layouts; this file is their program.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,6 +21,11 @@ from fake_controller import make_batch
 from slipstream.learner.trainer.batch import Batch, token_lags
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.errors import RunFailed
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model import Policy
+    from slipstream.learner.trainer.step import TrainingStep
 
 STEPS = 3
 VOCAB = 64
@@ -57,8 +64,61 @@ LAYOUTS: dict[str, tuple[int, str, dict]] = {
     "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
     "pp2-vpp2": (2, "llama", {"learner": {"parallel": {"pp": 2, "vpp": 2}}}),
     "pp2-tied": (2, "tied", {"learner": {"parallel": {"pp": 2}}}),
+    "dp2-overlap": (
+        2,
+        "llama",
+        {
+            "learner": {
+                "use_distributed_optimizer": True,
+                "ddp": {
+                    "overlap_grad_reduce": True,
+                    "overlap_param_gather": True,
+                    "bucket_size": 20000,
+                },
+            }
+        },
+    ),
+    "tp2-sp-recompute": (
+        2,
+        "llama",
+        {
+            "learner": {
+                "parallel": {"tp": 2, "sequence_parallel": True},
+                "transformer": {
+                    "recompute_granularity": "full",
+                    "recompute_method": "uniform",
+                    "recompute_num_layers": 1,
+                },
+            }
+        },
+    ),
     "one-tied": (1, "tied", {}),
+    "one-overflow": (1, "llama", {"algorithm": {"learning_rate": 1e30}}),
+    "tp2-sp-dp2-distopt": (
+        4,
+        "llama",
+        {
+            "learner": {
+                "parallel": {"tp": 2, "sequence_parallel": True},
+                "use_distributed_optimizer": True,
+            }
+        },
+    ),
+    "tp2-sp-pp2-vpp2": (
+        4,
+        "llama",
+        {"learner": {"parallel": {"tp": 2, "sequence_parallel": True, "pp": 2, "vpp": 2}}},
+    ),
+    "dp2-pp2-tied": (4, "tied", {"learner": {"parallel": {"pp": 2}}}),
 }
+
+
+def layouts_of(world_size: int) -> list[str]:
+    return [
+        name
+        for name, (size, _, _) in LAYOUTS.items()
+        if size == world_size and name != "one-overflow"
+    ]
 
 
 def config_of(layout: str, model: Path) -> Config:
@@ -132,6 +192,11 @@ def two_ranks(folder: Path) -> dict[str, dict]:
     return run_world(2, folder)
 
 
+@pytest.fixture(scope="module")
+def four_ranks(folder: Path) -> dict[str, dict]:
+    return run_world(4, folder)
+
+
 def run_world(world_size: int, folder: Path) -> dict[str, dict]:
     """Runs all layouts of a world size in one set of processes."""
     layouts = [name for name, (size, _, _) in LAYOUTS.items() if size == world_size]
@@ -151,7 +216,12 @@ def run_world(world_size: int, folder: Path) -> dict[str, dict]:
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, __file__, str(folder), *map("=".join, zip(layouts, ports))],
+                [
+                    sys.executable,
+                    __file__,
+                    str(folder),
+                    *map("=".join, zip(layouts, ports, strict=True)),
+                ],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -163,7 +233,7 @@ def run_world(world_size: int, folder: Path) -> dict[str, dict]:
     finally:
         for process in processes:
             process.kill()
-    for process, output in zip(processes, outputs):
+    for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in layouts}
 
@@ -180,6 +250,11 @@ def run_rank(folder: Path, jobs: list[str]) -> None:
         config = config_of(layout, folder / LAYOUTS[layout][1])
         policy = open_policy(config, Launch.from_environment())
         step = TrainingStep(policy, config)
+        if layout == "one-overflow":
+            torch.save(overflow(policy, step), folder / f"{layout}.pt")
+            policy.ranks.close()
+            continue
+        finalized = count_finalizations(policy)
         before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
         metrics, logprobs = [], []
         for batch in batches():
@@ -196,14 +271,42 @@ def run_rank(folder: Path, jobs: list[str]) -> None:
                 "logprobs": logprobs,
                 "before": before,
                 "weights": weights,
-                "layout": policy.ranks.describe() if policy.ranks.world_size == 1 else "",
+                "finalizations": len(finalized),
             }
             torch.save(result, folder / f"{layout}.pt")
         policy.ranks.close()
 
 
+def count_finalizations(policy: Policy) -> list[int]:
+    settings = policy.chunks[0].config
+    finalize, numbers = settings.finalize_model_grads_func, []
+
+    def counted(*args: object, **kwargs: object) -> None:
+        numbers.append(1)
+        finalize(*args, **kwargs)
+
+    settings.finalize_model_grads_func = counted
+    return numbers
+
+
+def overflow(policy: Policy, step: TrainingStep) -> dict:
+    """Steps so far that the next step cannot be finite; how it ended, and if weights moved."""
+    from slipstream.learner.trainer.export import hf_tensors
+
+    first, second = batches()[:2]
+    step.run(first)
+    before = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
+    try:
+        step.run(second)
+    except RunFailed as error:
+        after = dict(hf_tensors(policy, torch.float32))
+        is_same = all(torch.equal(after[name], before[name]) for name in before)
+        return {"error": str(error), "is_same": is_same}
+    return {"error": "", "is_same": False}
+
+
 class Plain:
-    """The same algorithm on transformers and torch: no packing, no Megatron, one trajectory at a time."""
+    """The same algorithm on transformers and torch: one trajectory at a time, unpacked."""
 
     def __init__(self, path: Path, config: Config) -> None:
         from transformers import AutoModelForCausalLM
@@ -271,7 +374,7 @@ class Plain:
         }
 
 
-@pytest.mark.parametrize("layout", [n for n, (size, _, _) in LAYOUTS.items() if size == 1])
+@pytest.mark.parametrize("layout", layouts_of(1))
 def test_one_rank_trains_like_plain_transformers(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
@@ -286,16 +389,31 @@ def test_one_rank_trains_like_plain_transformers(
                 step,
                 name,
             )
-    torch.testing.assert_close(found["logprobs"][-1], plain.probe(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5)
+    trained = plain.model.state_dict()
+    for name, tensor in found["weights"].items():
+        torch.testing.assert_close(tensor, trained[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", [n for n, (size, _, _) in LAYOUTS.items() if size == 2])
+@pytest.mark.parametrize("layout", layouts_of(2))
 def test_two_ranks_train_like_one(
     layout: str, one_rank: dict[str, dict], two_ranks: dict[str, dict]
 ) -> None:
+    check_layout(layout, one_rank, two_ranks[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts_of(4))
+def test_four_ranks_train_like_one(
+    layout: str, folder: Path, one_rank: dict[str, dict], four_ranks: dict[str, dict]
+) -> None:
+    check_layout(layout, one_rank, four_ranks[layout])
+
+
+def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
     suffix = {"llama": "", "tied": "-tied", "qwen3": "-qwen3"}[LAYOUTS[layout][1]]
     suffix += "-mini-batches" if "mini-batches" in layout else ""
-    expected, found = one_rank["one" + suffix], two_ranks[layout]
+    expected = one_rank["one" + suffix]
     for name, tensor in expected["before"].items():
         assert torch.equal(found["before"][name], tensor), name
     for step in range(STEPS):
@@ -345,6 +463,20 @@ def test_statistics_are_those_of_the_batch(one_rank: dict[str, dict]) -> None:
         assert metrics["logprob_gap_tokens"] == fresh
         assert metrics["clip_fraction"] == 0.0
         assert metrics["learning_rate"] == pytest.approx([5e-4, 1e-3, 1e-3][step])
+
+
+def test_gradients_are_finalized_once_for_each_mini_batch(one_rank: dict[str, dict]) -> None:
+    assert one_rank["one"]["finalizations"] == STEPS
+    assert one_rank["one-mini-batches"]["finalizations"] == 2 * STEPS
+    assert one_rank["one"]["metrics"][0]["num_micro_batches"] > 1
+
+
+def test_step_that_is_not_finite_stops_before_the_weights_change(
+    one_rank: dict[str, dict],
+) -> None:
+    error = one_rank["one-overflow"]["error"]
+    assert re.fullmatch(r"the .* is (nan|inf); the weights were not changed", error)
+    assert one_rank["one-overflow"]["is_same"]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The trainer as a program, with a controller that follows a script and a receiver of plain torch."""
+"""The trainer as a program, with a controller that follows a script and a plain receiver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BATCHES = [
 
 
 class Receiver:
-    """Joins the communicator that a publish announces, and receives every publish until it is left."""
+    """Joins the communicator that the first publish announces, and receives every publish."""
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroupGloo | None = None

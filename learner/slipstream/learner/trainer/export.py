@@ -92,7 +92,7 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     `target` appears only when it is whole; one that is there already is replaced.
     """
     partial = target.with_name(target.name + ".partial")
-    writer = _FolderWriter(source, partial) if policy.ranks.is_main else None
+    writer = HfFolderWriter(source, partial) if policy.ranks.is_main else None
     for name, tensor in hf_tensors(policy, policy.dtype):
         if writer is not None:
             writer.add(name, tensor)
@@ -103,14 +103,20 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
         partial.rename(target)
 
 
-class _FolderWriter:
-    """Writes safetensors files of bounded size, so that only one of them is in memory."""
+class HfFolderWriter:
+    """Writes a folder in safetensors files of bounded size, so that only one is in memory.
 
-    def __init__(self, source: Path, folder: Path) -> None:
+    Everything of `source` but its weights is copied.
+    """
+
+    def __init__(
+        self, source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
         self._folder = folder
+        self._max_shard_bytes = max_shard_bytes
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._shards: list[list[str]] = []
@@ -118,7 +124,7 @@ class _FolderWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Writes a file when this tensor would make it too large."""
-        if self._waiting and self._waiting_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+        if self._waiting and self._waiting_bytes + tensor.nbytes > self._max_shard_bytes:
             self._flush()
         self._waiting[name] = tensor
         self._waiting_bytes += tensor.nbytes

@@ -33,7 +33,7 @@ def test_names_of_element_types_become_the_types() -> None:
 def test_unknown_key_is_refused_with_the_nearest_right_one() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"unknown key learner\.ddp\.overlap_grad_reduction; did you mean 'overlap_grad_reduce'",
+        match=r"key learner\.ddp\.overlap_grad_reduction; did you mean 'overlap_grad_reduce'",
     ):
         passed_through(Settings, {"overlap_grad_reduction": True}, section="learner.ddp")
 
