@@ -51,6 +51,7 @@ _HEALTH_PERIOD_S = 0.5
 # What an update may take beside its own deadlines before its worker is taken for hung.
 _LOAD_LIMIT_S = 120.0
 _EXIT_LIMIT_S = 5.0
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class _TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
@@ -342,7 +343,7 @@ def _generation(output: RequestOutput) -> Generation:
         token_ids=token_ids,
         logprobs=np.asarray(values, dtype=np.float32),
         version_spans=tuple(spans),
-        finish_reason=FinishReason(completion.finish_reason),
+        finish_reason=_FINISH_REASONS.get(completion.finish_reason, FinishReason.FAILED),
         cached_tokens=output.num_cached_tokens or 0,
     )
 

@@ -215,8 +215,10 @@ class Episode:
             recording.generation_s += time.monotonic() - started_s
         recording.add_reply(generation)
         self._services.ledger.sampled(len(generation.token_ids))
-        if self._cancelled or generation.finish_reason is FinishReason.CANCELLED:
+        if self._cancelled:
             raise _Cancelled
+        if generation.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED):
+            raise GenerationFailed(f"the engine gave the request up: {generation.finish_reason}")
         return generation
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer:

@@ -25,6 +25,8 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "abort"
+    # The engine gave the request up.
+    FAILED = "error"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """One reply, or as much of it as there was when it was cancelled.
+    """One reply, or as much of it as there was when it was cancelled or failed.
 
     `logprobs` are natural logarithms after temperature and truncation of the distribution, one for
     each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` of

@@ -1,0 +1,188 @@
+"""The program as a launcher starts it: real engine, real environment worker, scripted fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from fake_fleet import LIMIT_S, SAMPLING, Connection, FakeFleet  # noqa: E402
+from gloo_sender import GlooSender, layout_of  # noqa: E402
+from make_tiny_model import make_model, make_tokenizer  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from slipstream.protocol.codec import pack_tokens, unpack_logprobs, version_to_pb  # noqa: E402
+from slipstream.protocol.config_file import dump_config, parse_config  # noqa: E402
+from slipstream.protocol.types import PolicyVersion, Status  # noqa: E402
+from slipstream.v1 import environment_pb2, fleet_pb2, weights_pb2  # noqa: E402
+
+START_LIMIT_S = 150.0
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A resolved config file, with a model beside it."""
+    folder = tmp_path_factory.mktemp("run")
+    model = folder / "model"
+    model.mkdir()
+    make_tokenizer(model)
+    make_model(
+        model,
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        seed=0,
+    )
+    table = {
+        "run": {"name": "test", "steps": 1, "dir": str(folder)},
+        "model": {"path": str(model), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 32},
+        "rollout_server": {"max_episodes": 64, "threads": 1, "enforce_eager": True},
+        "controller": {"fleet_timeout_s": 5.0},
+    }
+    path = folder / "resolved.toml"
+    path.write_text(dump_config(parse_config(table, source="test")))
+    return path
+
+
+async def start(settings: Path, address: str, *options: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "slipstream.rollout_server", "--config", str(settings)),
+        *("--controller", address, *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(heartbeat_s=0.1, heartbeat_timeout_s=2.0) as fleet:
+        yield fleet
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+async def wait_gone(processes: list[psutil.Process]) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline_s, alive
+        await asyncio.sleep(0.05)
+
+
+async def publish(connection: Connection, weights: dict, step: int) -> weights_pb2.Probe:
+    """A whole publish with a probe, as the learner does it; returns what the server answered."""
+    layout, sender = layout_of(weights), GlooSender(f"communicator-{step}")
+    version = version_to_pb(PolicyVersion(0, step))
+    connection.send(prepare=fleet_pb2.PreparePublish(publish_id=f"p{step}", version=version))
+    await connection.publish_phase(f"p{step}", fleet_pb2.PUBLISH_PHASE_READY)
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
+    order = sender.order(f"p{step}", step)
+    order.new_communicator = True
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=order, layout=layout, first_rank=1))
+    loaded = await connection.publish_phase(f"p{step}", fleet_pb2.PUBLISH_PHASE_LOADED)
+    assert list(loaded.bucket_digests) == await sending
+    tokens = np.asarray([1, 4, 5, 3, 9, 1, 30, 31], dtype=np.uint32)
+    probe = weights_pb2.Probe(token_ids=pack_tokens(tokens), lengths=[5, 3])
+    connection.send(
+        commit=fleet_pb2.CommitPublish(publish_id=f"p{step}", version=version, probe=probe)
+    )
+    serving = await connection.publish_phase(f"p{step}", fleet_pb2.PUBLISH_PHASE_SERVING)
+    assert len(unpack_logprobs(serving.probe_logprobs)) == 6
+    connection.send(probe_verdict=fleet_pb2.ProbeVerdict(publish_id=f"p{step}", passed=True))
+    return serving
+
+
+async def test_the_program_serves_a_group_and_drains(settings: Path, fleet: FakeFleet) -> None:
+    server = await start(settings, fleet.address, "--server-id", "server-7")
+    try:
+        connection = await fleet.joined(START_LIMIT_S)
+        assert connection.hello.server_id == "server-7"
+        assert (connection.hello.max_model_len, connection.hello.vocab_size) == (33, 32)
+        spec = environment_pb2.EnvironmentSpec(
+            name="echo",
+            reference="slipstream.client.builtin.echo:Echo",
+            args_json="{}",
+            timeout_s=10,
+            num_workers=1,
+        )
+        connection.send(environment=fleet_pb2.EnvironmentOrder(spec=spec))
+        report = await connection.wait_for("environment")
+        assert report.num_tasks > 0, report.failure.message
+        weights = load_file(settings.parent / "model" / "model.safetensors")
+        await publish(connection, weights, 1)
+        for number in range(8):
+            connection.lease(f"g{number}", environment="echo", sampling=SAMPLING)
+        trajectories = await fleet.wait_trajectories(32)
+        assert {t.status for t in trajectories} <= {Status.COMPLETED, Status.TRUNCATED}
+        versions = {span.version for t in trajectories for span in t.version_spans}
+        assert versions == {PolicyVersion(0, 1)}
+        beat = await connection.wait_quiet()
+        assert beat.generated_tokens == beat.ended_tokens
+        assert beat.ended_tokens == sum(t.num_sampled_tokens for t in trajectories)
+        started = descendants(server.pid)
+        assert len(started) >= 3
+        server.send_signal(signal.SIGTERM)
+        _, stderr = await asyncio.wait_for(server.communicate(), LIMIT_S)
+        assert server.returncode == 0, stderr.decode()
+        await connection.wait_for("drained")
+        await wait_gone(started)
+    finally:
+        if server.returncode is None:
+            server.kill()
+    assert (settings.parent / "test" / "logs" / "environment-echo-0.log").exists()
+
+
+async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFleet) -> None:
+    arguments = [
+        *(sys.executable, "-m", "slipstream.rollout_server", "--config", str(settings)),
+        *("--controller", fleet.address),
+    ]
+    code = f"import subprocess; subprocess.run({arguments!r})"
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        connection = await fleet.joined(START_LIMIT_S)
+        started = descendants(launcher.pid)
+        assert len(started) >= 3
+    finally:
+        os.kill(launcher.pid, signal.SIGKILL)
+        await launcher.wait()
+    await asyncio.wait_for(connection.ended.wait(), LIMIT_S)
+    await wait_gone(started)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--connect-timeout-s", "0.2"], "no controller answers at 127.0.0.1:9"),
+        (["--config", "/nonexistent.toml"], "/nonexistent.toml: no such file"),
+    ],
+)
+async def test_a_wrong_start_is_one_line_and_exit_code_2(
+    settings: Path, options: list[str], line: str
+) -> None:
+    server = await start(settings, "127.0.0.1:9", *options)
+    _, stderr = await asyncio.wait_for(server.communicate(), START_LIMIT_S)
+    assert server.returncode == 2
+    assert stderr.decode().startswith(f"rollout server: {line}")
+    assert len(stderr.decode().splitlines()) == 1
