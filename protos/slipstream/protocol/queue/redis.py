@@ -170,13 +170,12 @@ class RedisReceiver:
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._to_forget: dict[bytes, int] = {}
         self._forgetting = asyncio.Lock()
-        self._delete_uncertain = False
+        self._perhaps_gone: set[bytes] = set()
         self._stack = AsyncExitStack()
         self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> RedisReceiver:
-        await self._connection.open()
-        await self._connection.persistently(self._create_group)
+        await self._connection.open(self._create_group)
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._reader = group.create_task(self._read())
         return self
@@ -281,6 +280,8 @@ class RedisReceiver:
         trajectory_id, data = TrajectoryId(fields[ID].decode()), fields[DATA]
         known = self._entries.get(trajectory_id)
         if trajectory_id in self._acknowledged:
+            # Read as pending, perhaps just before it was deleted.
+            self._perhaps_gone.add(entry_id)
             await self._forget({entry_id: len(data)})
         elif known is not None:
             known[entry_id] = len(data)
@@ -300,20 +301,19 @@ class RedisReceiver:
         async with connection.client.pipeline(transaction=True) as pipeline:
             await pipeline.watch(connection.mark_key)
             connection.check_mark(await pipeline.get(connection.mark_key))
-            if self._delete_uncertain:
-                # The answer of an earlier attempt was lost: it may have happened.
-                for entry_id in list(entries):
-                    if not await pipeline.xrange(connection.stream, entry_id, entry_id, count=1):
-                        del entries[entry_id], self._to_forget[entry_id]
-                self._delete_uncertain = False
+            for entry_id in self._perhaps_gone & set(entries):
+                if not await pipeline.xrange(connection.stream, entry_id, entry_id, count=1):
+                    del entries[entry_id], self._to_forget[entry_id]
+            self._perhaps_gone &= set(self._to_forget)
             if not entries:
                 return
             pipeline.multi()  # type: ignore[no-untyped-call]
             pipeline.xack(connection.stream, GROUP, *entries)
             pipeline.xdel(connection.stream, *entries)
             pipeline.decrby(connection.used_bytes, sum(entries.values()))
-            self._delete_uncertain = True
+            # Unless the answer arrives, it may have happened or not.
+            self._perhaps_gone |= set(entries)
             await pipeline.execute()
-            self._delete_uncertain = False
+        self._perhaps_gone -= set(entries)
         for entry_id in entries:
             del self._to_forget[entry_id]

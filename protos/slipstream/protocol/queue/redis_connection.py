@@ -18,8 +18,15 @@ from urllib.parse import urlsplit
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+    WatchError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from slipstream.protocol.errors import QueueError
 
@@ -28,7 +35,8 @@ CALL_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 # What redis-py raises when the server is not there.
-CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
+CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError)
+REFUSALS = (AuthenticationError, AuthorizationError)
 
 REQUIRED_SETTINGS = {
     "appendonly": "yes",
@@ -67,10 +75,16 @@ class RedisConnection:
         except ValueError as error:
             raise QueueError(f"queue.redis_url {self.name}: {error}") from error
 
-    async def open(self) -> None:
-        """Checks how durable the server is, and finds or draws the mark."""
-        await self.persistently(self._check_settings)
-        await self.persistently(self._draw_mark)
+    async def open(self, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Checks how durable the server is, finds or draws the mark, then prepares."""
+        try:
+            await self.persistently(self._check_settings)
+            await self.persistently(self._draw_mark)
+            if prepare is not None:
+                await self.persistently(prepare)
+        except BaseException:
+            await self.client.aclose()
+            raise
 
     async def once(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """`call`, or TimeoutError after 10 s."""
@@ -88,16 +102,22 @@ class RedisConnection:
             try:
                 result = await self.once(call)
             except CONNECTION_ERRORS as error:
+                refusal = error if isinstance(error, REFUSALS) else error.__cause__
+                if isinstance(refusal, REFUSALS):
+                    raise QueueError(f"redis at {self.name}: {refusal}") from error
                 if asyncio.get_running_loop().time() + backoff_s > deadline:
                     raise QueueError(
                         f"redis at {self.name} does not answer within "
                         f"{RECONNECT_TIMEOUT_S:g} s: {error}"
                     ) from error
+                if self.trouble is None:
+                    logger.warning("redis at %s was lost: %s", self.name, error)
                 self.trouble = str(error)
-                logger.warning("redis at %s: %s; again in %.2f s", self.name, error, backoff_s)
             except RedisError as error:
                 raise QueueError(f"redis at {self.name}: {error}") from error
             else:
+                if self.trouble is not None:
+                    logger.warning("redis at %s answers again", self.name)
                 self.trouble = None
                 return result
             await asyncio.sleep(backoff_s)

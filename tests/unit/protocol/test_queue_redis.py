@@ -1,0 +1,299 @@
+"""What only the Redis queue promises: it outlives every process but notices a lost Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from slipstream.protocol.errors import QueueError
+from slipstream.protocol.queue import redis_connection
+from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
+from slipstream.protocol.types import TrajectoryId
+
+LIMIT_S = 20.0
+STREAM, USED = "slipstream:run:trajectories", "slipstream:run:bytes"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    async with EmbeddedServer(tmp_path / "valkey") as server:
+        yield server
+
+
+def name(number: int) -> TrajectoryId:
+    return TrajectoryId(f"group.{number}")
+
+
+async def kill(server: EmbeddedServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+
+
+async def get(receiver: RedisReceiver) -> str:
+    async with asyncio.timeout(LIMIT_S):
+        return (await receiver.get()).trajectory_id
+
+
+def only_error(group: BaseExceptionGroup[BaseException]) -> str:
+    (error,) = group.exceptions
+    while isinstance(error, BaseExceptionGroup):
+        (error,) = error.exceptions
+    assert isinstance(error, QueueError)
+    return str(error)
+
+
+async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_and_again(
+    server: EmbeddedServer,
+) -> None:
+    generator = random.Random(1)
+    answered: set[str] = set()
+    arrived: set[str] = set()
+    finished = asyncio.Event()
+
+    async def produce(sender: RedisSender, first: int) -> None:
+        number = first
+        while not finished.is_set():
+            await sender.put(name(number), b"x" * 1_000, timeout_s=LIMIT_S)
+            answered.add(name(number))
+            number += 1
+
+    async def consume(receiver: RedisReceiver) -> None:
+        while True:
+            trajectory_id = (await receiver.get()).trajectory_id
+            arrived.add(trajectory_id)
+            await receiver.acknowledge([TrajectoryId(trajectory_id)])
+
+    async with (
+        RedisSender(server.url, "run", 100_000) as sender,
+        RedisReceiver(server.url, "run") as receiver,
+        asyncio.TaskGroup() as group,
+    ):
+        producers = [group.create_task(produce(sender, start)) for start in (0, 1_000_000)]
+        consumer = group.create_task(consume(receiver))
+        for _ in range(5):
+            seen = len(arrived)
+            while len(arrived) < seen + 20:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(generator.random() * 0.05)
+            await kill(server)
+            await server.start()
+        finished.set()
+        await asyncio.wait(producers)
+        async with asyncio.timeout(LIMIT_S):
+            while not answered <= arrived or sender.queued_bytes:
+                await asyncio.sleep(0.01)
+        consumer.cancel()
+    async with redis.asyncio.Redis.from_url(server.url) as client:
+        assert await client.xlen(STREAM) == 0
+        assert int(await client.get(USED)) == 0
+        assert (await client.xpending(STREAM, "controller"))["pending"] == 0
+
+
+async def test_what_a_dead_controller_had_read_comes_again(server: EmbeddedServer) -> None:
+    async with RedisSender(server.url, "run", 100_000) as sender:
+        async with RedisReceiver(server.url, "run") as first:
+            for number in range(50):
+                await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
+            assert await get(first) == name(0)
+        async with RedisReceiver(server.url, "run") as second:
+            assert [await get(second) for _ in range(50)] == [name(n) for n in range(50)]
+            await second.acknowledge(name(n) for n in range(50))
+        async with redis.asyncio.Redis.from_url(server.url) as client:
+            assert await client.xlen(STREAM) == 0
+
+
+async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice(
+    server: EmbeddedServer,
+) -> None:
+    async with (
+        RedisReceiver(server.url, "run") as receiver,
+        RedisSender(server.url, "run", 1_000) as sender,
+        redis.asyncio.Redis.from_url(server.url) as client,
+    ):
+        for number in (1, 1, 2):
+            await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
+        assert [await get(receiver), await get(receiver)] == [name(1), name(2)]
+        await receiver.acknowledge([name(1)])
+        assert await client.xlen(STREAM) == 1
+        await sender.put(name(1), b"x" * 100, timeout_s=LIMIT_S)
+        await receiver.acknowledge([name(2)])
+        async with asyncio.timeout(LIMIT_S):
+            while await client.xlen(STREAM):
+                await asyncio.sleep(0.01)
+        assert int(await client.get(USED)) == 0
+
+
+async def test_senders_share_one_bound(server: EmbeddedServer) -> None:
+    async with (
+        RedisReceiver(server.url, "run") as receiver,
+        RedisSender(server.url, "run", 1_000) as first,
+        RedisSender(server.url, "run", 1_000) as second,
+        redis.asyncio.Redis.from_url(server.url) as client,
+    ):
+        most = 0
+
+        async def produce(sender: RedisSender, numbers: range) -> None:
+            nonlocal most
+            for number in numbers:
+                await sender.put(name(number), b"x" * 300, timeout_s=LIMIT_S)
+                most = max(most, int(await client.get(USED)))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(produce(first, range(20)))
+            group.create_task(produce(second, range(20, 40)))
+            for _ in range(40):
+                await receiver.acknowledge([TrajectoryId(await get(receiver))])
+        assert 300 <= most <= 900
+        assert int(await client.get(USED)) == 0
+
+
+async def test_runs_on_one_server_do_not_see_each_other(server: EmbeddedServer) -> None:
+    async with (
+        RedisReceiver(server.url, "other") as receiver,
+        RedisSender(server.url, "run", 1_000) as sender,
+    ):
+        await sender.put(name(1), b"x", timeout_s=LIMIT_S)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await receiver.get()
+
+
+async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
+    async def lose_everything() -> None:
+        await kill(server)
+        shutil.rmtree(tmp_path / "valkey" / "appendonlydir")
+        await server.start()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with RedisReceiver(server.url, "run") as receiver:
+            await lose_everything()
+            await get(receiver)
+    assert "came back empty: what waited there is lost" in only_error(caught.value)
+    async with RedisSender(server.url, "run", 1_000) as sender:
+        await sender.put(name(0), b"x", timeout_s=LIMIT_S)
+        await lose_everything()
+        with pytest.raises(QueueError, match="came back empty: what waited there is lost"):
+            await sender.put(name(1), b"x", timeout_s=LIMIT_S)
+        async with RedisReceiver(server.url, "run"):
+            with pytest.raises(QueueError, match="holds the data of another start"):
+                await sender.put(name(1), b"x", timeout_s=LIMIT_S)
+
+
+async def test_a_mark_that_was_kept_tells_that_redis_was_emptied(server: EmbeddedServer) -> None:
+    async with RedisReceiver(server.url, "run") as receiver:
+        mark = receiver.mark
+    async with RedisReceiver(server.url, "run", mark=mark):
+        pass
+    async with redis.asyncio.Redis.from_url(server.url) as client:
+        await client.flushall()
+    with pytest.raises(QueueError, match="holds the data of another start"):
+        async with RedisReceiver(server.url, "run", mark=mark):
+            pass
+
+
+async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_connection, "RECONNECT_TIMEOUT_S", 0.3)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with RedisReceiver(server.url, "run") as receiver:
+            await kill(server)
+            await get(receiver)
+    message = only_error(caught.value)
+    assert "valkey.sock does not answer within 0.3 s" in message
+    assert server.url.rpartition("=")[2] not in message
+    with pytest.raises(QueueError, match="does not answer within 0.3 s"):
+        async with RedisSender(server.url, "run", 1_000):
+            pass
+
+
+async def test_put_names_a_lost_redis_rather_than_a_full_queue(server: EmbeddedServer) -> None:
+    async with RedisSender(server.url, "run", 1_000) as sender:
+        await kill(server)
+        with pytest.raises(QueueError, match="does not answer within 0.2 s"):
+            await sender.put(name(0), b"x", timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("appendfsync", "everysec"), ("maxmemory-policy", "allkeys-lru")]
+)
+async def test_a_redis_that_may_lose_entries_is_refused(
+    server: EmbeddedServer, setting: str, value: str
+) -> None:
+    async with redis.asyncio.Redis.from_url(server.url) as client:
+        await client.config_set(setting, value)
+    with pytest.raises(QueueError, match=rf"{setting} must be \w+ .*, got {value}"):
+        async with RedisSender(server.url, "run", 1_000):
+            pass
+
+
+async def test_a_redis_that_hides_its_settings_is_used_with_a_warning(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with redis.asyncio.Redis.from_url(server.url) as client:
+        await client.execute_command(
+            "ACL", "SETUSER", "sender", "on", ">secret", "~slipstream:*", "+@all", "-config"
+        )
+    path, _, _ = server.url.partition("?")
+    url = path.replace("unix://", "unix://sender@") + "?password=secret"
+    with caplog.at_level(logging.WARNING):
+        async with RedisSender(url, "run", 1_000) as sender:
+            await sender.put(name(0), b"x", timeout_s=LIMIT_S)
+    assert "does not show its settings" in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_a_wrong_password_is_reported_at_once(server: EmbeddedServer) -> None:
+    with pytest.raises(QueueError, match="valkey.sock: invalid username-password pair"):
+        async with RedisSender(server.url + "x", "run", 1_000):
+            pass
+
+
+async def test_a_url_of_another_kind_is_refused() -> None:
+    with pytest.raises(QueueError, match=r"queue.redis_url http://localhost: "):
+        RedisSender("http://localhost", "run", 1_000)
+
+
+async def test_the_embedded_server_needs_its_password_and_keeps_it(tmp_path: Path) -> None:
+    folder = tmp_path / "valkey"
+    async with EmbeddedServer(folder) as server:
+        url = server.url
+        path, _, _ = url.partition("?")
+        async with redis.asyncio.Redis.from_url(path, protocol=2) as client:
+            with pytest.raises(redis.exceptions.ConnectionError, match="Authentication required"):
+                await client.ping()
+        assert (folder / "valkey.sock").stat().st_mode & 0o777 == 0o700
+        assert (folder / "valkey.password").stat().st_mode & 0o777 == 0o600
+    async with EmbeddedServer(folder) as server:
+        assert server.url == url
+
+
+async def test_the_embedded_server_takes_a_short_socket_path_for_a_deep_folder(
+    tmp_path: Path,
+) -> None:
+    async with (
+        EmbeddedServer(tmp_path / ("deep" * 20) / "valkey") as server,
+        RedisSender(server.url, "run", 1_000) as sender,
+    ):
+        await sender.put(name(0), b"x", timeout_s=LIMIT_S)
+
+
+async def test_the_embedded_server_tells_why_it_did_not_start(tmp_path: Path) -> None:
+    folder = tmp_path / "valkey"
+    async with EmbeddedServer(folder):
+        pass
+    (file,) = folder.glob("appendonlydir/*.base.*")
+    file.write_bytes(b"REDIS0011 this is not what it was")
+    with pytest.raises(QueueError, match="valkey ended at once: .*"):
+        async with EmbeddedServer(folder):
+            pass
