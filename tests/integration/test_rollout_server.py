@@ -135,7 +135,7 @@ async def test_the_program_serves_a_group_and_drains(settings: Path, fleet: Fake
         assert beat.generated_tokens == beat.ended_tokens
         assert beat.ended_tokens == sum(t.num_sampled_tokens for t in trajectories)
         started = descendants(server.pid)
-        assert len(started) >= 3
+        assert len(started) >= 2
         server.send_signal(signal.SIGTERM)
         _, stderr = await asyncio.wait_for(server.communicate(), LIMIT_S)
         assert server.returncode == 0, stderr.decode()
@@ -163,7 +163,7 @@ async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFle
     try:
         connection = await fleet.joined(START_LIMIT_S)
         started = descendants(launcher.pid)
-        assert len(started) >= 3
+        assert len(started) >= 2
     finally:
         os.kill(launcher.pid, signal.SIGKILL)
         await launcher.wait()

@@ -43,6 +43,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 _WORKER_EXTENSION = "slipstream.rollout_server.weight_receiver.WorkerExtension"
@@ -315,6 +316,10 @@ def _arguments(config: Config, seed: int) -> AsyncEngineArgs:
         max_model_len=min(sampling.max_episode_tokens + 1, longest),
         max_num_seqs=settings.max_episodes,
         tensor_parallel_size=settings.tensor_parallel_size,
+        # One worker lives in the engine's process: between two processes vLLM waits by spinning.
+        distributed_executor_backend=(
+            UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
+        ),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enforce_eager=settings.enforce_eager,
         enable_prefix_caching=settings.enable_prefix_caching,
