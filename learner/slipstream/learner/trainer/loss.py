@@ -51,7 +51,7 @@ class TokenLoss:
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Out of place throughout: the logits may be needed by others."""
+    """In place only on its own copy: the logits may be needed by others."""
 
     @staticmethod
     def forward(
@@ -64,7 +64,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         scaled = logits.float() / temperature
         peak = scaled.amax(dim=-1)
         _reduce(peak, dist.ReduceOp.MAX, group)
-        scaled = scaled - peak[:, None]
+        scaled -= peak[:, None]
         exps = scaled.exp()
         total = exps.sum(dim=-1)
         _reduce(total, dist.ReduceOp.SUM, group)
@@ -74,8 +74,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         places = torch.where(is_here, targets - first, 0)
         found = scaled.gather(-1, places[:, None]).squeeze(-1) * is_here
         _reduce(found, dist.ReduceOp.SUM, group)
-        probs = exps / total[:, None]
-        expected = (probs * scaled).sum(dim=-1)
+        probs = exps.div_(total[:, None])
+        expected = scaled.mul_(probs).sum(dim=-1)
         _reduce(expected, dist.ReduceOp.SUM, group)
         entropy = total.log() - expected
         ctx.save_for_backward(probs, places, is_here)

@@ -22,7 +22,7 @@ from torch import Tensor
 Output = TypeVar("Output")
 # (place of the micro batch, micro batch, log-probabilities, entropy) -> loss
 LossFunction = Callable[[int, MicroBatch, Tensor, Tensor], TokenLoss]
-# (log-probabilities, entropy) -> (sum of the loss, number of tokens, what the schedule hands out)
+# The same -> (sum of the loss, number of tokens, what the schedule hands out)
 _Finish = Callable[[int, MicroBatch, Tensor, Tensor], tuple[Tensor, Tensor, Output]]
 
 

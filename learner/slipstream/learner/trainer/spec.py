@@ -127,6 +127,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
+@functools.cache
 def register_norm_names() -> None:
     """Teaches Bridge's Qwen families the names of norms apart from the linear layer behind."""
     names = {

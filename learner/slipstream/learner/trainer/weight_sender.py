@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from slipstream.protocol.buckets import bucket_digest
 from slipstream.protocol.config import WeightsSection
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -35,7 +35,10 @@ class WeightSender(Protocol):
     """One communicator at a time, kept over publishes until its members change or it fails."""
 
     def listen(self, communicator_id: str, world_size: int) -> weights_pb2.Communicator:
-        """Begins a new communicator and says where its members meet; waits for none of them."""
+        """Begins a new communicator and says where its members meet; waits for none of them.
+
+        ConfigError when nothing can listen on `weights.host`.
+        """
 
     def connect(self) -> None:
         """Waits for all members; WeightSyncError after the join deadline."""
@@ -71,7 +74,13 @@ class GlooWeightSender:
         """See `WeightSender`."""
         self.abort()
         # The store would listen on all addresses if it opened the socket itself.
-        listener = socket.create_server((self._weights.host, 0))
+        try:
+            listener = socket.create_server((self._weights.host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"weights.host must be an address of this machine, "
+                f"got {self._weights.host}: {error}"
+            ) from error
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             self._weights.host,

@@ -18,7 +18,7 @@ from slipstream.learner.trainer.weight_sender import GlooWeightSender
 from slipstream.protocol.buckets import TensorSpec, bucket_digest
 from slipstream.protocol.config import Config, WeightsSection
 from slipstream.protocol.config_file import parse_config
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
 
@@ -90,6 +90,12 @@ def test_store_listens_on_the_given_host_only() -> None:
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", where.store_port), timeout=5)
     sender.abort()
+
+
+def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
+    sender = GlooWeightSender(WeightsSection(host="192.0.2.1"))
+    with pytest.raises(ConfigError, match=r"weights\.host must be an address of this machine"):
+        sender.listen("members-1", 2)
 
 
 def test_receiver_that_never_joins_costs_one_deadline() -> None:
