@@ -190,7 +190,7 @@ class Publisher:
     async def _score(self, probe: weights_pb2.Probe) -> bytes:
         token_ids = unpack_tokens(probe.token_ids)
         cuts = np.cumsum(np.asarray(probe.lengths, dtype=np.int64))[:-1]
-        sequences = [part.tolist() for part in np.split(token_ids, cuts)]
+        sequences = [part.tolist() for part in np.split(token_ids, cuts) if part.size]
         return pack_logprobs(await self._engine.teacher_forced_logprobs(sequences))
 
     def _fail(self, publish_id: str, message: str) -> None:

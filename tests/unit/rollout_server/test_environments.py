@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -58,9 +59,16 @@ async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         yield Hosted(environments, reports)
         environments.close()
-    assert not [
-        p for p in psutil.Process().children(recursive=True) if "worker" in str(p.cmdline())
-    ]
+    assert not worker_processes()
+
+
+def worker_processes() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "slipstream.client.worker" in child.cmdline():
+                found.append(child)
+    return found
 
 
 async def test_an_episode_runs_in_a_worker(hosted) -> None:
@@ -170,7 +178,7 @@ async def test_unloading_ends_the_workers(hosted) -> None:
     order = fleet_pb2.EnvironmentOrder(spec=env_pb.EnvironmentSpec(name="Good"), unload=True)
     hosted.environments.order(order)
     async with asyncio.timeout(LIMIT_S):
-        while [p for p in psutil.Process().children(recursive=True) if "worker" in str(p)]:
+        while worker_processes():
             await asyncio.sleep(0.02)
     with pytest.raises(EnvironmentFailed):
         await session.reset(0, 0)
