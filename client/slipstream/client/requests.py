@@ -1,17 +1,127 @@
-"""The commands that ask a running controller for something."""
+"""The commands that ask a running controller for something, and how they print its answers."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-
-from google.protobuf.json_format import MessageToJson
+from collections.abc import Sequence
 
 from slipstream.client.client import Client
+from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.protocol.errors import ConfigError
-from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 
 
 def connect(arguments: argparse.Namespace) -> Client:
     """The client of a command's connection arguments."""
     return Client(arguments.controller, token_file=arguments.token_file, tls_ca=arguments.tls_ca)
+
+
+async def submit(arguments: argparse.Namespace) -> int:
+    """`slipstream submit`."""
+    try:
+        args = json.loads(arguments.args)
+    except ValueError as error:
+        raise ConfigError(f"--args must be a JSON object: {error}") from error
+    if not isinstance(args, dict):
+        raise ConfigError(f"--args must be a JSON object, got {arguments.args}")
+    async with connect(arguments) as client:
+        status = await client.submit(
+            arguments.reference,
+            name=arguments.name,
+            args=args,
+            weight=arguments.weight,
+            timeout_s=arguments.timeout_s,
+            num_workers=arguments.num_workers,
+        )
+    tasks = f"{status.num_tasks:,} tasks" if status.num_tasks else "tasks without end"
+    detail = tasks if status.state == "ready" else "it waits for a rollout server"
+    print(f"environment {status.name} is {status.state}: {detail}")
+    return 0
+
+
+async def status(arguments: argparse.Namespace) -> int:
+    """`slipstream status`."""
+    async with connect(arguments) as client:
+        run = await client.status()
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(run), indent=2))
+    else:
+        print("\n".join(status_lines(run)))
+    return 0
+
+
+async def environments(arguments: argparse.Namespace) -> int:
+    """`slipstream environments`."""
+    async with connect(arguments) as client:
+        entries = await client.environments()
+    print("\n".join(environment_lines(entries)))
+    return 0
+
+
+async def stop(arguments: argparse.Namespace) -> int:
+    """`slipstream stop`."""
+    async with connect(arguments) as client:
+        await client.stop(arguments.reason)
+    print("the run stops after the step that is under way")
+    return 0
+
+
+def status_lines(run: RunStatus) -> list[str]:
+    """A run for people."""
+    lines = [f"run {run.run_id} is {run.state}" + (f": {run.cause}" if run.cause else "")]
+    lines.append(f"version {run.step} of {run.num_steps}, up for {run.uptime_s:.0f} s")
+    if run.waiting_for:
+        lines.append(f"waits for {run.waiting_for}")
+    lines.append(
+        f"{run.leased_groups} groups leased, {run.complete_groups} of them complete, "
+        f"{run.queued_bytes:,} bytes queued, max_staleness {run.max_staleness}"
+    )
+    ledger = run.ledger
+    lines.append(
+        f"tokens: {ledger.generated:,} generated = {ledger.trained:,} trained, "
+        f"{ledger.queued:,} queued, {ledger.in_flight:,} in flight, {ledger.failed:,} failed, "
+        f"{ledger.cancelled:,} cancelled, {ledger.filtered:,} filtered, "
+        f"{ledger.evaluated:,} evaluated, {ledger.lost:,} lost; difference {ledger.difference}"
+    )
+    rows = [("server", "state", "version", "groups", "episodes", "generated", "cause")]
+    rows += [
+        (
+            server.server_id,
+            server.state,
+            str(server.version),
+            str(server.leased_groups),
+            str(server.open_episodes),
+            f"{server.generated_tokens:,}",
+            server.cause,
+        )
+        for server in run.servers
+    ]
+    return [*lines, "", *_table(rows), "", *environment_lines(run.environments)]
+
+
+def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
+    """The environments of a run for people."""
+    rows = [("environment", "state", "tasks", "weight", "accepted", "failed", "reward", "cause")]
+    rows += [
+        (
+            entry.name,
+            entry.state,
+            f"{entry.num_tasks:,}" if entry.num_tasks else "no end",
+            f"{entry.weight:g}",
+            f"{entry.groups_accepted:,}",
+            f"{entry.groups_failed:,}",
+            f"{entry.reward_mean:.3f}",
+            entry.cause,
+        )
+        for entry in entries
+    ]
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,4 +1,4 @@
-"""Repeat two letters: the smallest task that a model must read its prompt for."""
+"""Name two letters: the smallest task that a model must read its prompt for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ HELDOUT_SHARE = 0.2
 
 
 class Echo(Environment[Pair]):
-    """The prompt is "a b", the right reply "a b a b".
+    """The prompt is two letters, the right reply names both of them, and nothing else.
 
-    Its two letters in turn, `reply_length` words.
-
-    The reward is the share of the first `reply_length` words that are right; words after them do
-    not count, missing ones are wrong. Of all ordered pairs of letters about a fifth is held out,
-    chosen by `seed`, so that every letter still occurs in training in both places.
+    Of the first `reply_length` words, half of the reward is the share that are letters of the
+    prompt (a missing word is a wrong one), the other half the share of the prompt's letters that
+    are among them. Of all ordered pairs of different letters about a fifth is held out, chosen by
+    `seed`, so that every letter still occurs in training in both places.
     """
 
     def __init__(
         self,
-        num_symbols: int = 8,
+        num_symbols: int = 12,
         reply_length: int = 4,
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
@@ -33,14 +32,14 @@ class Echo(Environment[Pair]):
         """ValueError names the argument that cannot work."""
         if not 2 <= num_symbols <= len(string.ascii_lowercase):
             raise ValueError(f"num_symbols must be from 2 to 26, got {num_symbols}")
-        if reply_length < 1:
-            raise ValueError(f"reply_length must be at least 1, got {reply_length}")
+        if reply_length < 2:
+            raise ValueError(f"reply_length must be at least 2, got {reply_length}")
         if split not in ("train", "heldout"):
             raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
         self._reply_length = reply_length
         train, heldout = split_pairs(num_symbols, seed)
         self._pairs = train if split == "train" else heldout
-        self._answer: list[str] = []
+        self._letters: Pair = ("", "")
 
     def tasks(self) -> list[Pair]:
         """Ordered pairs of letters."""
@@ -48,19 +47,19 @@ class Echo(Environment[Pair]):
 
     def reset(self, task: Pair) -> list[Message]:
         """Shows the pair."""
-        self._answer = [task[index % 2] for index in range(self._reply_length)]
+        self._letters = task
         return [Message("user", " ".join(task))]
 
     def step(self, reply: str) -> StepResult:
-        """Compares word by word."""
-        # A shorter reply leaves the places at its end without a word.
-        words = reply.split()
-        right = sum(said == word for said, word in zip(words, self._answer, strict=False))
-        return StepResult(reward=right / self._reply_length)
+        """Judges the first words."""
+        words = reply.split()[: self._reply_length]
+        right = sum(word in self._letters for word in words) / self._reply_length
+        named = sum(letter in words for letter in self._letters) / len(self._letters)
+        return StepResult(reward=(right + named) / 2, metrics={"right": right, "named": named})
 
 
 def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """All ordered pairs in a random order, as training and held-out ones.
+    """All ordered pairs of different letters in a random order, as training and held-out ones.
 
     The pairs (x, successor of x in a random circle) stay in training: so each letter is seen first
     and second there.
@@ -69,7 +68,7 @@ def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:
     generator = random.Random(seed)
     circle = generator.sample(letters, num_symbols)
     kept = set(zip(circle, circle[1:] + circle[:1], strict=True))
-    pairs = [(first, second) for first in letters for second in letters]
+    pairs = [(first, second) for first in letters for second in letters if first != second]
     generator.shuffle(pairs)
     num_heldout = max(1, round(HELDOUT_SHARE * len(pairs)))
     heldout = [pair for pair in pairs if pair not in kept][:num_heldout]
