@@ -1,0 +1,102 @@
+"""Trajectories of every shape, for hypothesis."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+from slipstream.protocol.codec import merge_spans
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    GroupId,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+versions = st.builds(PolicyVersion, uint32, uint32)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    run_lengths = tuple(draw(st.lists(st.integers(0, 12), max_size=7)))
+    num_sampled = sum(run_lengths[1::2])
+    num_tokens = sum(run_lengths)
+    spans, left = [], num_sampled
+    while left:
+        length = draw(st.integers(1, left))
+        spans.append(VersionSpan(length, draw(versions)))
+        left -= length
+    status = draw(st.sampled_from(Status))
+    failure = st.builds(Failure, st.sampled_from(FailureKind), texts)
+    return Trajectory(
+        run_id=draw(texts),
+        group_id=GroupId(draw(texts)),
+        member=draw(uint32),
+        attempt=draw(uint32),
+        server_id=ServerId(draw(texts)),
+        server_epoch=draw(uint64),
+        environment=draw(texts),
+        task_index=draw(uint64),
+        seed=draw(uint64),
+        purpose=draw(st.sampled_from(Purpose)),
+        status=status,
+        failure=draw(failure) if status is Status.FAILED else None,
+        will_retry=draw(st.booleans()),
+        token_ids=np.array(
+            draw(st.lists(uint32, min_size=num_tokens, max_size=num_tokens)), np.uint32
+        ),
+        run_lengths=run_lengths,
+        behavior_logprobs=np.array(
+            draw(
+                st.lists(st.floats(-1e3, 0, width=32), min_size=num_sampled, max_size=num_sampled)
+            ),
+            np.float32,
+        ),
+        version_spans=merge_spans(spans),
+        reward=draw(finite),
+        metrics=draw(st.dictionaries(texts, finite, max_size=3)),
+        num_turns=draw(uint32),
+        generation_s=draw(finite),
+        environment_s=draw(finite),
+        prompt_text=draw(texts),
+        reply_text=draw(texts),
+    )
+
+
+def make_trajectory(num_context: int, num_sampled: int, num_versions: int = 1) -> Trajectory:
+    """An ordinary one, with names of the usual length."""
+    generator = np.random.default_rng(1)
+    cut = np.linspace(0, num_sampled, num_versions + 1).astype(int)
+    return Trajectory(
+        run_id="quickstart-7f3a9c21",
+        group_id=GroupId("g000123"),
+        member=3,
+        attempt=0,
+        server_id=ServerId("server-0"),
+        server_epoch=0x1234567890ABCDEF,
+        environment="echo",
+        task_index=12345,
+        seed=0x1234567890ABCDEF,
+        purpose=Purpose.TRAINING,
+        status=Status.COMPLETED,
+        token_ids=generator.integers(0, 150_000, num_context + num_sampled).astype(np.uint32),
+        run_lengths=(num_context, num_sampled),
+        behavior_logprobs=-generator.random(num_sampled).astype(np.float32),
+        version_spans=tuple(
+            VersionSpan(int(b - a), PolicyVersion(0, 100 + i))
+            for i, (a, b) in enumerate(zip(cut, cut[1:], strict=False))
+        ),
+        reward=1.0,
+        metrics={"right": 1.0},
+        num_turns=1,
+        generation_s=1.5,
+        environment_s=0.1,
+    )

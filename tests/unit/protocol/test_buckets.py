@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.protocol.buckets import (
+    ALIGNMENT_BYTES,
+    ITEM_BYTES,
+    TensorSpec,
+    bucket_digest,
+    layout_from_pb,
+    layout_to_pb,
+    plan_buckets,
+    weight_digest,
+)
+from slipstream.protocol.errors import ConfigError
+
+layouts = st.lists(
+    st.builds(
+        TensorSpec,
+        st.text(max_size=5),
+        st.sampled_from(sorted(ITEM_BYTES)),
+        st.lists(st.integers(0, 20), max_size=3).map(tuple),
+    ),
+    max_size=30,
+)
+
+
+@given(layouts, st.integers(1, 2_000))
+def test_every_tensor_lies_once_in_order_aligned_and_apart(
+    tensors: list[TensorSpec], bucket_bytes: int
+) -> None:
+    buckets = plan_buckets(tensors, bucket_bytes)
+    assert [span.tensor for bucket in buckets for span in bucket.spans] == tensors
+    for bucket in buckets:
+        end = 0
+        for span in bucket.spans:
+            assert span.offset_bytes % ALIGNMENT_BYTES == 0
+            assert span.offset_bytes >= end
+            end = span.offset_bytes + span.tensor.num_bytes
+        assert end <= bucket.num_bytes < end + ALIGNMENT_BYTES
+        assert end <= bucket_bytes or len(bucket.spans) == 1
+
+
+@given(layouts, st.integers(1, 2_000))
+def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit(
+    tensors: list[TensorSpec], bucket_bytes: int
+) -> None:
+    buckets = plan_buckets(tensors, bucket_bytes)
+    for bucket, following in zip(buckets, buckets[1:], strict=False):
+        assert bucket.num_bytes + following.spans[0].tensor.num_bytes > bucket_bytes
+
+
+@given(layouts, st.integers(1, 2_000))
+def test_both_sides_cut_the_same_buckets(tensors: list[TensorSpec], bucket_bytes: int) -> None:
+    message = layout_to_pb(tensors, bucket_bytes)
+    received = type(message).FromString(message.SerializeToString())
+    assert layout_from_pb(received) == plan_buckets(tensors, bucket_bytes)
+
+
+def test_a_small_plan_by_hand() -> None:
+    tensors = [
+        TensorSpec("a", "float32", (3,)),
+        TensorSpec("b", "bfloat16", (5,)),
+        TensorSpec("c", "float32", (100,)),
+        TensorSpec("d", "float16", ()),
+    ]
+    buckets = plan_buckets(tensors, 40)
+    assert [[(span.tensor.name, span.offset_bytes) for span in b.spans] for b in buckets] == [
+        [("a", 0), ("b", 16)],
+        [("c", 0)],
+        [("d", 0)],
+    ]
+    assert [bucket.num_bytes for bucket in buckets] == [32, 400, 16]
+
+
+def test_a_bucket_without_room_and_an_unknown_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bucket_bytes must be at least 1, got 0"):
+        plan_buckets([], 0)
+    with pytest.raises(ConfigError, match="tensor a has element type int8, known are float32"):
+        plan_buckets([TensorSpec("a", "int8", (1,))], 10)
+
+
+def test_digests_are_blake2b_of_sixteen_bytes() -> None:
+    assert bucket_digest(b"abc") == hashlib.blake2b(b"abc", digest_size=16).digest()
+    assert bucket_digest(memoryview(b"abc")) == bucket_digest(b"abc")
+    digests = [bucket_digest(b"a"), bucket_digest(b"b")]
+    assert weight_digest(digests) == hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+    assert weight_digest(digests) != weight_digest(reversed(digests))

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fake_trajectories import make_trajectory, trajectories, versions
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from slipstream.protocol import codec
+from slipstream.protocol.codec import (
+    decode_trajectory,
+    encode_trajectory,
+    merge_spans,
+    pack_tokens,
+    trajectory_from_pb,
+    trajectory_to_pb,
+    unpack_logprobs,
+    unpack_tokens,
+    version_from_pb,
+    version_to_pb,
+)
+from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    PolicyVersion,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+from slipstream.v1 import trajectory_pb2 as pb
+
+
+def same(left: Trajectory, right: Trajectory) -> bool:
+    for field in dataclasses.fields(Trajectory):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, np.ndarray):
+            if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+                return False
+        elif a != b:
+            return False
+    return True
+
+
+@given(trajectories())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_trajectory_comes_back_as_it_was_sent(trajectory: Trajectory) -> None:
+    assert same(decode_trajectory(encode_trajectory(trajectory)), trajectory)
+
+
+@given(versions)
+def test_a_version_comes_back_as_it_was_sent(version: PolicyVersion) -> None:
+    assert version_from_pb(version_to_pb(version)) == version
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=500, deadline=None)
+def test_bytes_of_any_kind_are_a_trajectory_or_a_protocol_error(data: bytes) -> None:
+    try:
+        decode_trajectory(data)
+    except ProtocolError:
+        return
+
+
+@given(trajectories(), st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_damaged_trajectory_is_decoded_or_a_protocol_error(
+    trajectory: Trajectory, data: st.DataObject
+) -> None:
+    encoded = bytearray(encode_trajectory(trajectory))
+    position = data.draw(st.integers(0, len(encoded) - 1)) if encoded else 0
+    if data.draw(st.booleans()):
+        del encoded[position:]
+    elif encoded:
+        encoded[position] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        decoded = decode_trajectory(bytes(encoded))
+    except ProtocolError:
+        return
+    # What was let through is at least consistent.
+    assert len(decoded.behavior_logprobs) == decoded.num_sampled_tokens
+    assert len(decoded.sampled_mask()) == len(decoded.token_ids)
+
+
+def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
+    message = trajectory_to_pb(make_trajectory(4, 4))
+    for name in ("token_ids", "behavior_logprobs"):
+        whole = getattr(message, name)
+        for bit in range(8 * len(whole)):
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            changed = pb.Trajectory()
+            changed.CopyFrom(message)
+            setattr(changed, name, bytes(damaged))
+            with pytest.raises(ProtocolError, match="checksum"):
+                trajectory_from_pb(changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"run_lengths": (3, 4)}, "runs of 7 tokens, but 8 tokens"),
+        ({"run_lengths": (5, 3)}, "4 log-probabilities for 3 sampled tokens"),
+        ({"version_spans": ()}, "the version spans do not cover its 4 sampled tokens"),
+        ({"reward": float("nan")}, "reward nan is not a finite number"),
+        (
+            {"behavior_logprobs": np.array([-1, -2, -np.inf, -3], np.float32)},
+            "a log-probability is not a finite number",
+        ),
+    ],
+)
+def test_a_trajectory_that_does_not_fit_together_is_refused_by_name(
+    changes: dict[str, object], cause: str
+) -> None:
+    trajectory = dataclasses.replace(make_trajectory(4, 4), **changes)
+    with pytest.raises(ProtocolError, match=cause) as caught:
+        decode_trajectory(encode_trajectory(trajectory))
+    assert str(caught.value).startswith("g000123.3.0.1234567890abcdef: ")
+
+
+@pytest.mark.parametrize("field", ["purpose", "status"])
+def test_unknown_kinds_are_refused(field: str) -> None:
+    message = trajectory_to_pb(make_trajectory(1, 1))
+    setattr(message, field, 0)
+    with pytest.raises(ProtocolError, match="g000123: 0 is not a valid"):
+        trajectory_from_pb(message)
+
+
+def test_arrays_of_broken_length_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="token ids must be a multiple of 4 bytes, got 5"):
+        unpack_tokens(b"12345")
+    with pytest.raises(ProtocolError, match="log-probabilities must be a multiple of 4"):
+        unpack_logprobs(b"123")
+
+
+def test_tokens_travel_as_four_bytes_little_endian() -> None:
+    assert pack_tokens(np.array([1, 258], np.uint32)) == b"\1\0\0\0\2\1\0\0"
+
+
+def test_a_trajectory_above_the_limit_is_refused_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = encode_trajectory(make_trajectory(100, 100))
+    monkeypatch.setattr(codec, "MAX_TRAJECTORY_BYTES", 1_000)
+    with pytest.raises(ProtocolError, match=r"has \d+ bytes, more than 1000"):
+        encode_trajectory(make_trajectory(100, 100))
+    with pytest.raises(ProtocolError, match=r"a trajectory of \d+ bytes, more than 1000"):
+        decode_trajectory(data)
+
+
+@pytest.mark.parametrize(("num_context", "num_sampled"), [(0, 512), (128, 384), (1024, 7168)])
+def test_a_token_costs_at_most_eight_and_a_half_bytes_on_the_wire(
+    num_context: int, num_sampled: int
+) -> None:
+    trajectory = make_trajectory(num_context, num_sampled, num_versions=3)
+    request = pb.DeliverRequest(
+        trajectory=encode_trajectory(trajectory), trajectory_id=trajectory.trajectory_id
+    )
+    assert request.ByteSize() / (num_context + num_sampled) <= 8.5
+
+
+def test_neighbouring_spans_of_one_version_are_joined_and_empty_ones_left_out() -> None:
+    old, new = PolicyVersion(0, 1), PolicyVersion(0, 2)
+    spans = [(2, old), (0, new), (3, old), (1, new), (0, old), (4, new)]
+    merged = merge_spans([VersionSpan(*span) for span in spans])
+    assert merged == (VersionSpan(5, old), VersionSpan(5, new))
+
+
+def test_a_trajectory_knows_its_identity_its_oldest_version_and_its_sampled_tokens() -> None:
+    trajectory = dataclasses.replace(
+        make_trajectory(2, 3),
+        run_lengths=(1, 2, 1, 1),
+        version_spans=(
+            VersionSpan(2, PolicyVersion(0, 7)),
+            VersionSpan(1, PolicyVersion(0, 6)),
+        ),
+    )
+    assert trajectory.trajectory_id == "g000123.3.0.1234567890abcdef"
+    assert trajectory.oldest_version == PolicyVersion(0, 6)
+    assert trajectory.sampled_mask().tolist() == [False, True, True, False, True]
+    assert trajectory.has_reward
+    failed = trajectory.with_failure(Failure(FailureKind.TIMEOUT, "late"), will_retry=True)
+    assert (failed.status, failed.has_reward, failed.reward) == (Status.FAILED, False, 0.0)
+    assert failed.will_retry
+    assert dataclasses.replace(make_trajectory(3, 0), version_spans=()).oldest_version is None
+
+
+def test_versions_are_ordered_by_incarnation_first_and_written_shortly() -> None:
+    assert PolicyVersion(0, 9) < PolicyVersion(1, 2)
+    assert (str(PolicyVersion(0, 9)), str(PolicyVersion(1, 2))) == ("9", "2/1")

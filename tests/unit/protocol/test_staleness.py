@@ -1,0 +1,281 @@
+"""The staleness promise: never broken, never stuck, whatever the servers do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.protocol.staleness import (
+    LeasedGroup,
+    choose_batch,
+    deadline,
+    due_groups,
+    holds,
+    lag,
+    may_lease,
+)
+
+NUM_SCHEDULES = 100_000
+
+sizes = st.integers(1, 4)
+deadlines = st.lists(st.integers(0, 12), max_size=12)
+groups = st.lists(st.tuples(st.integers(3, 9), st.booleans()), max_size=12).map(
+    lambda pairs: [
+        LeasedGroup(str(index), deadline_step, complete)
+        for index, (deadline_step, complete) in enumerate(pairs)
+    ]
+)
+
+# Expired groups are overlooked when the invariant starts at d = step instead of d = step - 1.
+Invariant = Callable[[Sequence[int], int, int], bool]
+
+
+def holds_from_step(leased: Sequence[int], step: int, groups_per_step: int) -> bool:
+    return holds([d for d in leased if d >= step], step, groups_per_step)
+
+
+@given(deadlines, st.integers(0, 12), sizes)
+def test_the_invariant_is_what_its_definition_says(
+    leased: list[int], step: int, groups_per_step: int
+) -> None:
+    by_definition = all(
+        sum(each <= d for each in leased) <= (d - step + 1) * groups_per_step
+        for d in range(-1, 30)
+        if d >= step - 1
+    )
+    # A deadline below step - 1 is counted at step - 1.
+    assert holds(leased, step, groups_per_step) == by_definition
+
+
+@given(deadlines, st.integers(0, 12), sizes, st.integers(0, 12))
+def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
+    leased: list[int], step: int, groups_per_step: int, new_deadline: int
+) -> None:
+    expected = new_deadline >= step and holds([*leased, new_deadline], step, groups_per_step)
+    assert may_lease(leased, step, groups_per_step, new_deadline) == expected
+
+
+@given(groups, st.integers(3, 4), sizes)
+def test_a_batch_is_found_exactly_when_there_is_one(
+    leased: list[LeasedGroup], step: int, groups_per_step: int
+) -> None:
+    complete = [group for group in leased if group.complete]
+    exists = any(
+        holds(
+            [group.deadline_step for group in leased if group not in chosen],
+            step + 1,
+            groups_per_step,
+        )
+        for chosen in combinations(complete, groups_per_step)
+    )
+    batch = choose_batch(leased, step, groups_per_step)
+    assert (batch is not None) == exists
+    if batch is not None:
+        assert len(batch) == groups_per_step
+        assert all(group.complete for group in batch)
+        assert [group for group in leased if group in batch] == batch
+        left = [group.deadline_step for group in leased if group not in batch]
+        assert holds(left, step + 1, groups_per_step)
+
+
+@given(groups, st.integers(3, 4), sizes)
+def test_a_batch_can_be_formed_as_soon_as_the_due_groups_are_complete(
+    leased: list[LeasedGroup], step: int, groups_per_step: int
+) -> None:
+    due = due_groups(leased, step, groups_per_step)
+    assert not any(group.complete for group in due)
+    if not holds([group.deadline_step for group in leased], step, groups_per_step):
+        return
+    done = [
+        LeasedGroup(group.group_id, group.deadline_step, group.complete or group in due)
+        for group in leased
+    ]
+    if sum(group.complete for group in done) >= groups_per_step:
+        assert choose_batch(done, step, groups_per_step) is not None
+
+
+def test_the_deadline_is_the_served_version_and_the_bound_but_not_after_the_last_step() -> None:
+    assert deadline(5, 2, 100) == 7
+    assert deadline(5, 0, 100) == 5
+    assert deadline(98, 4, 100) == 99
+    assert lag(7, 5) == 2
+
+
+def test_due_groups_go_before_groups_that_finished_earlier() -> None:
+    leased = [
+        LeasedGroup("young", 5, True),
+        LeasedGroup("old", 3, False),
+        LeasedGroup("middle", 4, True),
+    ]
+    assert choose_batch(leased, 3, 1) is None
+    assert [group.group_id for group in due_groups(leased, 3, 1)] == ["old"]
+    leased[1] = LeasedGroup("old", 3, True)
+    assert [group.group_id for group in choose_batch(leased, 3, 1) or []] == ["old"]
+    assert [group.group_id for group in choose_batch(leased, 3, 2) or []] == ["old", "middle"]
+
+
+class Schedule:
+    """One run with servers that lag, die and come back, driven by random numbers."""
+
+    def __init__(self, seed: int) -> None:
+        draw = self.draw = random.Random(seed)
+        self.groups_per_step = draw.choice((1, 1, 2, 2, 3, 4))
+        self.max_staleness = draw.choice((0, 1, 1, 2, 3))
+        self.num_steps = draw.choice((2, 3, 4, 6))
+        self.served = [0] * draw.choice((1, 2, 3))
+        self.step = 0
+        # Sampling version, deadline, server, completeness of every leased, untrained group.
+        self.leased: dict[str, tuple[int, int, int, bool]] = {}
+        self.num_leases = self.num_refused = self.largest_lag = 0
+
+    def lease(self, server: int) -> bool:
+        last = deadline(self.served[server], self.max_staleness, self.num_steps)
+        others = [group[1] for group in self.leased.values()]
+        if not may_lease(others, self.step, self.groups_per_step, last):
+            self.num_refused += 1
+            return False
+        self.leased[str(self.num_leases)] = (self.served[server], last, server, False)
+        self.num_leases += 1
+        return True
+
+    def complete(self, key: str) -> None:
+        self.leased[key] = (*self.leased[key][:3], True)
+
+    def train(self) -> bool:
+        known = [LeasedGroup(key, group[1], group[3]) for key, group in self.leased.items()]
+        batch = choose_batch(known, self.step, self.groups_per_step)
+        if batch is None:
+            return False
+        for group in batch:
+            sampled, *_ = self.leased.pop(group.group_id)
+            self.largest_lag = max(self.largest_lag, lag(self.step, sampled))
+            assert self.largest_lag <= self.max_staleness
+        self.step += 1
+        assert all(group[1] >= self.step for group in self.leased.values())
+        return True
+
+    def disturb(self) -> None:
+        """Something of all that can happen."""
+        draw, leased = self.draw, self.leased
+        match draw.randrange(10):
+            case 0:
+                server = draw.randrange(len(self.served))
+                self.served[server] = draw.randint(self.served[server], self.step)
+            case 1 | 2 | 3:
+                server = draw.randrange(len(self.served))
+                for _ in range(draw.randint(1, self.groups_per_step)):
+                    self.lease(server)
+            case 4 | 5 | 6 if leased:
+                for key in draw.sample(list(leased), draw.randint(1, len(leased))):
+                    self.complete(key)
+            case 7 if leased:
+                # Filtered, or its task was set aside.
+                del leased[draw.choice(list(leased))]
+            case 8:
+                # A server dies: some of its groups end, others run again elsewhere.
+                dead = draw.randrange(len(self.served))
+                for key, group in list(leased.items()):
+                    if group[2] == dead and not group[3] and draw.random() < 0.5:
+                        del leased[key]
+                self.served[dead] = self.step
+            case _:
+                if self.step < self.num_steps:
+                    self.train()
+
+    def finish(self) -> None:
+        """Every server does its work: the run must end."""
+        while self.step < self.num_steps:
+            for key in self.leased:
+                self.complete(key)
+            if not self.train():
+                self.served = [self.step] * len(self.served)
+                granted = [self.lease(0) for _ in range(self.groups_per_step)]
+                assert any(granted), "stuck"
+
+
+def test_the_bound_is_kept_and_nothing_gets_stuck_in_many_random_schedules() -> None:
+    refused = at_the_bound = 0
+    for seed in range(NUM_SCHEDULES):
+        schedule = Schedule(seed)
+        try:
+            for _ in range(20):
+                schedule.disturb()
+            schedule.finish()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        refused += schedule.num_refused
+        at_the_bound += schedule.largest_lag == schedule.max_staleness > 0
+    # The schedules are worth something: the rules had to say no, and the bound was reached.
+    assert refused > NUM_SCHEDULES
+    assert at_the_bound > NUM_SCHEDULES / 20
+
+
+def explore(
+    groups_per_step: int, max_staleness: int, num_steps: int, invariant: Invariant
+) -> tuple[str, int]:
+    """Goes through all that two lagging servers and a controller can do; the verdict and states."""
+    start = (0, (0, 0), ())
+    seen, todo = {start}, [start]
+    while todo:
+        step, served, leased = todo.pop()
+        if any(d < step for d, _ in leased):
+            return "expired", len(seen)
+        if step == num_steps:
+            continue
+        following = []
+        for server, version in product(range(2), range(step + 1)):
+            if version > served[server]:
+                newer = tuple(version if i == server else v for i, v in enumerate(served))
+                following.append((step, newer, leased))
+        if len(leased) <= groups_per_step * (max_staleness + 1):
+            for version in set(served):
+                last = deadline(version, max_staleness, num_steps)
+                if invariant([*(d for d, _ in leased), last], step, groups_per_step):
+                    following.append((step, served, tuple(sorted((*leased, (last, False))))))
+        for index, (d, complete) in enumerate(leased):
+            # Filtered, set aside, or lost with its server.
+            rest = (*leased[:index], *leased[index + 1 :])
+            following.append((step, served, rest))
+            if not complete:
+                following.append((step, served, tuple(sorted((*rest, (d, True))))))
+        complete = [index for index, group in enumerate(leased) if group[1]]
+        trained = []
+        for chosen in combinations(complete, groups_per_step):
+            rest = tuple(group for index, group in enumerate(leased) if index not in chosen)
+            if invariant([d for d, _ in rest], step + 1, groups_per_step):
+                trained.append((step + 1, served, rest))
+        following += trained
+        if invariant is holds:
+            known = [LeasedGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]
+            assert (choose_batch(known, step, groups_per_step) is not None) == bool(trained)
+        if not following:
+            return "stuck", len(seen)
+        for state in following:
+            if state not in seen:
+                seen.add(state)
+                todo.append(state)
+    return "kept", len(seen)
+
+
+@pytest.mark.parametrize(
+    ("groups_per_step", "max_staleness", "num_steps"),
+    [(1, 0, 9), (1, 1, 9), (1, 3, 9), (2, 0, 7), (2, 1, 8), (2, 2, 8), (3, 2, 6)],
+)
+def test_the_bound_is_kept_and_nothing_gets_stuck_in_all_small_runs(
+    groups_per_step: int, max_staleness: int, num_steps: int
+) -> None:
+    verdict, num_states = explore(groups_per_step, max_staleness, num_steps, holds)
+    assert verdict == "kept"
+    assert num_states > 300
+
+
+@pytest.mark.parametrize(("groups_per_step", "max_staleness"), [(1, 1), (2, 1)])
+def test_the_check_itself_notices_a_rule_that_lets_groups_expire(
+    groups_per_step: int, max_staleness: int
+) -> None:
+    verdict, _ = explore(groups_per_step, max_staleness, 3, holds_from_step)
+    assert verdict == "expired"
