@@ -203,6 +203,8 @@ class QueueSection(Section):
     kind: Literal["grpc", "redis"] = "grpc"
     # redis://, rediss:// or unix:// ; None: `slipstream run` starts a server of its own.
     redis_url: str | None = None
+    # A file with the password, which then need not stand in `redis_url`.
+    redis_password_file: Path | None = None
     # Bytes that may wait; a server leases only what still fits.
     max_bytes: Positive = 256 << 20
 

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
-from slipstream.protocol.config import SecuritySection, address_parts
+from slipstream.protocol.config import QueueSection, SecuritySection, address_parts
 from slipstream.protocol.errors import ConfigError
 
 # grpc's classes are generic in their type stubs only.
@@ -139,6 +140,17 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
         )
         return grpc.secure_channel(address, secret, options=CHANNEL_OPTIONS)
     return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def redis_url_with_password(queue: QueueSection) -> str:
+    """`redis_url` with the password of `redis_password_file`; ConfigError when one is missing."""
+    if queue.redis_url is None:
+        raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
+    if queue.redis_password_file is None:
+        return queue.redis_url
+    password = _read(queue.redis_password_file, "queue.redis_password_file").decode().strip()
+    between = "&" if "?" in queue.redis_url else "?"
+    return f"{queue.redis_url}{between}password={quote(password, safe='')}"
 
 
 def call_metadata(credentials: Credentials) -> tuple[tuple[str, str], ...]:

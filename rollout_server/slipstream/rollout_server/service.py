@@ -18,7 +18,12 @@ import grpc.aio
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.base import TrajectorySender
-from slipstream.protocol.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.security import (
+    Credentials,
+    call_metadata,
+    open_channel,
+    redis_url_with_password,
+)
 from slipstream.protocol.types import ServerId
 from slipstream.rollout_server.dispatcher import Identity
 from slipstream.rollout_server.environments import ClientEnvironments, Environments
@@ -165,11 +170,8 @@ class RolloutServer:
         if queue.kind == "redis":
             from slipstream.protocol.queue.redis import RedisSender
 
-            if queue.redis_url is None:
-                raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
-            return await stack.enter_async_context(
-                RedisSender(queue.redis_url, run_id, queue.max_bytes)
-            )
+            url = redis_url_with_password(queue)
+            return await stack.enter_async_context(RedisSender(url, run_id, queue.max_bytes))
         from slipstream.protocol.queue.grpc import GrpcSender
 
         return await stack.enter_async_context(

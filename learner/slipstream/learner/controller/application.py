@@ -34,7 +34,12 @@ from slipstream.learner.controller.status_service import StatusServicer
 from slipstream.learner.controller.trainer_service import TrainerServicer
 from slipstream.protocol.config import Config
 from slipstream.protocol.queue.base import TrajectoryReceiver
-from slipstream.protocol.security import Credentials, bind, create_server
+from slipstream.protocol.security import (
+    Credentials,
+    bind,
+    create_server,
+    redis_url_with_password,
+)
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -139,8 +144,7 @@ class Controller:
         if queue.kind == "redis":
             from slipstream.protocol.queue.redis import RedisReceiver
 
-            assert queue.redis_url is not None
-            receiver = RedisReceiver(queue.redis_url, self._progress.run_id)
+            receiver = RedisReceiver(redis_url_with_password(queue), self._progress.run_id)
             return await stack.enter_async_context(receiver)
         from slipstream.protocol.queue.grpc import GrpcReceiver
 
