@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,8 @@ EDGE_STEPS = 5
 SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
 MERGE_EVERY = 1000
+# The rate of generation is a mean over so long.
+RATE_WINDOW_S = 5.0
 
 
 @dataclass
@@ -51,7 +53,9 @@ class RunRecorder:
         self._samples: IO[str] = (folder / "trajectories.jsonl").open("w", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"))
         self._started_s = time.time()
-        self._last = (time.time(), 0)
+        # Moments and generated tokens of the newest steps: heartbeats are too coarse for one step.
+        self._recent: deque[tuple[float, int]] = deque([(time.time(), 0)])
+        self._last_step_s = time.time()
         self.rows: list[dict[str, float]] = []
         self.facts = RunFacts()
         self.first_lease_s: float | None = None
@@ -82,16 +86,15 @@ class RunRecorder:
     ) -> dict[str, float]:
         """Writes the line of one step and returns it."""
         now = time.time()
-        then, before = self._last
-        self._last = (now, generated_tokens)
-        elapsed = max(now - then, 1e-9)
+        elapsed = max(now - self._last_step_s, 1e-9)
+        self._last_step_s = now
         row = {
             "step": float(batch.step),
             "wall_s": now - self._started_s,
             **metrics,
             **gauges,
             "step_s": elapsed,
-            "generated_tokens_per_s": (generated_tokens - before) / elapsed,
+            "generated_tokens_per_s": self._generation_rate(now, generated_tokens),
             "trained_tokens_per_s": metrics.get("trained_tokens", 0.0) / elapsed,
             "training_s": training[1] - training[0],
         }
@@ -162,6 +165,13 @@ class RunRecorder:
         finite = _finite(summary)
         (self._folder / "summary.json").write_text(json.dumps(finite, indent=2) + "\n")
         return finite
+
+    def _generation_rate(self, now: float, generated_tokens: int) -> float:
+        self._recent.append((now, generated_tokens))
+        while len(self._recent) > 2 and now - self._recent[1][0] >= RATE_WINDOW_S:
+            self._recent.popleft()
+        then, before = self._recent[0]
+        return (generated_tokens - before) / max(now - then, 1e-9)
 
     def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
