@@ -1,4 +1,4 @@
-"""Generates the Python code of slipstream/v1/*.proto, or checks that the committed code is what would be generated."""
+"""Generates the Python code of slipstream/v1/*.proto, or checks the committed code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpc_tools import protoc
 
 
 def generate(root: Path, out: Path) -> list[Path]:
-    """Writes *_pb2.py, *_pb2.pyi and *_pb2_grpc.py for every .proto file below `root` and returns their paths under `out`."""
+    """Writes the code of every .proto file below `root`; returns the paths written, under `out`."""
     files = sorted(path.relative_to(root) for path in root.glob("slipstream/v1/*.proto"))
     include = importlib.resources.files("grpc_tools") / "_proto"
     arguments = [

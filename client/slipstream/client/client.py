@@ -72,10 +72,7 @@ class Client:
         self, address: str, *, token_file: Path | None = None, tls_ca: Path | None = None
     ) -> None:
         """`address` is host:port; other hosts than this one need the token and the authority."""
-        try:
-            address_parts(address)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        address_parts(address)
         self._address = address
         self._credentials = Credentials.load(SecuritySection(token_file=token_file, tls_ca=tls_ca))
         check_address(address, self._credentials, what="the controller")

@@ -1,1 +1,1 @@
-"""What all parts of Slipstream agree on, and nothing that only one of them needs: types, rules, wire forms, settings."""
+"""What all parts agree on, nothing that only one needs: types, rules, wire forms, settings."""

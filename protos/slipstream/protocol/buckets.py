@@ -1,4 +1,7 @@
-"""How a model's tensors are cut into buckets, and how a bucket is proved. Both sides derive the same plan from the layout."""
+"""How a model's tensors are cut into buckets, and how a bucket is proved.
+
+Both sides derive the same plan from the layout.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,10 @@ class Bucket:
 
 
 def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Cuts `tensors`, in their order, into buckets of at most `bucket_bytes`; a larger tensor has a bucket of its own.
+    """Cuts `tensors`, in their order, into buckets of at most `bucket_bytes`.
 
-    Every tensor starts at a multiple of 16 bytes, so that a view of its element type is aligned.
+    A larger tensor has a bucket of its own. Every tensor starts at a multiple of 16 bytes, so that
+    a view of its element type is aligned.
     """
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -57,7 +61,8 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
     for tensor in tensors:
         if tensor.dtype not in ITEM_BYTES:
             raise ConfigError(
-                f"tensor {tensor.name} has element type {tensor.dtype}, known are {', '.join(ITEM_BYTES)}"
+                f"tensor {tensor.name} has element type {tensor.dtype}, "
+                f"known are {', '.join(ITEM_BYTES)}"
             )
         if spans and used + tensor.num_bytes > bucket_bytes:
             buckets.append(Bucket(tuple(spans), used))
@@ -75,7 +80,7 @@ def bucket_digest(data: bytes | memoryview) -> bytes:
 
 
 def weight_digest(bucket_digests: Iterable[bytes]) -> bytes:
-    """The identity of a whole set of weights: BLAKE2b, 16 bytes, over its bucket digests in order."""
+    """Identity of a whole set of weights: BLAKE2b, 16 bytes, over its bucket digests in order."""
     digest = hashlib.blake2b(digest_size=16)
     for part in bucket_digests:
         digest.update(part)

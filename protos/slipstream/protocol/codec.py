@@ -1,6 +1,7 @@
 """Between `Trajectory` and its wire form.
 
-Arrays travel as packed little-endian bytes: four for a context token, eight for a sampled one (id and log-probability).
+Arrays travel as packed little-endian bytes: four for a context token, eight for a sampled one (id
+and log-probability).
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     data = trajectory_to_pb(trajectory).SerializeToString()
     if len(data) > MAX_TRAJECTORY_BYTES:
         raise ProtocolError(
-            f"trajectory {trajectory.trajectory_id} has {len(data)} bytes, more than {MAX_TRAJECTORY_BYTES}"
+            f"trajectory {trajectory.trajectory_id} has {len(data)} bytes, "
+            f"more than {MAX_TRAJECTORY_BYTES}"
         )
     return data
 
@@ -189,11 +191,13 @@ def _check(trajectory: Trajectory) -> None:
     name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
     if sum(trajectory.run_lengths) != len(trajectory.token_ids):
         raise ProtocolError(
-            f"{name}: runs of {sum(trajectory.run_lengths)} tokens, but {len(trajectory.token_ids)} tokens"
+            f"{name}: runs of {sum(trajectory.run_lengths)} tokens, "
+            f"but {len(trajectory.token_ids)} tokens"
         )
     if len(trajectory.behavior_logprobs) != sampled:
         raise ProtocolError(
-            f"{name}: {len(trajectory.behavior_logprobs)} log-probabilities for {sampled} sampled tokens"
+            f"{name}: {len(trajectory.behavior_logprobs)} log-probabilities "
+            f"for {sampled} sampled tokens"
         )
     if sum(span.length for span in trajectory.version_spans) != sampled:
         raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")

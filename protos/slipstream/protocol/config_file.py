@@ -1,4 +1,4 @@
-"""Reads a TOML file and dotted overrides into a `Config`, and checks it against the model before anything is loaded."""
+"""Reads a TOML file and dotted overrides into a `Config`, and checks it against the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ Table: TypeAlias = dict[str, JsonValue]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The checked settings of `path`, with overrides such as "algorithm.max_staleness=0" (TOML values) on top.
+    """The checked settings of `path` with `overrides` on top.
 
-    ConfigError: one line that names the value and the rule; for an unknown key the nearest right one.
+    An override is a dotted key and a TOML value: "algorithm.max_staleness=0".
+    ConfigError: one line that names the value and the rule; for an unknown key the nearest right
+    one.
     """
     try:
         with path.open("rb") as file:
@@ -51,7 +53,7 @@ def dump_config(config: Config) -> str:
 
 
 def check_model(config: Config) -> None:
-    """Checks the model folder and the sizes that depend on it; ConfigError, before anything is loaded."""
+    """Checks the model folder and what depends on it, before anything is loaded; ConfigError."""
     folder = config.model.path
     if not folder.is_dir():
         raise ConfigError(
@@ -82,7 +84,8 @@ def check_model(config: Config) -> None:
     rollout_tp = config.rollout_server.tensor_parallel_size
     if heads % rollout_tp or (groups % rollout_tp and rollout_tp % groups):
         raise ConfigError(
-            f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, got {rollout_tp}"
+            f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, "
+            f"got {rollout_tp}"
         )
 
 

@@ -21,11 +21,11 @@ class SlipstreamError(Exception):
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """A setting, argument or address that cannot work; the message is one line with the value and the rule."""
+    """A setting, argument or address that cannot work; one line with the value and the rule."""
 
 
 class ProtocolError(SlipstreamError):
-    """A message that no correct peer sends: wrong lengths, a bad checksum, another protocol version."""
+    """A message that no correct peer sends: wrong lengths, a bad checksum, another version."""
 
 
 class QueueError(SlipstreamError):
@@ -37,7 +37,7 @@ class TrajectoryQueueFull(QueueError):
 
 
 class StalenessError(SlipstreamError):
-    """A token of a batch is older than `max_staleness` allows: the rules were broken, so it means a bug."""
+    """A token of a batch is older than `max_staleness` allows: it means a bug."""
 
 
 class WeightSyncError(SlipstreamError):
@@ -45,7 +45,7 @@ class WeightSyncError(SlipstreamError):
 
 
 class EnvironmentFailed(SlipstreamError):
-    """An environment raised, hung, left, or judged with something that is no reward; `kind` says which."""
+    """An environment raised, hung, left, or gave something that is no reward; see `kind`."""
 
     def __init__(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Who may listen where, and what every caller must show: loopback is open, any other address needs TLS and a token."""
+"""Who may listen where: loopback is open, any other address needs TLS and a token."""
 
 from __future__ import annotations
 
@@ -121,7 +121,10 @@ def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int
 
 
 def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """A channel to `address`: TLS when the credentials have an authority or a certificate, plain on loopback only."""
+    """A channel to `address`, plain on loopback only.
+
+    It has TLS when the credentials have an authority or a certificate.
+    """
     check_address(address, credentials, what="the controller")
     if _client_tls(credentials, address):
         secret = grpc.ssl_channel_credentials(

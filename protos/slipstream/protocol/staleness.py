@@ -1,15 +1,17 @@
 """The rules that keep the staleness promise, as pure functions.
 
-Step s trains version s into version s + 1. A group that is leased on a server of version u may be trained by steps up to
-its deadline min(u + max_staleness, last step), because its oldest token was sampled by version u or a newer one.
+Step s trains version s into version s + 1. A group that is leased on a server of version u may be
+trained by steps up to its deadline min(u + max_staleness, last step), because its oldest token was
+sampled by version u or a newer one.
 
 **Invariant.** While the batch of step s is formed, for every d >= s - 1:
 
     number of leased, untrained groups with deadline <= d   <=   (d - s + 1) * groups_per_step
 
-With d = s - 1 it says that no group has expired; with larger d, that all can still be trained in time. It is kept by
-`may_lease` (before a lease) and `choose_batch` (before a step), so neither can break the promise, and as long as servers
-finish what they were leased the next batch can always be formed.
+With d = s - 1 it says that no group has expired; with larger d, that all can still be trained in
+time. It is kept by `may_lease` (before a lease) and `choose_batch` (before a step), so neither can
+break the promise, and as long as servers finish what they were leased the next batch can always be
+formed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def deadline(served_step: int, max_staleness: int, num_steps: int) -> int:
 
 
 def holds(deadlines: Iterable[int], step: int, groups_per_step: int) -> bool:
-    """Whether the invariant of this module holds for `deadlines` while the batch of `step` is being formed.
+    """Whether the invariant holds for `deadlines` while the batch of `step` is being formed.
 
     It is enough to look where the left side grows: at the deadlines themselves. O(n log n).
     """
@@ -51,11 +53,12 @@ def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_dea
 def choose_batch(
     groups: Sequence[LeasedGroup], step: int, groups_per_step: int
 ) -> list[LeasedGroup] | None:
-    """The batch of `step`: complete groups, those that are due first; None while it cannot be formed yet.
+    """The batch of `step`: complete groups, those due first; None while it cannot be formed.
 
-    `groups` are all leased, untrained groups in the order of their leases. Among the possible choices the earliest
-    deadlines leave the fewest groups with deadline <= d for every d, so if these do not keep the invariant for the next
-    step, no choice does, and the controller must wait for the groups that are due.
+    `groups` are all leased, untrained groups in the order of their leases. Among the possible
+    choices the earliest deadlines leave the fewest groups with deadline <= d for every d, so if
+    these do not keep the invariant for the next step, no choice does, and the controller must wait
+    for the groups that are due.
     """
     complete = sorted(
         (group for group in groups if group.complete), key=lambda group: group.deadline_step
@@ -75,7 +78,7 @@ def choose_batch(
 
 
 def due_groups(groups: Sequence[LeasedGroup], step: int, groups_per_step: int) -> list[LeasedGroup]:
-    """The incomplete groups that the batch of `step` waits for: those that cannot be left for later."""
+    """The incomplete groups that the batch of `step` waits for: they cannot be left for later."""
     due: list[LeasedGroup] = []
     for count, group in enumerate(
         sorted(groups, key=lambda group: (group.deadline_step, not group.complete)), start=1
@@ -86,5 +89,5 @@ def due_groups(groups: Sequence[LeasedGroup], step: int, groups_per_step: int) -
 
 
 def lag(trained_step: int, sampled_step: int) -> int:
-    """Lag of a token: the version being trained when it is used, less the version that sampled it."""
+    """Lag of a token: the version being trained when it is used, less that which sampled it."""
     return trained_step - sampled_step

@@ -72,9 +72,10 @@ class Failure:
 class Trajectory:
     """What one attempt at one episode recorded.
 
-    `token_ids` holds context and sampled tokens in the order in which the model saw them; `run_lengths` alternates
-    context, sampled, context, sampled, ... and adds up to their number. `behavior_logprobs` (natural logarithm, after
-    temperature and truncation of the distribution) and `version_spans` run over the sampled tokens only.
+    `token_ids` holds context and sampled tokens in the order in which the model saw them;
+    `run_lengths` alternates context, sampled, context, sampled, ... and adds up to their number.
+    `behavior_logprobs` (natural logarithm, after temperature and truncation of the distribution)
+    and `version_spans` run over the sampled tokens only.
     """
 
     run_id: str

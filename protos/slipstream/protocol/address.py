@@ -1,0 +1,23 @@
+"""The form of a network address."""
+
+from __future__ import annotations
+
+import re
+
+from slipstream.protocol.errors import ConfigError
+
+_FORM = re.compile(r"(?P<host>[^\s]+):(?P<port>\d{1,5})")
+
+
+def address_parts(address: str) -> tuple[str, int]:
+    """Host and port of "host:port"; ConfigError for another form or a port above 65535."""
+    match = _FORM.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise ConfigError(f"an address is host:port with a port up to 65535, got {address!r}")
+    return match["host"].strip("[]"), int(match["port"])
+
+
+def check_address_form(address: str) -> str:
+    """The address itself; ConfigError as for `address_parts`."""
+    address_parts(address)
+    return address

@@ -1,0 +1,246 @@
+"""The sections of a run's settings: one frozen model each. Units stand in the names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from slipstream.protocol.address import check_address_form
+
+Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+Address = Annotated[str, AfterValidator(check_address_form)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A section: unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    """What is run, for how long, and where its files lie."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    steps: Positive
+    # Everything that the run makes lies in `dir`/`name`.
+    dir: Path = Path("runs")
+    seed: int = Field(0, ge=0)
+
+
+class ModelSection(Section):
+    """The model, a Hugging Face folder with its tokenizer."""
+
+    path: Path
+    # Element type of the learner's parameters and of the rollout engine.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class EnvironmentSection(Section):
+    """One environment whose episodes are trained on."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    # "package.module:Class"; modules are also looked for in the working directory.
+    reference: Reference
+    # Keyword arguments of the class.
+    args: dict[str, JsonValue] = {}
+    # Share of the trained groups.
+    weight: float = Field(1.0, gt=0)
+    # Limit of one reset or step.
+    timeout_s: Seconds = 60.0
+    # Worker processes beside each rollout server.
+    num_workers: Positive = 1
+
+
+class EvaluationSection(Section):
+    """One environment that is only measured, never trained."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    reference: Reference
+    args: dict[str, JsonValue] = {}
+    # Episodes of one evaluation, each of another task as long as there are any.
+    num_episodes: Positive = 64
+    # Evaluate after every n-th step as well as before the first and after the last one; 0: only
+    # these two.
+    every_steps: int = Field(0, ge=0)
+    # 0: the most probable token.
+    temperature: float = Field(1.0, ge=0)
+    timeout_s: Seconds = 60.0
+    num_workers: Positive = 1
+
+
+class AlgorithmSection(Section):
+    """Group-relative policy optimisation with truncated importance sampling."""
+
+    # Episodes of one task.
+    group_size: int = Field(ge=2)
+    groups_per_step: Positive
+    # Bound of the lag of every trained token, in versions; 0: synchronous.
+    max_staleness: int = Field(2, ge=0)
+    learning_rate: float = Field(gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    # Clip range of the ratio of policies: 1 - low .. 1 + high.
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    # Upper bound of the importance weight that corrects for the behavior policy; 0: no correction.
+    importance_cap: float = Field(2.0, ge=0)
+    # Divide group advantages by the standard deviation of the group's rewards.
+    normalize_by_std: bool = True
+    # Optimizer steps of one batch; each takes an equal share of its groups.
+    mini_batches: Positive = 1
+    # Leave out groups whose rewards are all equal and lease others in their place.
+    filter_equal_rewards: bool = False
+    # Train on rewards that are permuted among the groups of a batch: nothing can be learnt. A
+    # control experiment.
+    shuffle_rewards: bool = False
+
+
+class SamplingSection(Section):
+    """How replies are sampled, and how long an episode may be."""
+
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    # 0: no limit.
+    top_k: int = Field(0, ge=0)
+    # Sampled tokens of one reply.
+    max_reply_tokens: Positive
+    # Replies of one episode.
+    max_turns: Positive = 1
+    # All tokens of an episode, context and sampled.
+    max_episode_tokens: Positive
+
+
+class ControllerSection(Section):
+    """The controller: the one address that everything else connects to."""
+
+    address: Address = "127.0.0.1:7070"
+    heartbeat_s: Seconds = 0.5
+    # Silence after which a rollout server is taken for dead.
+    heartbeat_timeout_s: Seconds = 5.0
+    # Attempts of an episode before its task is set aside.
+    max_attempts: Positive = 3
+    # Groups in a row that may fail before their environment is suspended.
+    max_failed_groups: Positive = 8
+    # The run stops when no batch could be formed and no episode ended for so long while a server
+    # was serving.
+    stall_timeout_s: Seconds = 600.0
+    # The run stops when no rollout server was connected for so long.
+    fleet_timeout_s: Seconds = 600.0
+    # Trajectories of every n-th step are written out as text.
+    sample_every_steps: Positive = 10
+
+
+class ParallelSection(Section):
+    """Sizes of Megatron's parallel groups; the rest of the world is data parallel."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    cp: Positive = 1
+    ep: Positive = 1
+    # None: tp.
+    etp: Positive | None = None
+    # Virtual pipeline stages of each pipeline rank.
+    vpp: Positive | None = None
+    sequence_parallel: bool = False
+
+
+class LearnerSection(Section):
+    """The trainer ranks."""
+
+    # Ranks over all nodes.
+    world_size: Positive = 1
+    ranks_per_node: Positive | None = None
+    # Where the ranks meet: host of node 0 and a free port there (0: any, on one node).
+    master: Address = "127.0.0.1:0"
+    # Tokens of one packed micro batch.
+    micro_batch_tokens: Positive = 4096
+    # CPU threads of each rank; 0: all.
+    threads: int = Field(1, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = Field(1e-8, gt=0)
+    # Largest gradient norm; 0: no limit.
+    grad_clip: float = Field(1.0, ge=0)
+    use_distributed_optimizer: bool = False
+    parallel: ParallelSection = ParallelSection()
+    # Passed by name to Megatron's DistributedDataParallelConfig, OptimizerConfig and model
+    # provider.
+    ddp: dict[str, JsonValue] = {}
+    optimizer: dict[str, JsonValue] = {}
+    transformer: dict[str, JsonValue] = {}
+    # Write the trained model as a Hugging Face folder at the end.
+    export_final: bool = True
+    # Silence of a rank after which the trainer stops; also the limit of one collective.
+    timeout_s: Seconds = 600.0
+
+
+class RolloutServerSection(Section):
+    """A rollout server and its vLLM engine."""
+
+    # Servers that `slipstream run` starts.
+    count: Positive = 1
+    # Episodes that run at one time.
+    max_episodes: Positive = 64
+    tensor_parallel_size: Positive = 1
+    # Share of a GPU's memory; on a CPU `kv_cache_gib` counts.
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    kv_cache_gib: Positive = 1
+    # CPU threads of the engine; 0: all.
+    threads: int = Field(1, ge=0)
+    # Neither torch.compile nor CUDA graphs.
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    # Restarts of a server by `slipstream run` before it gives up.
+    max_restarts: int = Field(5, ge=0)
+    start_timeout_s: Seconds = 600.0
+
+
+class QueueSection(Section):
+    """Where finished trajectories wait for the journal."""
+
+    kind: Literal["grpc", "redis"] = "grpc"
+    # redis://, rediss:// or unix:// ; None: `slipstream run` starts a server of its own.
+    redis_url: str | None = None
+    # A file with the password, which then need not stand in `redis_url`.
+    redis_password_file: Path | None = None
+    # Bytes that may wait; a server leases only what still fits.
+    max_bytes: Positive = 256 << 20
+
+
+class WeightsSection(Section):
+    """How new weights reach the rollout servers."""
+
+    transport: Literal["gloo"] = "gloo"
+    # Address of this machine's network through which the weights travel.
+    host: str = "127.0.0.1"
+    wire_dtype: Literal["float32", "bfloat16"] | None = None
+    bucket_mib: Positive = 64
+    # Limit of one bucket.
+    bucket_deadline_s: Seconds = 2.0
+    # Limit of preparing and of joining the communicator.
+    join_deadline_s: Seconds = 20.0
+    # Publish after every n-th step.
+    publish_every_steps: Positive = 1
+    # Prove every n-th publish by the log-probabilities of a probe, beside its digests; the first
+    # always.
+    verify_every: Positive = 10
+    # Largest mean absolute difference of the probe's log-probabilities.
+    probe_tolerance: float = Field(1e-3, gt=0)
+
+
+class SecuritySection(Section):
+    """TLS and the token; both are needed on other addresses than loopback."""
+
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    # A file with a secret of at least 32 characters that every caller sends.
+    token_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _pairs(self) -> SecuritySection:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together, only one is set")
+        return self
