@@ -1,4 +1,4 @@
-"""Makes a tiny random Llama with a tokenizer of 28 words, as a Hugging Face folder: the model of the quickstart."""
+"""Makes the model of the quickstart: a tiny random Llama with a tokenizer of 28 words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Saves a tokenizer whose tokens are single words; text between them is split at white space."""
+    """Saves a tokenizer whose tokens are single words; text is split at white space."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -46,7 +46,10 @@ def make_model(
     tie_word_embeddings: bool,
     seed: int,
 ) -> None:
-    """Saves a random Llama in float32 with heads of 32 dimensions, the smallest that vLLM's CPU attention takes."""
+    """Saves a random Llama in float32.
+
+    Its heads have 32 dimensions, the smallest that vLLM's CPU attention takes.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

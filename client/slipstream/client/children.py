@@ -1,6 +1,7 @@
 """The processes that a command starts: each with its own log file, none outlives the command.
 
-Waits for: the ends of the processes. Unblocked by: their ends; `stop` ends them all, by force after its grace time.
+Waits for: the ends of the processes. Unblocked by: their ends; `stop` ends them all, by force after
+its grace time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Child:
             os.killpg(self.process.pid, number)
 
     async def stop(self, grace_s: float) -> None:
-        """Asks it to end, and ends it by force after `grace_s`; what is left of its group goes with it."""
+        """Asks it to end; after `grace_s` ends it by force, with what is left of its group."""
         if self.is_running:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -64,7 +65,7 @@ async def start_child(
     log_path: Path,
     environ: Mapping[str, str] = {},
 ) -> Child:
-    """Starts `python -m module arguments` in a process group of its own; its output goes to `log_path`."""
+    """Starts `python -m module arguments` in its own process group, its output in `log_path`."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", module, *arguments]
     with log_path.open("ab") as log:
@@ -80,7 +81,7 @@ async def start_child(
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something, preferably one of our own; empty when there is none."""
+    """The last line of a log that says something, preferably one of our own; empty: none does."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""What a run shows on the screen: a line for each step, a line for each event, a table at the end."""
+"""What a run shows on the screen: a line for each step and each event, a table at the end."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         ("publishes", f"{summary['publishes']}, {summary['publishes_verified']} proved by a probe"),
         (
             "log-probability gap",
-            f"{_number(summary['logprob_gap_mean'], '.1e')} mean, {_number(summary['logprob_gap_max'], '.1e')} largest",
+            f"{_number(summary['logprob_gap_mean'], '.1e')} mean, "
+            f"{_number(summary['logprob_gap_max'], '.1e')} largest",
         ),
         ("busy", ", ".join(f"{name} {share:.0%}" for name, share in busy.items())),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),

@@ -1,7 +1,9 @@
 """The processes of one command: starts them, watches them, says what happens.
 
-Consumes: events of the controller, ends of processes. Produces: progress on the screen, restarts of rollout servers.
-Waits for: the controller to end. Unblocked by: the end of the run, or of a process that the run cannot do without.
+Consumes: events of the controller, ends of processes. Produces: progress on the screen, restarts of
+rollout servers.
+Waits for: the controller to end. Unblocked by: the end of the run, or of a process that the run
+cannot do without.
 """
 
 from __future__ import annotations

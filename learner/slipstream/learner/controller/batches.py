@@ -1,6 +1,7 @@
 """From complete groups to a journaled batch.
 
-The journal holds the whole batch before the trainer sees it; that record acknowledges its trajectories.
+The journal holds the whole batch before the trainer sees it; that record acknowledges its
+trajectories.
 """
 
 from __future__ import annotations

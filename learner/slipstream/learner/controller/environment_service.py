@@ -1,6 +1,7 @@
 """How environments come into a run: from the configuration, by `submit`, or served by a client.
 
-Waits for: a rollout server's report that it loaded a submitted environment. Unblocked by: that report, or the limit.
+Waits for: a rollout server's report that it loaded a submitted environment. Unblocked by: that
+report, or the limit.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class EnvironmentBook:
     def next_for(
         self, key: ServerKey, open_episodes: dict[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """The environment whose turn it is on a server; `open_episodes` counts those of each environment."""
+        """The environment whose turn it is; `open_episodes` counts those of each on the server."""
         ready = [
             entry
             for entry in self.training()
@@ -119,7 +119,7 @@ class EnvironmentBook:
         return min(ready, key=lambda entry: entry.share, default=None)
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Index and seed of its next task: every task once, in an order drawn from the seed, then again."""
+        """Index and seed of its next task: every task once, in a seeded order, then again."""
         number = entry.next_number
         entry.next_number += 1
         name = entry.spec.name
@@ -159,7 +159,7 @@ class EnvironmentBook:
             entry.failed_on.pop(key, None)
 
     def group_ended(self, name: str, *, cause: str | None) -> bool:
-        """A group was accepted (`cause` None) or set aside; True when the environment is suspended by it."""
+        """A group was accepted (`cause` None) or set aside; True when that suspends it."""
         entry = self.entries.get(name)
         if entry is None:
             return False

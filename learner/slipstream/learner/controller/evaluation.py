@@ -1,8 +1,8 @@
 """Held-out environments, measured at one version while training goes on.
 
 Consumes: evaluation groups that came back. Produces: evaluation leases and their results.
-Waits for: a server that serves the wanted version. Unblocked by: the run's signal. That server keeps its version until
-the round is over.
+Waits for: a server that serves the wanted version. Unblocked by: the run's signal. That server
+keeps its version until the round is over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened, for people and programs: an event log that can be followed, and a signal that something changed."""
+"""What happened: an event log that can be followed, and a signal that something changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Severity(Enum):
 class Signal:
     """Wakes everyone who waits for the state to change.
 
-    Waits for: nothing. Unblocked by: `notify`. A waiter checks its condition again after each wake-up.
+    Waits for: nothing. Unblocked by: `notify`. A waiter checks its condition again after each
+    wake-up.
     """
 
     def __init__(self) -> None:

@@ -219,7 +219,10 @@ class FleetServicer:
         config = self._progress.config
         problem = ""
         if hello.protocol_version != PROTOCOL_VERSION:
-            problem = f"protocol version {hello.protocol_version}, the controller speaks {PROTOCOL_VERSION}"
+            problem = (
+                f"protocol version {hello.protocol_version}, "
+                f"the controller speaks {PROTOCOL_VERSION}"
+            )
         elif hello.max_episodes < config.algorithm.group_size:
             problem = (
                 f"room for {hello.max_episodes} episodes, a group has {config.algorithm.group_size}"

@@ -1,8 +1,8 @@
 """Finished trajectories from the queue into the lease book, and each to its end in the journal.
 
 Consumes: deliveries of the queue. Produces: complete groups, journal records, acknowledgements.
-Waits for: the next delivery. Unblocked by: the queue. What is not held for a batch is acknowledged as soon as the
-journal has its end.
+Waits for: the next delivery. Unblocked by: the queue. What is not held for a batch is acknowledged
+as soon as the journal has its end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The journal of a run: what was leased, what was trained, how everything ended. Append-only, one writer.
+"""The journal of a run: what was leased and trained, and how it ended. Append-only, one writer.
 
-Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object; the batch of each step is a file of its
-own. `sync` returns when everything appended before is on disk.
+Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object; the batch of each
+step is a file of its own. `sync` returns when everything appended before is on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH_FOLDER = "batches"
 
 
 class Journal:
-    """The writer; a context manager. Raises FileExistsError when the folder holds a journal already."""
+    """The writer; a context manager. FileExistsError when the folder holds a journal already."""
 
     def __init__(self, folder: Path) -> None:
         (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class Journal:
 
 
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
-    """All records of a journal in order; a torn last line is left out, ProtocolError for any other damage."""
+    """All records in order, without a torn last line; ProtocolError for any other damage."""
     lines = (folder / LOG_NAME).read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         checksum, _, text = line.partition(b" ")

@@ -1,6 +1,7 @@
 """Where every generated token went.
 
-`generated` is what the engines counted; everything else is what the controller saw of it. Both must agree.
+`generated` is what the engines counted; everything else is what the controller saw of it. Both must
+agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run writes down: a line of metrics for each step, TensorBoard events, sampled trajectories, summary and curves."""
+"""What a run writes down: metrics of each step, sampled trajectories, summary and curves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""New weights to the rollout servers, in two phases; no server serves what was not loaded whole and proved.
+"""New weights in two phases; no server serves what was not loaded whole and proved.
 
 Consumes: publish reports of servers, start and result of the trainer. Produces: publish orders.
-Waits for: each phase of each receiver, with a deadline. Unblocked by: its report, its loss, or the deadline: then it is
-stale, serves nothing and is sent the weights again between later steps.
+Waits for: each phase of each receiver, with a deadline. Unblocked by: its report, its loss, or the
+deadline: then it is stale, serves nothing and is sent the weights again between later steps.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Publisher:
         ]
 
     async def prepare(self) -> weights_pb2.PublishOrder | None:
-        """Asks the servers that are due whether they are ready; the order for the trainer, or None."""
+        """Asks the servers that are due if they are ready; the trainer's order, or None."""
         targets = self.due()
         if not targets:
             return None
@@ -161,13 +161,15 @@ class Publisher:
         )
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
-        """Takes a server's report to whoever waits for it; a failure ends every wait for that server."""
+        """Hands a report to whoever waits for it; a failure ends every wait for that server."""
         failed = report.phase == fleet_pb2.PUBLISH_PHASE_FAILED
         for key, future in list(self._waiting.items()):
             publish_id, server, phase = key
-            if (publish_id, server) == (report.publish_id, session.key) and (
-                failed or phase == report.phase
-            ) and not future.done():
+            if (
+                (publish_id, server) == (report.publish_id, session.key)
+                and (failed or phase == report.phase)
+                and not future.done()
+            ):
                 future.set_result(report)
 
     def server_lost(self, session: ServerSession) -> None:

@@ -1,7 +1,9 @@
 """Environments that clients serve: their calls pass through here.
 
-Consumes: calls of rollout servers, answers of clients. Produces: the same on the other side, with call ids of its own.
-Waits for: messages. Unblocked by: a message, or the end of either stream, which fails the calls that were open.
+Consumes: calls of rollout servers, answers of clients. Produces: the same on the other side, with
+call ids of its own.
+Waits for: messages. Unblocked by: a message, or the end of either stream, which fails the calls
+that were open.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Leases: which server starts which group now. Also the watch over the whole run.
 
 Consumes: the state of the lease book, the fleet and the environments. Produces: leases.
-Waits for: the run's signal. Unblocked by: a server that serves, a trajectory that came back, a new version.
+Waits for: the run's signal. Unblocked by: a server that serves, a trajectory that came back, a new
+version.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Scheduler:
                     self._progress.fail(cause)
 
     def lease_all(self) -> None:
-        """Grants leases until no server, no environment or no rule allows another; durable, then sent."""
+        """Grants leases while servers, environments and rules allow; durable, then sent."""
         granted: list[tuple[ServerSession, Group]] = []
         for session in self._by_room():
             for group in self._book.orphans():

@@ -1,7 +1,8 @@
 """The trainer's side of the controller: what to do next, and what was done.
 
 Consumes: the trainer's reports. Produces: batches, publish orders, the order to stop.
-Waits for: a batch, a server that needs weights, or the end. Unblocked by: the run's signal, or the limit of the call.
+Waits for: a batch, a server that needs weights, or the end. Unblocked by: the run's signal, or the
+limit of the call.
 """
 
 from __future__ import annotations
