@@ -167,10 +167,10 @@ def test_an_environment_without_tasks_is_refused() -> None:
 async def test_a_loaded_environment_answers() -> None:
     host = EpisodeHost()
     spec = pb.EnvironmentSpec(
-        reference="slipstream.client.builtin.echo:Echo", args_json='{"num_symbols": 2}'
+        reference="slipstream.client.builtin.echo:Echo", args_json='{"num_symbols": 3}'
     )
     answer = await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
-    assert answer.loaded.num_tasks == 3
+    assert answer.loaded.num_tasks == 5
     prompt = (await reset(host)).observation.messages[0].content
     assert (await step(host, f"{prompt} {prompt}")).verdict.reward == 1.0
 

@@ -124,7 +124,7 @@ async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: P
 
 
 async def test_a_check_prints_the_number_of_tasks() -> None:
-    assert await check("slipstream.client.builtin.echo:Echo") == (0, "51\n", "")
+    assert await check("slipstream.client.builtin.echo:Echo") == (0, "106\n", "")
 
 
 async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None:
@@ -139,7 +139,7 @@ async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None
         (
             ["slipstream.client.builtin.echo:Echo", "--args", '{"num_symbols": 1}'],
             "environment slipstream.client.builtin.echo:Echo: Echo(...) failed: ValueError: "
-            "num_symbols must be from 2 to 26, got 1 (echo.py:",
+            "num_symbols must be from 3 to 26, got 1 (echo.py:",
         ),
         (["hangs:Hangs", "--timeout-s", "0.5"], "environment hangs:Hangs: no answer within 0.5 s"),
         (["broken:X"], "environment broken:X: import of broken failed: SystemExit: 4 (broken.py:1"),

@@ -30,8 +30,8 @@ class Echo(Environment[Pair]):
         seed: int = 0,
     ) -> None:
         """ValueError names the argument that cannot work."""
-        if not 2 <= num_symbols <= len(string.ascii_lowercase):
-            raise ValueError(f"num_symbols must be from 2 to 26, got {num_symbols}")
+        if not 3 <= num_symbols <= len(string.ascii_lowercase):
+            raise ValueError(f"num_symbols must be from 3 to 26, got {num_symbols}")
         if reply_length < 2:
             raise ValueError(f"reply_length must be at least 2, got {reply_length}")
         if split not in ("train", "heldout"):
