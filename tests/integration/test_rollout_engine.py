@@ -121,7 +121,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
     }
     config = parse_config(table, source="test")
-    os.environ |= process.engine_environment(config.rollout_server, has_gpu=False)
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
     # The engine's processes are forked: a pool of threads would not live on in them.
     torch.set_num_threads(1)
     from slipstream.rollout_server.engine import VllmEngine

@@ -77,12 +77,15 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     from slipstream.rollout_server.workers import WorkerGateway
 
     await wait_for_controller(options.controller, options.connect_timeout_s)
-    os.environ.update(process.engine_environment(config.rollout_server, has_gpu=process.has_gpu()))
+    os.environ.update(
+        process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
+    )
     process.bind_children()
     renderer = Renderer(config.model.path)
-    from slipstream.rollout_server.engine import VllmEngine
+    with process.limited_start(config.rollout_server.start_timeout_s):
+        from slipstream.rollout_server.engine import VllmEngine
 
-    engine = await VllmEngine.start(config, seed=secrets.randbits(31))
+        engine = await VllmEngine.start(config, seed=secrets.randbits(31))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

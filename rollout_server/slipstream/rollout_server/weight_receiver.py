@@ -8,6 +8,7 @@ Waits for: the communicator and each bucket. Unblocked by: the bytes, or the dea
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from slipstream.protocol.buckets import Bucket, TensorSpec, bucket_digest, plan_buckets
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.v1 import weights_pb2
 from torch._C import _distributed_c10d as c10d
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -43,7 +45,20 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
     first_rank: int
     world_size: int
     join_deadline_s: float
-    bucket_deadline_s: float
+
+    @classmethod
+    def of(cls, order: weights_pb2.PublishOrder, first_rank: int) -> JoinInfo:
+        """What an order says of its communicator; `first_rank` is that of the engine's worker 0."""
+        communicator = order.communicator
+        return cls(
+            transport=communicator.transport,
+            communicator_id=communicator.communicator_id,
+            store_host=communicator.store_host,
+            store_port=communicator.store_port,
+            first_rank=first_rank,
+            world_size=communicator.world_size,
+            join_deadline_s=order.join_deadline_s,
+        )
 
 
 @dataclass
@@ -55,6 +70,16 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     bucket_bytes: int = 0
     bucket_deadline_s: float = 0.0
     abandon: bool = False
+
+    @classmethod
+    def of(cls, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout) -> UpdateInfo:
+        """What an order and its layout say of the buckets."""
+        return cls(
+            communicator_id=order.communicator.communicator_id,
+            tensors=[(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in layout.tensors],
+            bucket_bytes=layout.bucket_bytes,
+            bucket_deadline_s=order.bucket_deadline_s,
+        )
 
 
 class BucketTransport(Protocol):
@@ -151,6 +176,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Joins a new communicator and leaves the one before."""
         self.shutdown()
+        # It warns of buffers that no checkpoint holds, at every update; we check the parameters.
+        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+        if init_info.transport not in _TRANSPORTS:
+            raise WeightSyncError(f"transport {init_info.transport!r} is not known here")
         self._transport = _TRANSPORTS[init_info.transport](init_info, self.parallel_config.rank)
         self._communicator_id = init_info.communicator_id
 

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from slipstream.protocol.config import RolloutServerSection
+from slipstream.rollout_server.process import engine_environment
+
+START = """
+import sys, time
+from slipstream.rollout_server.process import limited_start
+with limited_start(float(sys.argv[1])):
+    time.sleep(0.3)
+"""
+
+
+def test_a_start_that_takes_too_long_ends_the_process() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", START, "0.05"], capture_output=True, text=True, timeout=30
+    )
+    assert run.returncode == 1
+    assert run.stderr == "rollout server: the engine did not start within 0.05 s\n"
+
+
+def test_a_start_in_time_goes_on() -> None:
+    assert subprocess.run([sys.executable, "-c", START, "20"], timeout=30).returncode == 0
+
+
+def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:
+    settings = RolloutServerSection(threads=3, kv_cache_gib=2)
+    variables = engine_environment(settings, on_cpu=True)
+    assert variables["OMP_NUM_THREADS"] == "3"
+    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert variables["TORCHDYNAMO_DISABLE"] == "1"
+    on_gpu = engine_environment(settings, on_cpu=False)
+    assert "OMP_NUM_THREADS" not in on_gpu
+    assert on_gpu["VLLM_NO_USAGE_STATS"] == "1"
