@@ -163,17 +163,18 @@ class Client:
         hello = environment_pb2.WorkerHello(
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
         )
+        # Tells a wrong address from a controller that is lost later.
+        await self.status()
         patience = _Patience()
         while True:
             lost = await self._serve_once(host, hello, patience)
             if lost is None:
                 return
-            if not patience.served:
-                raise self._mapped(*lost)
-            # A restarted controller may still know the stream that was lost: a refusal may pass.
-            if lost[0] in REFUSED and await self._is_over():
+            if lost[0] in REFUSED and patience.served and await self._is_over():
                 return
-            if lost[0] not in (*LOST, *REFUSED) or not await patience.wait(lost[1]):
+            # The controller may still know a stream that was lost: its refusal may pass.
+            may_pass = lost[0] in LOST or (lost[0] in REFUSED and patience.served)
+            if not may_pass or not await patience.wait(lost[1]):
                 raise self._mapped(*lost)
 
     async def environments(self) -> tuple[EnvironmentStatus, ...]:

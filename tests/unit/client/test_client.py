@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from fake_workers import Empty, Good
+from slipstream.client import Client
+from slipstream.client import client as client_module
+from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
+from slipstream.protocol.security import Credentials, bind, create_server
+from slipstream.v1 import (
+    environment_pb2,
+    environment_pb2_grpc,
+    fleet_pb2,
+    status_pb2,
+    status_pb2_grpc,
+    trajectory_pb2,
+)
+
+LIMIT_S = 20.0
+OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+TOKEN = "k" * 32
+
+Messages = AsyncIterator[environment_pb2.WorkerMessage]
+Stream = Callable[["Call"], object]
+
+
+class Call:
+    """One ServeEpisodes stream at the controller: commands out, answers in."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self.context = context
+
+    async def read(self) -> environment_pb2.WorkerMessage:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.context.read()
+
+    async def ask(self, **command: object) -> environment_pb2.WorkerMessage:
+        await self.context.write(environment_pb2.WorkerCommand(call_id=1, **command))
+        return await self.read()
+
+    async def reset(self, key: str) -> environment_pb2.WorkerMessage:
+        return await self.ask(reset=environment_pb2.ResetCommand(episode_key=key))
+
+
+class Controller(
+    environment_pb2_grpc.EnvironmentServiceServicer, status_pb2_grpc.StatusServiceServicer
+):
+    """Answers as it was told to, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.submitted: list[environment_pb2.EnvironmentSpec] = []
+        self.state = environment_pb2.ENVIRONMENT_STATE_READY
+        self.status = status_pb2.RunStatus(state=status_pb2.RUN_STATE_RUNNING)
+        self.stopped: list[str] = []
+        # What each stream of ServeEpisodes does, one after the other.
+        self.streams: list[Stream] = []
+        # Events of each Watch stream, and whether it breaks after them.
+        self.events: list[list[status_pb2.Event]] = []
+        self.watched_after: list[int] = []
+
+    async def SubmitEnvironment(self, request, context):  # noqa: N802
+        if self.refusal is not None:
+            await context.abort(*self.refusal)
+        self.submitted.append(request.spec)
+        status = environment_pb2.EnvironmentStatus(
+            spec=request.spec, state=self.state, num_tasks=7, cause="no such module"
+        )
+        return environment_pb2.SubmitEnvironmentResponse(status=status)
+
+    async def ListEnvironments(self, request, context):  # noqa: N802
+        entries = [
+            environment_pb2.EnvironmentStatus(
+                spec=spec, state=environment_pb2.ENVIRONMENT_STATE_PENDING, reward_mean=0.5
+            )
+            for spec in self.submitted
+        ]
+        return environment_pb2.ListEnvironmentsResponse(environments=entries)
+
+    async def ServeEpisodes(self, requests, context):  # noqa: N802
+        await self.streams.pop(0)(Call(context))
+
+    async def GetStatus(self, request, context):  # noqa: N802
+        return self.status
+
+    async def Watch(self, request, context):  # noqa: N802
+        self.watched_after.append(request.after)
+        for event in self.events.pop(0):
+            yield event
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
+
+    async def StopRun(self, request, context):  # noqa: N802
+        self.stopped.append(request.reason)
+        return status_pb2.StopRunResponse()
+
+
+@asynccontextmanager
+async def listening(controller: Controller | None, token: str | None = None) -> AsyncIterator[str]:
+    credentials = Credentials(certificate=None, key=None, ca=None, token=token)
+    server = create_server(credentials)
+    if controller is not None:
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(controller, server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
+    port = bind(server, "127.0.0.1:0", credentials)
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@pytest.fixture
+def controller() -> Controller:
+    return Controller()
+
+
+@pytest.fixture
+async def client(controller: Controller) -> AsyncIterator[Client]:
+    async with listening(controller) as address, Client(address) as client:
+        yield client
+
+
+async def test_submit_describes_the_environment_and_returns_its_status(
+    client: Client, controller: Controller, tmp_path: Path
+) -> None:
+    status = await client.submit("package.module:Sums", args={"digits": 3})
+    assert (status.name, status.state, status.num_tasks) == ("sums", "ready", 7)
+    assert (status.reference, status.args) == ("package.module:Sums", {"digits": 3})
+    await client.submit(
+        "m:C", name="other", weight=2.5, timeout_s=3, num_workers=4, search_path=tmp_path
+    )
+    first, second = controller.submitted
+    assert first == environment_pb2.EnvironmentSpec(
+        name="sums",
+        reference="package.module:Sums",
+        args_json='{"digits": 3}',
+        weight=1.0,
+        timeout_s=60.0,
+        num_workers=1,
+        search_path=os.getcwd(),
+        purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+    )
+    assert (second.name, second.weight, second.timeout_s) == ("other", 2.5, 3.0)
+    assert (second.num_workers, second.search_path) == (4, str(tmp_path))
+
+
+async def test_an_environment_that_no_worker_could_load_raises_with_the_cause(
+    client: Client, controller: Controller
+) -> None:
+    controller.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+    with pytest.raises(EnvironmentFailed, match="environment c: no such module") as caught:
+        await client.submit("m:C")
+    assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, ConfigError, "weight must be above 0, got -1"),
+        (grpc.StatusCode.FAILED_PRECONDITION, ConfigError, "weight must be above 0, got -1"),
+        (grpc.StatusCode.INTERNAL, SlipstreamError, r"the controller at .* failed: weight"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, SlipstreamError, "gave no answer in time"),
+    ],
+)
+async def test_a_refusal_becomes_an_error_of_ours_in_one_line(
+    client: Client,
+    controller: Controller,
+    code: grpc.StatusCode,
+    error: type[SlipstreamError],
+    message: str,
+) -> None:
+    controller.refusal = code, "weight must be above 0, got -1"
+    with pytest.raises(error, match=message) as caught:
+        await client.submit("m:C", weight=-1)
+    assert "\n" not in str(caught.value)
+
+
+async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(client: Client) -> None:
+    with pytest.raises(ConfigError, match="args must be a JSON object: "):
+        await client.submit("m:C", args={"x": object()})  # type: ignore[dict-item]
+
+
+async def test_an_address_without_a_controller_is_named() -> None:
+    async with Client("127.0.0.1:9") as client:
+        for call in (client.status(), client.stop("x"), client.serve(Good())):
+            with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9"):
+                await call
+        with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9"):
+            await anext(client.watch())
+
+
+async def test_another_service_at_the_address_is_named() -> None:
+    async with listening(None) as address, Client(address) as client:
+        for call in (client.status(), client.serve(Good())):
+            with pytest.raises(ConfigError, match=f"{address} is no controller of this version"):
+                await call
+
+
+async def test_a_wrong_token_is_reported(controller: Controller, tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text(TOKEN)
+    wrong.write_text("w" * 32)
+    async with listening(controller, TOKEN) as address:
+        async with Client(address, token_file=right) as client:
+            assert (await client.status()).state == "running"
+        async with Client(address, token_file=wrong) as client:
+            for call in (client.status(), client.serve(Good())):
+                with pytest.raises(ConfigError, match="the token is missing or wrong"):
+                    await call
+
+
+def test_an_address_that_cannot_work_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="an address is host:port with a port up to 65535"):
+        Client("localhost")
+    with pytest.raises(ConfigError, match="the controller 10.0.0.1:7070 is not loopback"):
+        Client("10.0.0.1:7070")
+
+
+async def test_status_and_environments_are_plain_values(
+    client: Client, controller: Controller
+) -> None:
+    await client.submit("m:C")
+    (entry,) = await client.environments()
+    assert (entry.name, entry.state, entry.reward_mean) == ("c", "pending", 0.5)
+    controller.status = status_pb2.RunStatus(
+        run_id="r",
+        state=status_pb2.RUN_STATE_FINISHED,
+        step=3,
+        servers=[
+            status_pb2.ServerStatus(
+                server_id="s",
+                state=fleet_pb2.SERVER_STATE_SERVING,
+                version=trajectory_pb2.PolicyVersion(incarnation=1, step=2),
+                report=fleet_pb2.ServerReport(generated_tokens=9),
+            )
+        ],
+        ledger=status_pb2.Ledger(generated=9, trained=9, difference=0),
+        metrics={"reward_mean": 0.5},
+    )
+    status = await client.status()
+    assert (status.run_id, status.state, status.step, status.is_over) == ("r", "finished", 3, True)
+    (server,) = status.servers
+    assert (server.state, str(server.version), server.generated_tokens) == ("serving", "2/1", 9)
+    assert (status.ledger.trained, status.metrics) == (9, {"reward_mean": 0.5})
+
+
+async def test_stop_hands_the_reason_on(client: Client, controller: Controller) -> None:
+    await client.stop("enough")
+    assert controller.stopped == ["enough"]
+
+
+async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(
+    client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    controller.events = [
+        [status_pb2.Event(number=n, text=f"event {n}") for n in (4, 5)],
+        [],
+        [
+            status_pb2.Event(number=6, severity=status_pb2.SEVERITY_WARNING, metrics={"a": 1}),
+            status_pb2.Event(number=7, final_state=status_pb2.RUN_STATE_FINISHED),
+        ],
+    ]
+    events = [event async for event in client.watch(after=3)]
+    assert [event.number for event in events] == [4, 5, 6, 7]
+    assert (events[2].severity, events[2].metrics) == ("warning", {"a": 1.0})
+    assert [event.final_state for event in events] == ["", "", "", "finished"]
+    assert controller.watched_after == [3, 5, 5]
+
+
+async def test_serve_answers_the_controller_until_it_ends_the_stream(
+    client: Client, controller: Controller
+) -> None:
+    seen = []
+
+    async def stream(call: Call) -> None:
+        seen.append(await call.read())
+        seen.append(await call.ask(load=environment_pb2.LoadCommand()))
+        seen.append(await call.reset("a"))
+        step = environment_pb2.StepCommand(episode_key="a", reply="x")
+        seen.append(await call.ask(step=step))
+
+    controller.streams = [stream]
+    async with asyncio.timeout(LIMIT_S):
+        await client.serve(Good(), episodes=5, weight=2.0, timeout_s=9.0)
+    hello, loaded, observation, verdict = seen
+    assert hello.hello == environment_pb2.WorkerHello(
+        spec=environment_pb2.EnvironmentSpec(
+            name="good",
+            weight=2.0,
+            timeout_s=9.0,
+            num_workers=1,
+            purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+        ),
+        num_tasks=3,
+        max_episodes=5,
+    )
+    assert loaded.loaded.num_tasks == 3
+    assert observation.observation.messages[0].content == "one 0"
+    assert verdict.verdict.reward == 0.25
+
+
+async def test_serve_comes_back_to_a_controller_that_was_lost(
+    client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    answers = []
+
+    async def breaking(call: Call) -> None:
+        assert (await call.read()).HasField("hello")
+        answers.append(await call.reset("a"))
+        await call.context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
+
+    async def refusing(call: Call) -> None:
+        await call.context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it is served already")
+
+    async def ending(call: Call) -> None:
+        assert (await call.read()).HasField("hello")
+        answers.append(await call.reset("a"))
+
+    async def idle(call: Call) -> None:
+        await call.read()
+        await call.context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
+
+    controller.streams = [idle, breaking, refusing, breaking, ending]
+    async with asyncio.timeout(LIMIT_S):
+        await client.serve(Good())
+    assert [answer.HasField("observation") for answer in answers] == [True, True, True]
+
+
+async def test_serve_ends_when_the_run_was_over_before_it_came_back(
+    client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+
+    async def breaking(call: Call) -> None:
+        await call.read()
+        await call.reset("a")
+        controller.status.state = status_pb2.RUN_STATE_FINISHED
+        await call.context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
+
+    async def refusing(call: Call) -> None:
+        await call.context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the run is over")
+
+    controller.streams = [breaking, refusing]
+    async with asyncio.timeout(LIMIT_S):
+        await client.serve(Good())
+
+
+async def test_serve_gives_up_a_controller_that_stays_lost(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(client_module, "RECONNECT_TIMEOUT_S", 0.1)
+    attached = asyncio.Event()
+
+    async def waiting(call: Call) -> None:
+        await call.read()
+        await call.reset("a")
+        attached.set()
+        await asyncio.Event().wait()
+
+    controller.streams = [waiting]
+    async with asyncio.timeout(LIMIT_S):
+        async with listening(controller) as address:
+            client = await Client(address).__aenter__()
+            serving = asyncio.ensure_future(client.serve(Good()))
+            await attached.wait()
+        with pytest.raises(ConfigError, match=f"no controller answers at {address}"):
+            await serving
+        await client.__aexit__(None, None, None)
+
+
+async def test_serve_reports_a_first_refusal(client: Client, controller: Controller) -> None:
+    async def refusing(call: Call) -> None:
+        await call.read()
+        cause = "episodes must be at least the group size 16, got 5"
+        await call.context.abort(grpc.StatusCode.FAILED_PRECONDITION, cause)
+
+    controller.streams = [refusing]
+    with pytest.raises(ConfigError, match="episodes must be at least the group size 16, got 5"):
+        await client.serve(Good(), episodes=5)
+
+
+async def test_serve_refuses_an_environment_without_tasks(client: Client) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"Empty.tasks\(\) gives no task"):
+        await client.serve(Empty())
+
+
+async def test_cancelling_serve_ends_the_stream(client: Client, controller: Controller) -> None:
+    attached, ended = asyncio.Event(), asyncio.Event()
+
+    async def waiting(call: Call) -> None:
+        await call.read()
+        attached.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    controller.streams = [waiting]
+    async with asyncio.timeout(LIMIT_S):
+        serving = asyncio.ensure_future(client.serve(Good()))
+        await attached.wait()
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        await ended.wait()
