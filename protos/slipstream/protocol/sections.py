@@ -23,16 +23,20 @@ class Section(BaseModel):
 class RunSection(Section):
     """What is run, for how long, and where its files lie."""
 
+    # Also the name of the run's folder.
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    # Training steps, and so the last version.
     steps: Positive
     # Everything that the run makes lies in `dir`/`name`.
     dir: Path = Path("runs")
+    # Of the order and seeds of tasks and of the trainer; the engine's is drawn anew at each start.
     seed: int = Field(0, ge=0)
 
 
 class ModelSection(Section):
     """The model, a Hugging Face folder with its tokenizer."""
 
+    # A folder with config.json, safetensors and a tokenizer with a chat template.
     path: Path
     # Element type of the learner's parameters and of the rollout engine.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -42,7 +46,7 @@ class EnvironmentSection(Section):
     """One environment whose episodes are trained on."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
-    # "package.module:Class"; modules are also looked for in the working directory.
+    # "package.module:Class"; the controller's working directory is searched first.
     reference: Reference
     # Keyword arguments of the class.
     args: dict[str, JsonValue] = {}
@@ -58,16 +62,20 @@ class EvaluationSection(Section):
     """One environment that is only measured, never trained."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
+    # As for an environment.
     reference: Reference
+    # Keyword arguments of the class.
     args: dict[str, JsonValue] = {}
     # Episodes of one evaluation, each of another task as long as there are any.
     num_episodes: Positive = 64
     # Evaluate after every n-th step as well as before the first and after the last one; 0: only
-    # these two.
+    # these two. A round measures all evaluations, whichever asked for it.
     every_steps: int = Field(0, ge=0)
     # 0: the most probable token.
     temperature: float = Field(1.0, ge=0)
+    # Limit of one reset or step.
     timeout_s: Seconds = 60.0
+    # Worker processes beside each rollout server.
     num_workers: Positive = 1
 
 
@@ -76,10 +84,13 @@ class AlgorithmSection(Section):
 
     # Episodes of one task.
     group_size: int = Field(ge=2)
+    # Groups that one step trains.
     groups_per_step: Positive
     # Bound of the lag of every trained token, in versions; 0: synchronous.
     max_staleness: int = Field(2, ge=0)
+    # After warmup it stays constant.
     learning_rate: float = Field(gt=0)
+    # Steps over which it rises linearly from its first share.
     warmup_steps: int = Field(0, ge=0)
     # Clip range of the ratio of policies: 1 - low .. 1 + high.
     clip_low: float = Field(0.2, gt=0, lt=1)
@@ -100,9 +111,11 @@ class AlgorithmSection(Section):
 class SamplingSection(Section):
     """How replies are sampled, and how long an episode may be."""
 
+    # The learner divides its logits by it too.
     temperature: float = Field(1.0, gt=0)
+    # Sampling takes the smallest set of tokens of this probability; the learner does not know it.
     top_p: float = Field(1.0, gt=0, le=1)
-    # 0: no limit.
+    # Sampling takes so many of the most probable tokens; the learner does not know it. 0: no limit.
     top_k: int = Field(0, ge=0)
     # Sampled tokens of one reply.
     max_reply_tokens: Positive
@@ -110,12 +123,16 @@ class SamplingSection(Section):
     max_turns: Positive = 1
     # All tokens of an episode, context and sampled.
     max_episode_tokens: Positive
+    # Go on after the end-of-text token, up to the limits: for benchmarks.
+    ignore_eos: bool = False
 
 
 class ControllerSection(Section):
     """The controller: the one address that everything else connects to."""
 
+    # Other addresses than loopback need TLS and a token.
     address: Address = "127.0.0.1:7070"
+    # Time between two reports of a rollout server.
     heartbeat_s: Seconds = 0.5
     # Silence after which a rollout server is taken for dead.
     heartbeat_timeout_s: Seconds = 5.0
@@ -128,21 +145,26 @@ class ControllerSection(Section):
     stall_timeout_s: Seconds = 600.0
     # The run stops when no rollout server was connected for so long.
     fleet_timeout_s: Seconds = 600.0
-    # Trajectories of every n-th step are written out as text.
+    # Some trajectories of every n-th step are written out as text.
     sample_every_steps: Positive = 10
 
 
 class ParallelSection(Section):
     """Sizes of Megatron's parallel groups; the rest of the world is data parallel."""
 
+    # Tensor parallel: ranks that share each matrix.
     tp: Positive = 1
+    # Pipeline stages.
     pp: Positive = 1
+    # Context parallel. The trainer refuses more than 1: not there yet.
     cp: Positive = 1
+    # Expert parallel. The trainer refuses more than 1: not there yet.
     ep: Positive = 1
-    # None: tp.
+    # Tensor parallel of experts; None: tp. The trainer refuses any other value.
     etp: Positive | None = None
     # Virtual pipeline stages of each pipeline rank.
     vpp: Positive | None = None
+    # Norms and dropout split the tokens over the tensor parallel ranks.
     sequence_parallel: bool = False
 
 
@@ -151,6 +173,7 @@ class LearnerSection(Section):
 
     # Ranks over all nodes.
     world_size: Positive = 1
+    # None: all of them.
     ranks_per_node: Positive | None = None
     # Where the ranks meet: host of node 0 and a free port there (0: any, on one node).
     master: Address = "127.0.0.1:0"
@@ -158,17 +181,23 @@ class LearnerSection(Section):
     micro_batch_tokens: Positive = 4096
     # CPU threads of each rank; 0: all.
     threads: int = Field(1, ge=0)
+    # Decoupled; not for norms and biases.
     weight_decay: float = Field(0.0, ge=0)
+    # Of AdamW, as the next one.
     adam_betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = Field(1e-8, gt=0)
     # Largest gradient norm; 0: no limit.
     grad_clip: float = Field(1.0, ge=0)
+    # Split the optimizer's state over the data parallel ranks.
     use_distributed_optimizer: bool = False
+    # A table of its own, below.
     parallel: ParallelSection = ParallelSection()
     # Passed by name to Megatron's DistributedDataParallelConfig, OptimizerConfig and model
     # provider.
     ddp: dict[str, JsonValue] = {}
+    # As `ddp`.
     optimizer: dict[str, JsonValue] = {}
+    # As `ddp`.
     transformer: dict[str, JsonValue] = {}
     # Write the trained model as a Hugging Face folder at the end.
     export_final: bool = True
@@ -183,14 +212,17 @@ class RolloutServerSection(Section):
     count: Positive = 1
     # Episodes that run at one time.
     max_episodes: Positive = 64
+    # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1
     # Share of a GPU's memory; on a CPU `kv_cache_gib` counts.
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    # Memory of the engine's KV cache on a CPU.
     kv_cache_gib: Positive = 1
     # CPU threads of the engine; 0: all.
     threads: int = Field(1, ge=0)
     # Neither torch.compile nor CUDA graphs.
     enforce_eager: bool = False
+    # Cached prefixes are forgotten at each new version.
     enable_prefix_caching: bool = True
     # Restarts of a server by `slipstream run` before it gives up.
     max_restarts: int = Field(5, ge=0)
@@ -200,22 +232,26 @@ class RolloutServerSection(Section):
 class QueueSection(Section):
     """Where finished trajectories wait for the journal."""
 
+    # grpc: in the memory of the rollout servers; redis: on the disk of a Redis or Valkey server.
     kind: Literal["grpc", "redis"] = "grpc"
     # redis://, rediss:// or unix:// ; None: `slipstream run` starts a server of its own.
     redis_url: str | None = None
     # A file with the password, which then need not stand in `redis_url`.
     redis_password_file: Path | None = None
-    # Bytes that may wait; a server leases only what still fits.
+    # Bytes that may wait: of each server (grpc), of all together (redis). Beyond it servers wait.
     max_bytes: Positive = 256 << 20
 
 
 class WeightsSection(Section):
     """How new weights reach the rollout servers."""
 
+    # gloo: TCP, from the main memory of rank 0.
     transport: Literal["gloo"] = "gloo"
-    # Address of this machine's network through which the weights travel.
+    # Address of trainer rank 0's machine through which the weights travel.
     host: str = "127.0.0.1"
+    # Element type on the wire; None: model.dtype.
     wire_dtype: Literal["float32", "bfloat16"] | None = None
+    # Size at which a bucket is closed.
     bucket_mib: Positive = 64
     # Limit of one bucket.
     bucket_deadline_s: Seconds = 2.0
@@ -233,8 +269,10 @@ class WeightsSection(Section):
 class SecuritySection(Section):
     """TLS and the token; both are needed on other addresses than loopback."""
 
+    # PEM files of a service; they go together.
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    # PEM file of the authority by which callers know the controller; None: its certificate.
     tls_ca: Path | None = None
     # A file with a secret of at least 32 characters that every caller sends.
     token_file: Path | None = None
