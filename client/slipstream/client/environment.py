@@ -69,6 +69,8 @@ class Environment(Generic[Task]):
     seed: int = 0
     # Whether the reply ended at a length limit. Set before each `step`.
     truncated: bool = False
+    # Tokens of each reply of the episode, if that is less than the run allows. Set it in `reset`.
+    max_reply_tokens: int | None = None
 
     def tasks(self) -> TaskSequence[Task] | Iterable[Task]:
         """A sequence, or an iterator that gives the same tasks every time it is made.

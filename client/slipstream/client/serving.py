@@ -116,7 +116,10 @@ class EpisodeHost:
 
         async def reset() -> pb.Observation:
             messages = await _result(environment.reset(tasks[command.task_index]))
-            return pb.Observation(messages=_messages(messages, "reset()"))
+            return pb.Observation(
+                messages=_messages(messages, "reset()"),
+                max_reply_tokens=_reply_limit(environment.max_reply_tokens),
+            )
 
         try:
             return await _run(episode, reset)
@@ -247,6 +250,14 @@ def _task_source(environment: AnyEnvironment) -> TaskSource[object]:
 
 def _misused(message: str) -> EnvironmentFailed:
     return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, message)
+
+
+def _reply_limit(limit: object) -> int:
+    if limit is None:
+        return 0
+    if isinstance(limit, int) and limit >= 1:
+        return limit
+    raise environment_failed(f"max_reply_tokens must be None or at least 1, got {_show(limit)}")
 
 
 def _verdict(result: object) -> pb.Verdict:

@@ -45,6 +45,7 @@ class ModelSection(Section):
 class EnvironmentSection(Section):
     """One environment whose episodes are trained on."""
 
+    # Unique in the run.
     name: Annotated[str, Field(min_length=1, max_length=100)]
     # "package.module:Class"; the controller's working directory is searched first.
     reference: Reference
@@ -61,6 +62,7 @@ class EnvironmentSection(Section):
 class EvaluationSection(Section):
     """One environment that is only measured, never trained."""
 
+    # Unique in the run.
     name: Annotated[str, Field(min_length=1, max_length=100)]
     # As for an environment.
     reference: Reference
@@ -92,8 +94,9 @@ class AlgorithmSection(Section):
     learning_rate: float = Field(gt=0)
     # Steps over which it rises linearly from its first share.
     warmup_steps: int = Field(0, ge=0)
-    # Clip range of the ratio of policies: 1 - low .. 1 + high.
+    # Clip range of the ratio of policies: 1 - clip_low .. 1 + clip_high.
     clip_low: float = Field(0.2, gt=0, lt=1)
+    # As `clip_low`.
     clip_high: float = Field(0.2, gt=0)
     # Upper bound of the importance weight that corrects for the behavior policy; 0: no correction.
     importance_cap: float = Field(2.0, ge=0)
@@ -183,8 +186,9 @@ class LearnerSection(Section):
     threads: int = Field(1, ge=0)
     # Decoupled; not for norms and biases.
     weight_decay: float = Field(0.0, ge=0)
-    # Of AdamW, as the next one.
+    # Of AdamW.
     adam_betas: tuple[float, float] = (0.9, 0.95)
+    # Of AdamW.
     adam_eps: float = Field(1e-8, gt=0)
     # Largest gradient norm; 0: no limit.
     grad_clip: float = Field(1.0, ge=0)
@@ -226,6 +230,7 @@ class RolloutServerSection(Section):
     enable_prefix_caching: bool = True
     # Restarts of a server by `slipstream run` before it gives up.
     max_restarts: int = Field(5, ge=0)
+    # Limit of starting the engine.
     start_timeout_s: Seconds = 600.0
 
 
@@ -269,8 +274,9 @@ class WeightsSection(Section):
 class SecuritySection(Section):
     """TLS and the token; both are needed on other addresses than loopback."""
 
-    # PEM files of a service; they go together.
+    # PEM file with which a service shows who it is; needs `tls_key`.
     tls_certificate: Path | None = None
+    # PEM file of the certificate's key.
     tls_key: Path | None = None
     # PEM file of the authority by which callers know the controller; None: its certificate.
     tls_ca: Path | None = None

@@ -178,10 +178,12 @@ class Loaded(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ...) -> None: ...
 
 class Observation(_message.Message):
-    __slots__ = ("messages",)
+    __slots__ = ("messages", "max_reply_tokens")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+    max_reply_tokens: int
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("reward", "done", "messages", "metrics")

@@ -41,20 +41,22 @@ PUBLISH_PHASE_SERVING: PublishPhase
 PUBLISH_PHASE_FAILED: PublishPhase
 
 class SamplingSettings(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_reply_tokens", "max_turns", "max_episode_tokens")
+    __slots__ = ("temperature", "top_p", "top_k", "max_reply_tokens", "max_turns", "max_episode_tokens", "ignore_eos")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
     MAX_EPISODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
     max_reply_tokens: int
     max_turns: int
     max_episode_tokens: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ...) -> None: ...
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ..., ignore_eos: bool = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("group_id", "environment", "task_index", "seed", "members", "deadline_step", "purpose", "sampling", "max_attempts", "first_attempt", "timeout_s")

@@ -30,10 +30,18 @@ class Verdict:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Opening:
+    """How an environment begins an episode; `max_reply_tokens` 0: the run's own limit."""
+
+    messages: list[ChatMessage]
+    max_reply_tokens: int = 0
+
+
 class EnvironmentSession(Protocol):
     """One episode, as its environment sees it. All calls raise EnvironmentFailed."""
 
-    async def reset(self, task_index: int, seed: int) -> list[ChatMessage]:
+    async def reset(self, task_index: int, seed: int) -> Opening:
         """Starts the task; what the model reads first."""
         ...
 
@@ -131,13 +139,14 @@ class StreamSession:
         self._on_timeout = on_timeout
         self._on_close = on_close
 
-    async def reset(self, task_index: int, seed: int) -> list[ChatMessage]:
+    async def reset(self, task_index: int, seed: int) -> Opening:
         """See `EnvironmentSession`."""
         command = environment_pb2.ResetCommand(
             episode_key=self._key, task_index=task_index, seed=seed
         )
         answer = await self._call(environment_pb2.WorkerCommand(reset=command), "observation")
-        return _messages(answer.observation.messages)
+        observation = answer.observation
+        return Opening(_messages(observation.messages), observation.max_reply_tokens)
 
     async def step(self, reply: str, *, truncated: bool) -> Verdict:
         """See `EnvironmentSession`."""

@@ -70,6 +70,7 @@ class Lease:
                 max_reply_tokens=given.max_reply_tokens,
                 max_turns=given.max_turns,
                 max_episode_tokens=given.max_episode_tokens,
+                ignore_eos=given.ignore_eos,
             ),
             first_attempt=message.first_attempt,
             max_attempts=message.max_attempts,

@@ -150,6 +150,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=max_tokens,
+            ignore_eos=sampling.ignore_eos,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

@@ -168,7 +168,11 @@ class Episode:
 
     async def _converse(self, session: EnvironmentSession) -> Status:
         task, renderer, recording = self._task, self._services.renderer, self._recording
-        history = await self._ask(session.reset(task.task_index, task.seed))
+        opening = await self._ask(session.reset(task.task_index, task.seed))
+        history = opening.messages
+        reply_limit = task.sampling.max_reply_tokens
+        if opening.max_reply_tokens:
+            reply_limit = min(reply_limit, opening.max_reply_tokens)
         context = renderer.prompt(history)
         recording.prompt_tokens = len(context)
         while True:
@@ -176,7 +180,7 @@ class Episode:
             if room < 1:
                 return self._out_of_room(len(context))
             recording.add_context(context)
-            generation = await self._generate(min(room, task.sampling.max_reply_tokens))
+            generation = await self._generate(min(room, reply_limit))
             truncated = generation.finish_reason is FinishReason.LENGTH
             reply = renderer.decode(recording.last_reply)
             verdict = await self._ask(session.step(reply, truncated=truncated))

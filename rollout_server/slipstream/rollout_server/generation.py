@@ -35,7 +35,8 @@ class Sampling:
     """How replies are sampled, and the limits of an episode.
 
     `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
-    counts context and sampled tokens, `max_turns` the replies.
+    counts context and sampled tokens, `max_turns` the replies; `ignore_eos` goes on after the
+    end-of-text token.
     """
 
     temperature: float
@@ -44,6 +45,7 @@ class Sampling:
     max_reply_tokens: int
     max_turns: int
     max_episode_tokens: int
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)

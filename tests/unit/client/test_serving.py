@@ -228,3 +228,25 @@ async def test_commands_are_answered_side_by_side_and_given_up_at_the_end() -> N
         await answer_commands(EpisodeHost(Waiting()), commands(), send)
     assert answers == [1]
     assert closed.is_set()
+
+
+async def test_an_environment_may_shorten_the_replies_of_an_episode():
+    class Short(Environment):
+        def tasks(self):
+            return [3, 0]
+
+        def reset(self, task):
+            self.max_reply_tokens = task
+            return [Message("user", "x")]
+
+    host = EpisodeHost(Short())
+    answers = [
+        await host.answer(
+            pb.WorkerCommand(
+                call_id=index, reset=pb.ResetCommand(episode_key=f"k{index}", task_index=index)
+            )
+        )
+        for index in range(2)
+    ]
+    assert answers[0].observation.max_reply_tokens == 3
+    assert "max_reply_tokens must be None or at least 1, got 0" in answers[1].failure.message

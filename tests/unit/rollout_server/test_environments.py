@@ -77,7 +77,7 @@ async def test_an_episode_runs_in_a_worker(hosted) -> None:
     assert (report.environment, report.num_tasks) == ("Good", 5)
     assert not report.HasField("failure")
     session = await hosted.open("Good")
-    assert [tuple(m) for m in await session.reset(1, 2)] == [("user", "a b")]
+    assert [tuple(m) for m in (await session.reset(1, 2)).messages] == [("user", "a b")]
     verdict = await session.step("x", truncated=False)
     assert (verdict.reward, verdict.done) == (0.5, True)
     session.close()

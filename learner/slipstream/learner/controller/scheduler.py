@@ -123,6 +123,7 @@ class Scheduler:
                 max_reply_tokens=sampling.max_reply_tokens,
                 max_turns=sampling.max_turns,
                 max_episode_tokens=sampling.max_episode_tokens,
+                ignore_eos=sampling.ignore_eos,
             ),
             max_attempts=self._config.controller.max_attempts,
             first_attempt=group.next_attempt,

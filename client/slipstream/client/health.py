@@ -1,0 +1,60 @@
+"""Whether a run's controller answers, or one of its rollout servers works, as an exit code.
+
+`python -m slipstream.client.health --controller HOST:PORT [--server-id NAME]`, for whatever keeps
+containers running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from slipstream.client.client import Client
+from slipstream.client.status import RunStatus
+from slipstream.protocol.errors import SlipstreamError
+
+WORKING = ("loading", "serving", "draining")
+
+
+def find_fault(run: RunStatus, server_id: str | None) -> str | None:
+    """What is wrong with the server of that name, or with the run; None when nothing is."""
+    if run.state == "failed":
+        return f"run {run.run_id} failed: {run.cause}"
+    if server_id is None:
+        return None
+    states = [server.state for server in run.servers if server.server_id == server_id]
+    if not states:
+        return f"the controller does not know rollout server {server_id}"
+    # A server that came back has an entry for each of its lives.
+    if not set(states) & set(WORKING):
+        return f"rollout server {server_id} is {states[-1]}"
+    return None
+
+
+async def check(arguments: argparse.Namespace) -> str | None:
+    """Asks the controller; SlipstreamError when it does not answer."""
+    client = Client(arguments.controller, token_file=arguments.token_file, tls_ca=arguments.tls_ca)
+    async with client:
+        return find_fault(await client.status(), arguments.server_id)
+
+
+def main() -> int:
+    """Exit codes: 0 healthy, 1 not, with the cause."""
+    parser = argparse.ArgumentParser(prog="slipstream-health", description=__doc__)
+    parser.add_argument("--controller", required=True, metavar="HOST:PORT")
+    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--tls-ca", type=Path)
+    parser.add_argument("--server-id", help="default: the controller alone")
+    try:
+        fault = asyncio.run(check(parser.parse_args()))
+    except SlipstreamError as error:
+        fault = str(error)
+    if fault is not None:
+        print(fault, file=sys.stderr)
+    return 0 if fault is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
