@@ -51,9 +51,7 @@ class WorkerStream:
     async def load(
         self, reference: str, args_json: str = "", search_path: str = ""
     ) -> pb.WorkerMessage:
-        spec = pb.EnvironmentSpec(
-            reference=reference, args_json=args_json, search_path=search_path
-        )
+        spec = pb.EnvironmentSpec(reference=reference, args_json=args_json, search_path=search_path)
         return await self.call(load=pb.LoadCommand(spec=spec))
 
     async def reset(self, key: str, task_index: int = 0, seed: int = 0) -> pb.WorkerMessage:

@@ -143,7 +143,7 @@ class Session:
             await child.process.wait()
             # What the server started must not go on without it.
             child.signal(signal.SIGKILL)
-            if self._over or child.process.returncode == 0:
+            if self._over or self._display.is_over or child.process.returncode == 0:
                 return
             if time.monotonic() - started_s > FORGIVEN_S:
                 restarts = 0
