@@ -44,6 +44,7 @@ def make_model(
     num_attention_heads: int,
     num_key_value_heads: int,
     tie_word_embeddings: bool,
+    max_position_embeddings: int = 256,
     seed: int,
 ) -> None:
     """Saves a random Llama in float32.
@@ -62,7 +63,7 @@ def make_model(
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=max_position_embeddings,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-attention-heads", type=int, default=2)
     parser.add_argument("--num-key-value-heads", type=int, default=1)
+    parser.add_argument("--max-position-embeddings", type=int, default=256)
     parser.add_argument("--tie-word-embeddings", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -94,6 +96,7 @@ def main() -> None:
         num_attention_heads=arguments.num_attention_heads,
         num_key_value_heads=arguments.num_key_value_heads,
         tie_word_embeddings=arguments.tie_word_embeddings,
+        max_position_embeddings=arguments.max_position_embeddings,
         seed=arguments.seed,
     )
 
