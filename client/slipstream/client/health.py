@@ -40,15 +40,20 @@ async def check(arguments: argparse.Namespace) -> str | None:
         return find_fault(await client.status(), arguments.server_id)
 
 
-def main() -> int:
-    """Exit codes: 0 healthy, 1 not, with the cause."""
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the program."""
     parser = argparse.ArgumentParser(prog="slipstream-health", description=__doc__)
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--token-file", type=Path)
     parser.add_argument("--tls-ca", type=Path)
     parser.add_argument("--server-id", help="default: the controller alone")
+    return parser
+
+
+def main() -> int:
+    """Exit codes: 0 healthy, 1 not, with the cause."""
     try:
-        fault = asyncio.run(check(parser.parse_args()))
+        fault = asyncio.run(check(parser().parse_args()))
     except SlipstreamError as error:
         fault = str(error)
     if fault is not None:

@@ -1,0 +1,39 @@
+# syntax=docker/dockerfile:1
+# Controller, trainer and rollout server without a GPU: the packages and versions of `make install`.
+#
+#   docker build --file deploy/cpu.Dockerfile --tag slipstream:cpu .
+
+FROM python:3.11-slim-bookworm AS build
+# An index that serves torch's CPU build under the name `torch`.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/slipstream
+ENV PATH=/opt/slipstream/bin:$PATH
+RUN pip install --index-url ${TORCH_INDEX} torch==2.13.0
+COPY requirements/cpu.txt /build/requirements/cpu.txt
+RUN pip install --no-deps --requirement /build/requirements/cpu.txt
+COPY pyproject.toml README.md LICENSE /build/
+COPY protos /build/protos
+COPY client /build/client
+COPY rollout_server /build/rollout_server
+COPY learner /build/learner
+RUN pip install --no-deps /build
+
+FROM python:3.11-slim-bookworm
+# vLLM's kernels are linked with libnuma.
+RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/slipstream /opt/slipstream
+RUN useradd --uid 1000 --create-home slipstream \
+    && install --directory --mode 1777 /cache \
+    && install --directory /environments /models /runs
+# TORCHDYNAMO_DISABLE: without a compiler in the image, vLLM would die at the first log-probabilities.
+ENV PATH=/opt/slipstream/bin:$PATH \
+    HOME=/tmp \
+    XDG_CACHE_HOME=/cache \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    TORCHDYNAMO_DISABLE=1
+USER slipstream
+WORKDIR /environments
+CMD ["slipstream", "--help"]

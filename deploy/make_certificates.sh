@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Makes what the services show each other: an authority, one server certificate, the token, the queue's passwords.
+#
+#   deploy/make_certificates.sh FOLDER HOST...
+#
+# HOST: the names and addresses under which others reach the controller and the queue. Run again on the same
+# folder it keeps authority, token and passwords, and issues a new server certificate for the hosts then named.
+set -euo pipefail
+umask 077
+
+if [ $# -lt 2 ]; then
+    echo "usage: $0 FOLDER HOST..." >&2
+    exit 2
+fi
+folder=$1
+shift
+days=365
+
+names=
+for host in "$@"; do
+    if [[ $host =~ [^0-9A-Za-z.:-] ]]; then
+        echo "$0: $host is neither a name nor an address" >&2
+        exit 2
+    elif [[ $host == *:* || $host =~ ^[0-9]+(\.[0-9]+){3}$ ]]; then
+        names+="${names:+,}IP:$host"
+    else
+        names+="${names:+,}DNS:$host"
+    fi
+done
+
+mkdir -p "$folder"
+cd "$folder"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+if [ ! -e ca.key ]; then
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days $((10 * days)) \
+        -subj "/CN=slipstream authority" -keyout ca.key -out ca.pem \
+        -addext basicConstraints=critical,CA:TRUE,pathlen:0 -addext keyUsage=critical,keyCertSign,cRLSign \
+        2> "$scratch/log" || { cat "$scratch/log" >&2; exit 1; }
+    chmod 644 ca.pem
+fi
+
+openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=slipstream" \
+    -keyout "$scratch/server.key" -out "$scratch/request" 2> "$scratch/log" || { cat "$scratch/log" >&2; exit 1; }
+cat > "$scratch/extensions" << EOF
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth
+subjectAltName = $names
+EOF
+openssl x509 -req -in "$scratch/request" -CA ca.pem -CAkey ca.key -days $days -extfile "$scratch/extensions" \
+    -out "$scratch/server.pem" 2> "$scratch/log" || { cat "$scratch/log" >&2; exit 1; }
+mv "$scratch/server.key" "$scratch/server.pem" .
+chmod 644 server.pem
+
+for secret in token redis_controller_password redis_rollout_password; do
+    [ -e $secret ] || openssl rand -hex 32 > $secret
+done
+
+# What each end of the queue may do, and on which keys; the default user is off.
+digest() { tr -d '\n' < "$1" | openssl dgst -sha256 -r | cut -d' ' -f1; }
+both="resetchannels -@all +auth +hello +ping +select +client|setinfo +client|setname +config|get +get +mget +set"
+both+=" +watch +unwatch +multi +exec"
+cat > redis.acl << EOF
+user default off
+user controller on #$(digest redis_controller_password) ~slipstream:* $both +xgroup|create +xreadgroup +xrange +xack +xdel +decrby
+user rollout on #$(digest redis_rollout_password) ~slipstream:* $both +xadd +incrby
+EOF
+
+echo "$folder: server certificate for $names, valid for $days days"
+echo "learner node 0 needs all but ca.key and redis_rollout_password; further learner nodes ca.pem and token;"
+echo "rollout servers ca.pem, token and redis_rollout_password. Keep ca.key off all of them."

