@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 the run failed, 2 the command or its configuration cannot work."""
     arguments = _parser().parse_args(argv)
+    # What gRPC's core logs by itself, nobody at a terminal can use.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 
     try:
