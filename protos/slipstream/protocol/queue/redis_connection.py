@@ -36,6 +36,8 @@ FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 # What redis-py raises when the server is not there.
 CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError)
+# Fields of an entry.
+ID, DATA = b"id", b"data"
 REFUSALS = (AuthenticationError, AuthorizationError)
 
 REQUIRED_SETTINGS = {
@@ -56,10 +58,9 @@ class RedisConnection:
         self.name = _without_password(url)
         prefix = f"slipstream:{run_id}"
         self.stream = f"{prefix}:trajectories"
-        self.used_bytes = f"{prefix}:bytes"
         self.mark_key = f"{prefix}:mark"
         # Drawn by whoever comes first; another or none later means that the data are gone.
-        self.mark: bytes | None = None
+        self.mark: str | None = None
         # Why the last call failed, until one succeeds.
         self.trouble: str | None = None
         try:
@@ -74,6 +75,16 @@ class RedisConnection:
             )
         except ValueError as error:
             raise QueueError(f"queue.redis_url {self.name}: {error}") from error
+
+    @property
+    def added_key(self) -> str:
+        """Bytes that were ever added, by all senders; belongs to the mark."""
+        return f"{self.mark_key}:{self.mark}:added"
+
+    @property
+    def removed_key(self) -> str:
+        """Bytes that were ever acknowledged; belongs to the mark."""
+        return f"{self.mark_key}:{self.mark}:removed"
 
     async def open(self, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
         """Checks how durable the server is, finds or draws the mark, then prepares."""
@@ -123,9 +134,17 @@ class RedisConnection:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
+    async def read_used(self, reader: redis.asyncio.Redis | None = None) -> int:
+        """Bytes that wait; QueueError when the server lost the data."""
+        mark, added, removed = await (reader or self.client).mget(
+            self.mark_key, self.added_key, self.removed_key
+        )
+        self.check_mark(mark)
+        return int(added or 0) - int(removed or 0)
+
     def check_mark(self, found: bytes | str | None) -> None:
         """QueueError when the server lost the data of this run."""
-        if found != self.mark:
+        if found is None or _text(found) != self.mark:
             what = "came back empty" if found is None else "holds the data of another start"
             raise QueueError(
                 f"redis at {self.name} {what}: what waited there is lost; "
@@ -155,8 +174,8 @@ class RedisConnection:
     async def _draw_mark(self) -> None:
         await self.client.set(self.mark_key, secrets.token_hex(8), nx=True)
         found = await self.client.get(self.mark_key)
-        if self.mark is None and isinstance(found, bytes):
-            self.mark = found
+        if self.mark is None and found is not None:
+            self.mark = _text(found)
         self.check_mark(found)
 
 
