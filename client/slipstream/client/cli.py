@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, like every other finding."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"slipstream: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="slipstream", description="Asynchronous reinforcement learning for language models."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -40,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_services(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = commands.add_parser("run", help="everything on this machine")
     _add_config(run)
     run.set_defaults(execute=_run)
@@ -61,10 +69,13 @@ def _add_services(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     _add_config(server)
     server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
     server.add_argument("--server-id", help="a name that stays the same after a restart")
+    server.add_argument(
+        "--connect-timeout-s", type=float, default=20.0, help="how long to wait for the controller"
+    )
     server.set_defaults(execute=_rollout_server)
 
 
-def _add_requests(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit = commands.add_parser("submit", help="add an environment to a run")
     submit.add_argument("reference", metavar="MODULE:CLASS")
     submit.add_argument(
@@ -94,7 +105,7 @@ def _add_requests(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.toml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print it, start nothing"
     )
@@ -138,6 +149,7 @@ async def _rollout_server(arguments: argparse.Namespace) -> int:
         arguments.overrides,
         controller=arguments.controller,
         server_id=arguments.server_id,
+        connect_timeout_s=arguments.connect_timeout_s,
         dry_run=arguments.dry_run,
     )
 

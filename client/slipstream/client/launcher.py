@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slipstream.client.children import start_child
 from slipstream.client.preflight import (
+    check_controller,
     check_environments,
     check_installed,
     check_new_run,
@@ -92,19 +93,21 @@ async def run_rollout_server(
     *,
     controller: str | None,
     server_id: str | None,
+    connect_timeout_s: float,
     dry_run: bool,
 ) -> int:
     """`slipstream rollout-server`: one server, which joins the controller by itself."""
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides)
-    check_settings(config)
+    credentials = check_settings(config)
     check_installed("vllm")
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
         print(dump_config(config), end="")
         return 0
+    await check_controller(config.controller.address, credentials, connect_timeout_s)
     name = server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}"
     folder = config.run_dir / "servers" / name
     resolved = write_config(config, folder)

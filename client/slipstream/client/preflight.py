@@ -9,13 +9,25 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
+import grpc
+import grpc.aio
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import check_model
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.security import Credentials, check_address
+from slipstream.protocol.security import (
+    Credentials,
+    call_metadata,
+    check_address,
+    open_channel,
+)
+from slipstream.v1 import status_pb2, status_pb2_grpc
 
+RETRY_S = 0.2
+# The controller may still come.
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 ENGINES = {"torch": "learner", "megatron.core": "learner", "vllm": "rollout server"}
 
 
@@ -33,6 +45,15 @@ def check_new_run(config: Config) -> None:
         raise ConfigError(
             f"{config.run_dir} holds a run already; choose another run.name or remove the folder"
         )
+
+
+def make_folder(path: Path) -> Path:
+    """`path` with all above it; ConfigError when it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot make {path}: {error.strerror}") from error
+    return path
 
 
 def check_port(address: str) -> None:
@@ -58,11 +79,36 @@ def check_installed(*names: str) -> None:
         raise ConfigError(f"the {ENGINES[name]} needs the package {name}, which is not installed")
 
 
+async def check_controller(address: str, credentials: Credentials, limit_s: float) -> None:
+    """Waits for the controller; ConfigError when it refuses us or does not answer in time."""
+    cause = ""
+    async with open_channel(address, credentials) as channel:
+        stub = status_pb2_grpc.StatusServiceStub(channel)
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                await stub.GetStatus(
+                    status_pb2.GetStatusRequest(),
+                    timeout=left_s,
+                    metadata=call_metadata(credentials),
+                )
+            except grpc.aio.AioRpcError as error:
+                cause = error.details() or error.code().name
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    cause = "what answers is no controller of this version"
+                if error.code() not in AWAY:
+                    raise ConfigError(f"the controller at {address}: {cause}") from None
+            else:
+                return
+            await asyncio.sleep(min(RETRY_S, left_s))
+    raise ConfigError(f"no controller answers at {address} within {limit_s:g} s: {cause}")
+
+
 async def check_environments(config: Config, log_path: Path) -> None:
     """Loads every environment in a process of its own and resets its first task; ConfigError."""
     sections = [(e.name, e.reference, e.args, e.timeout_s) for e in config.environments]
     sections += [(e.name, e.reference, e.args, e.timeout_s) for e in config.evaluations]
-    log_path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(log_path.parent)
     for name, reference, args, timeout_s in sections:
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -76,7 +122,9 @@ async def check_environments(config: Config, log_path: Path) -> None:
         if process.returncode != 0:
             lines = errors.decode(errors="replace").strip().splitlines()
             said = lines[-1] if lines else f"exited with code {process.returncode}"
-            raise ConfigError(f"environment {name}: {said}")
+            raise ConfigError(
+                f"environment {name}: {said.removeprefix(f'environment {reference}: ')}"
+            )
 
 
 def free_port(host: str) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 import grpc.aio
 from slipstream.client.children import Child, start_child
 from slipstream.client.display import Display
-from slipstream.client.preflight import free_port
+from slipstream.client.preflight import free_port, make_folder
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import dump_config
 from slipstream.protocol.errors import RunFailed
@@ -244,8 +244,7 @@ async def stop_signal() -> signal.Signals:
 
 def write_config(config: Config, folder: Path) -> Path:
     """Writes the resolved settings to `folder`/config.toml; only the owner may read them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.toml"
+    path = make_folder(folder) / "config.toml"
     # It may hold the password of the queue.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from slipstream.protocol.address import check_address_form
 
-Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+_REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _check_reference_form(reference: str) -> str:
+    if _REFERENCE_FORM.fullmatch(reference) is None:
+        raise ValueError(f"a reference is package.module:Class, got {reference!r}")
+    return reference
+
+
+Reference = Annotated[str, AfterValidator(_check_reference_form)]
 Address = Annotated[str, AfterValidator(check_address_form)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
