@@ -1,0 +1,59 @@
+"""The package as a user installs it: one wheel, and a client without torch or vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_all_four_roots_under_one_name(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for module in (
+        "slipstream/v1/trajectory_pb2.py",
+        "slipstream/protocol/staleness.py",
+        "slipstream/client/py.typed",
+        "slipstream/rollout_server/__main__.py",
+        "slipstream/learner/controller/__main__.py",
+        "slipstream/learner/trainer/__main__.py",
+    ):
+        assert module in names
+    assert "slipstream/__init__.py" not in names
+
+
+def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "--quiet", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, timeout=280)
+    code = (
+        "import importlib.util, slipstream.client as c; c.Client, c.Environment, c.StepResult; "
+        "from slipstream.client.builtin.echo import Echo; "
+        "assert importlib.util.find_spec('torch') is None; "
+        "assert importlib.util.find_spec('vllm') is None"
+    )
+    subprocess.run([str(python), "-c", code], check=True, timeout=60, cwd=tmp_path)
+    command = str(tmp_path / "venv" / "bin" / "slipstream")
+    done = subprocess.run(
+        [command, "status", "--controller", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "slipstream: no controller answers at 127.0.0.1:1\n"
