@@ -85,7 +85,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             if all(key in entry.failed_on for key in self._keys()):
                 self._environments.remove(spec.name)
                 self._fleet.broadcast(_unload_order(spec))
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, entry.cause)
+                entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
+                break
             await self._progress.signal.wait(1.0)
         return pb.SubmitEnvironmentResponse(status=entry.describe())
 

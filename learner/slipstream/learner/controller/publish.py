@@ -16,6 +16,7 @@ import numpy as np
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.leases import ServerKey
+from slipstream.learner.controller.phases import PhaseReports
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.protocol.codec import unpack_logprobs, version_to_pb
 from slipstream.protocol.types import PolicyVersion
@@ -50,7 +51,8 @@ class PublishTotals:
     probe_gap_max: float = 0.0
 
 
-ReportKey = tuple[str, ServerKey, int]
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 
 class Publisher:
@@ -61,7 +63,7 @@ class Publisher:
         self._progress = progress
         self._settings = progress.config.weights
         self._tasks = tasks
-        self._waiting: dict[ReportKey, asyncio.Future[fleet_pb2.PublishReport]] = {}
+        self._reports = PhaseReports()
         self._members: tuple[ServerKey, ...] = ()
         self._epoch = 0
         self._count = 0
@@ -123,7 +125,7 @@ class Publisher:
         publish.order.communicator.CopyFrom(start.communicator)
         for session in publish.receivers:
             # A server may be done before the learner says so.
-            self._expect(publish.publish_id, session, fleet_pb2.PUBLISH_PHASE_LOADED)
+            self._reports.expect(publish.publish_id, session.key, LOADED)
             session.state = fleet_pb2.SERVER_STATE_LOADING
             session.send(
                 fleet_pb2.ControllerMessage(
@@ -161,32 +163,15 @@ class Publisher:
         )
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
-        """Hands a report to whoever waits for it; a failure ends every wait for that server."""
-        failed = report.phase == fleet_pb2.PUBLISH_PHASE_FAILED
-        for key, future in list(self._waiting.items()):
-            publish_id, server, phase = key
-            if (
-                (publish_id, server) == (report.publish_id, session.key)
-                and (failed or phase == report.phase)
-                and not future.done()
-            ):
-                future.set_result(report)
+        """Takes a server's report to whoever waits for it."""
+        self._reports.receive(session.key, report)
 
     def server_lost(self, session: ServerSession) -> None:
         """Ends every wait for a server that is gone."""
         self.pinned.discard(session.key)
         if session.key in self._members:
             self._members = ()
-        for publish_id, server, _ in list(self._waiting):
-            if server == session.key:
-                self.report(
-                    session,
-                    fleet_pb2.PublishReport(
-                        publish_id=publish_id,
-                        phase=fleet_pb2.PUBLISH_PHASE_FAILED,
-                        message="the server is gone",
-                    ),
-                )
+        self._reports.fail_all(session.key, "the server is gone")
 
     def _wants_proof(self, targets: Sequence[ServerSession]) -> bool:
         fresh = any(not session.is_serving for session in targets)
@@ -227,45 +212,18 @@ class Publisher:
             join_deadline_s=self._settings.join_deadline_s,
         )
 
-    async def _wait(
-        self, publish_id: str, session: ServerSession, phase: int, limit_s: float
-    ) -> fleet_pb2.PublishReport:
-        future = self._expect(publish_id, session, phase)
-        try:
-            async with asyncio.timeout(limit_s):
-                return await future
-        except TimeoutError:
-            return fleet_pb2.PublishReport(
-                publish_id=publish_id,
-                phase=fleet_pb2.PUBLISH_PHASE_FAILED,
-                message=f"no answer within {limit_s:g} s",
-            )
-        finally:
-            self._waiting.pop((publish_id, session.key, phase), None)
-
-    def _expect(
-        self, publish_id: str, session: ServerSession, phase: int
-    ) -> asyncio.Future[fleet_pb2.PublishReport]:
-        future: asyncio.Future[fleet_pb2.PublishReport]
-        future = asyncio.get_running_loop().create_future()
-        return self._waiting.setdefault((publish_id, session.key, phase), future)
-
     async def _problem(
         self, publish_id: str, session: ServerSession, phase: int, limit_s: float
     ) -> str:
-        report = await self._wait(publish_id, session, phase, limit_s)
+        report = await self._reports.wait(publish_id, session.key, phase, limit_s)
         return "" if report.phase == phase else report.message or "it failed"
 
     async def _load_problem(
         self, publish: Publish, session: ServerSession, digests: list[bytes]
     ) -> str:
-        report = await self._wait(
-            publish.publish_id,
-            session,
-            fleet_pb2.PUBLISH_PHASE_LOADED,
-            self._settings.join_deadline_s,
-        )
-        if report.phase != fleet_pb2.PUBLISH_PHASE_LOADED:
+        limit_s = self._settings.join_deadline_s
+        report = await self._reports.wait(publish.publish_id, session.key, LOADED, limit_s)
+        if report.phase != LOADED:
             return report.message or "it failed"
         if list(report.bucket_digests) != digests:
             return "the digests of the loaded buckets are not those that were sent"
@@ -306,21 +264,13 @@ class Publisher:
         self._current = None
         self._members = ()
         for session in publish.receivers:
-            loaded = (publish.publish_id, session.key, fleet_pb2.PUBLISH_PHASE_LOADED)
-            self._waiting.pop(loaded, None)
+            self._reports.forget(publish.publish_id, session.key, LOADED)
             self._make_stale(session, cause, publish.publish_id)
 
     async def _commit(
         self, publish: Publish, session: ServerSession, probe: weights_pb2.Probe
     ) -> None:
-        waiting = asyncio.ensure_future(
-            self._wait(
-                publish.publish_id,
-                session,
-                fleet_pb2.PUBLISH_PHASE_SERVING,
-                self._settings.join_deadline_s,
-            )
-        )
+        self._reports.expect(publish.publish_id, session.key, SERVING)
         session.send(
             fleet_pb2.ControllerMessage(
                 commit=fleet_pb2.CommitPublish(
@@ -330,8 +280,9 @@ class Publisher:
                 )
             )
         )
-        report = await waiting
-        if report.phase != fleet_pb2.PUBLISH_PHASE_SERVING:
+        limit_s = self._settings.join_deadline_s
+        report = await self._reports.wait(publish.publish_id, session.key, SERVING, limit_s)
+        if report.phase != SERVING:
             self._members = ()
             self._make_stale(session, report.message or "it failed", publish.publish_id)
             return
