@@ -1,0 +1,124 @@
+"""What README.md and docs/ say about commands, settings and files is true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slipstream.client.cli import _parser
+from slipstream.protocol.config_file import load_config, parse_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+INLINE_COMMAND = re.compile(r"`slipstream ([a-z][\w-]*)")
+# A synopsis has parts that may be left out, and describes the command to its right.
+OPTIONAL = re.compile(r" \[[^\]]*\]")
+DESCRIPTION = re.compile(r"(?<=\S) {2,}\S.*")
+
+for_all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    for language, text in FENCE.findall(page.read_text()):
+        if language in languages:
+            yield text
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of every `slipstream` command line in a code block."""
+    for text in blocks(page, "", "sh", "bash", "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            line = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
+            if line.startswith("slipstream "):
+                if "'" not in line:
+                    line = OPTIONAL.sub("", DESCRIPTION.sub("", line))
+                yield shlex.split(line, comments=True)[1:]
+
+
+def known_commands() -> set[str]:
+    return next(set(action.choices) for action in _parser()._actions if action.choices)
+
+
+def is_taken(arguments: list[str]) -> bool:
+    """Whether the real parser takes a command; a list of commands if it knows all of them."""
+    if "|" in arguments:
+        return set(arguments) - {"|"} <= known_commands()
+    try:
+        _parser().parse_args(arguments)
+    except SystemExit as exit_:
+        return exit_.code == 0
+    return True
+
+
+def headings(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_configuration_page_is_what_the_models_say():
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "generate_configuration.py")],
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert made.stdout == (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_no_setting_is_without_a_meaning():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert [line for line in page.splitlines() if line.endswith("|  |")] == []
+
+
+@for_all_pages
+def test_every_link_leads_somewhere(page: Path):
+    text = FENCE.sub("", page.read_text())
+    for target in LINK.findall(text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path) if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in headings(found), target
+
+
+@for_all_pages
+def test_the_command_line_takes_every_command(page: Path):
+    for arguments in commands(page):
+        assert is_taken(arguments), shlex.join(arguments)
+
+
+@for_all_pages
+def test_every_command_that_is_named_exists(page: Path):
+    assert set(INLINE_COMMAND.findall(page.read_text())) <= known_commands()
+
+
+@for_all_pages
+def test_every_command_has_settings_that_exist(page: Path):
+    for arguments in commands(page):
+        if len(arguments) > 1 and arguments[1].startswith("deploy/"):
+            overrides = [a for a in arguments[2:] if re.match(r"[a-z_]+\.[\w.]+=", a)]
+            load_config(ROOT / arguments[1], overrides)
+
+
+@for_all_pages
+def test_every_toml_block_fits_into_a_run(page: Path):
+    quickstart = tomllib.loads((ROOT / "deploy" / "configs" / "quickstart.toml").read_text())
+    for text in blocks(page, "toml"):
+        parse_config(quickstart | tomllib.loads(text), source=page.name)
+
+
+@for_all_pages
+def test_every_python_block_can_be_parsed(page: Path):
+    for text in blocks(page, "python"):
+        ast.parse(text, page.name)
