@@ -67,6 +67,8 @@ class FakeServer:
         self.leases: list[fleet_pb2.Lease] = []
         self.generated = self.ended = 0
         self.drained = False
+        # Set before the task of `run` is cancelled: a dead server delivers nothing more.
+        self.killed = False
         self.running: dict[str, asyncio.Task] = {}
         self.outbox: asyncio.Queue = asyncio.Queue()
         self.gate = asyncio.Event()
@@ -187,6 +189,8 @@ class FakeServer:
                 await asyncio.sleep(self.delay_s * random.random())
                 verdict = self.judge(lease, member, attempt)
             except asyncio.CancelledError:
+                if self.killed:
+                    raise
                 await self._deliver(lease, member, attempt, version, Status.CANCELLED, 0.0)
                 return
             if not isinstance(verdict, Failure):

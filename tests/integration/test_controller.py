@@ -116,6 +116,7 @@ async def test_a_killed_server_that_comes_back_goes_on_with_what_it_left(tmp_pat
         first.gate.clear()
         while controller._ledger.snapshot().in_flight == 0:
             await asyncio.sleep(0.05)
+        first.killed = True
         tasks[0].cancel()
         await asyncio.gather(tasks[0], return_exceptions=True)
         tasks.append(asyncio.ensure_future(second.run()))
