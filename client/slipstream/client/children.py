@@ -86,9 +86,11 @@ def last_line(path: Path) -> str:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
+    # A traceback of several errors at once is drawn with lines of these.
+    lines = [line.strip().lstrip("|+- ") for line in text.splitlines()]
     spoken = [line for line in lines if line.startswith("slipstream: ")]
     chosen = spoken or [line for line in lines if line]
     return chosen[-1].removeprefix("slipstream: ") if chosen else ""

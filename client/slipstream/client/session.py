@@ -93,7 +93,8 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5.0):
                     await show
-            await self._let_leave()
+            if self._display.is_over:
+                await self._let_leave()
         finally:
             for task in (*watchers, show):
                 task.cancel()

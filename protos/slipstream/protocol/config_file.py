@@ -125,9 +125,12 @@ def _apply_override(table: Table, override: str) -> None:
             place = place[int(parent)]
         elif isinstance(place, dict):
             place = place.setdefault(parent, {})
-    if not isinstance(place, dict):
+    if isinstance(place, list) and last.isdigit() and int(last) < len(place):
+        place[int(last)] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    else:
         raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
-    place[last] = value
 
 
 def _describe(error: ErrorDetails) -> str:

@@ -101,7 +101,7 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
         (
             "environments",
             [{"name": "a", "reference": "no-reference"}],
-            "environments.0.reference: string should match pattern",
+            "environments.0.reference: a reference is package.module:Class",
         ),
         (
             "environments",

@@ -1,0 +1,71 @@
+"""Environments as a user writes them, and some that break in every way there is."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import string
+import time
+
+from slipstream.client import Environment, StepResult
+
+
+class Repeat(Environment[str]):
+    """The reply should be the letter of the prompt, four times."""
+
+    def __init__(self, num_letters: int = 6) -> None:
+        self._letters = string.ascii_lowercase[:num_letters]
+
+    def tasks(self):
+        return self._letters
+
+    async def reset(self, task):
+        self.letter = task
+        return [{"role": "user", "content": task}]
+
+    async def step(self, reply):
+        words = reply.split()[:4]
+        return StepResult(reward=words.count(self.letter) / 4, metrics={"words": len(words)})
+
+
+class Raising(Repeat):
+    """Raises."""
+
+    async def step(self, reply):
+        raise KeyError(self.letter)
+
+
+class Sleeping(Repeat):
+    """Waits for ever and lets others go on."""
+
+    async def step(self, reply):
+        await asyncio.Event().wait()
+
+
+class Blocking(Repeat):
+    """Waits for ever and holds up its whole process."""
+
+    def step(self, reply):
+        time.sleep(3600)
+
+
+class NotANumber(Repeat):
+    """Judges with a reward that is no number."""
+
+    def step(self, reply):
+        return StepResult(reward=math.nan)
+
+
+class Exiting(Repeat):
+    """Takes its process down."""
+
+    def step(self, reply):
+        os._exit(3)
+
+
+class Unmade(Repeat):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("there is no dataset")

@@ -1,0 +1,216 @@
+"""What a user types wrong is said in one line, at once."""
+
+from __future__ import annotations
+
+import http.server
+import shutil
+import socket
+import statistics
+import subprocess
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_processes import copy_environments, run_command, write_config
+from slipstream.protocol.config_file import load_config
+
+pytestmark = pytest.mark.usefixtures("nothing_survives")
+
+# Loaded machines are slow; a model takes longer even on idle ones.
+LIMIT_S = 30.0
+NOWHERE = "127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A working directory with a configuration and environments; no test changes it."""
+    folder = copy_environments(tmp_path_factory.mktemp("work"))
+    write_config(folder, tiny_model)
+    (folder / "broken.toml").write_text("[run\n")
+    (folder / "used" / "journal").mkdir(parents=True)
+    (folder / "token").write_text("short")
+    weightless = folder / "weightless"
+    shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def web_server() -> Iterator[str]:
+    """Something that listens and is no controller."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def check_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert result.returncode == 2, (result.stdout, result.stderr)
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("slipstream: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+SETTINGS = {
+    "unknown key": ("algorithm.group_sise=3", "did you mean 'group_size'?"),
+    "unknown key of a list": ("environments.0.nme=3", "did you mean 'name'?"),
+    "wrong type": ("run.steps=many", "run.steps", "integer", "'many'"),
+    "no override": ("run.steps", "section.key=value"),
+    "group too large": ("algorithm.group_size=300", "max_episodes", "300 and 256"),
+    "world too small": ("learner.parallel.tp=2", "tp * pp * cp = 2", "got 1"),
+    "world and pipeline": (
+        "learner={world_size=2, parallel={pp=2, cp=2}}",
+        "tp * pp * cp = 4",
+        "got 2",
+    ),
+    "heads": ("learner={world_size=2, parallel={tp=2}}", "1 key-value heads, got 2"),
+    "layers": ("learner={world_size=4, parallel={pp=4}}", "2 layers, got 4"),
+    "batch and mini-batches": ("algorithm.mini_batches=3", "multiple of mini_batches", "16 and 3"),
+    "episode too long": ("sampling.max_episode_tokens=1000", "max_position_embeddings"),
+    "queue too small": ("queue.max_bytes=1000", "queue.max_bytes must hold"),
+    "no model folder": ('model.path="nowhere"', "model.path", "nowhere", "does not exist"),
+    "no model in the folder": ('model.path="."', "model.path", "no config.json"),
+    "no weights": ('model.path="weightless"', "model.path", "safetensors", "weightless"),
+    "no module": ('environments.0.reference="nomodule:E"', "environment echo", "'nomodule'"),
+    "no class": ('environments.0.reference="user_environments:No"', "has no class No"),
+    "no reference": ('environments.0.reference="echo"', "package.module:Class", "'echo'"),
+    "constructor raises": (
+        'environments.0={name="e", reference="user_environments:Unmade"}',
+        "environment e: Unmade(...) failed: RuntimeError: there is no dataset",
+        "user_environments.py",
+    ),
+    "wrong arguments": ("environments.0.args={digits=3}", "echo", "'digits'"),
+    "open address": ('controller.address="0.0.0.0:7070"', "not loopback", "tls_certificate"),
+    "no address": ('controller.address="localhost"', "host:port", "'localhost'"),
+    "no token file": ('security.token_file="no.txt"', "no.txt", "No such file"),
+    "short token": ('security.token_file="token"', "at least 32 characters", "5"),
+    "half of TLS": ('security.tls_key="token"', "tls_certificate and tls_key go together"),
+    "used run folder": ('run.name="used"', "used holds a run already"),
+    "folder that cannot be made": ('run.dir="/proc/runs"', "run.dir", "/proc/runs"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_run_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) -> None:
+    override, *parts = SETTINGS[case]
+    result = run_command("run", "config.toml", override, cwd=folder, limit_s=LIMIT_S)
+    check_refused(result, *parts)
+
+
+COMMANDS = {
+    "no such file": (["run", "none.toml"], "none.toml: no such file"),
+    "broken file": (["run", "broken.toml"], "broken.toml: Expected ']'"),
+    "no file": (["run"], "CONFIG.toml"),
+    "unknown command": (["train"], "'train'", "rollout-server"),
+    "unknown option": (["status", "--jsn"], "--jsn"),
+    "submit to nobody": (["submit", "m:C", "--controller", NOWHERE], "no controller answers"),
+    "status of nobody": (
+        ["status", "--controller", NOWHERE],
+        f"no controller answers at {NOWHERE}",
+    ),
+    "environments of nobody": (["environments", "--controller", NOWHERE], NOWHERE),
+    "stop of nobody": (["stop", "--controller", NOWHERE], NOWHERE),
+    "no address": (["status", "--controller", "nonsense"], "host:port", "'nonsense'"),
+    "far address": (["status", "--controller", "example.com:1"], "not loopback"),
+    "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
+    "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
+    "replay of nothing": (["replay", "nowhere"], "nowhere", "no such file"),
+    "replay of no run": (["replay", "."], "has no journal"),
+    "node rank": (["learner", "config.toml", "--node-rank", "1"], "must be 0 to 0, got 1"),
+    "negative node rank": (["learner", "config.toml", "--node-rank=-1"], "got -1"),
+    "node without a port": (
+        ["learner", "config.toml", "learner={world_size=2, ranks_per_node=1}"],
+        "learner.master needs a port",
+    ),
+    "redis without an address": (
+        ["rollout-server", "config.toml", 'queue.kind="redis"'],
+        "queue.redis_url is required",
+    ),
+    "server of nobody": (
+        ["rollout-server", "config.toml", "--controller", NOWHERE, "--connect-timeout-s", "1"],
+        f"no controller answers at {NOWHERE} within 1 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_a_command_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) -> None:
+    arguments, *parts = COMMANDS[case]
+    check_refused(run_command(*arguments, cwd=folder, limit_s=LIMIT_S), *parts)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status"],
+        ["submit", "m:C"],
+        ["rollout-server", "config.toml", "--connect-timeout-s", "2"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_server_that_is_no_controller_is_refused(
+    arguments: list[str], folder: Path, web_server: str
+) -> None:
+    result = run_command(*arguments, "--controller", web_server, cwd=folder, limit_s=LIMIT_S)
+    check_refused(result, f"no controller answers at {web_server}")
+
+
+def test_a_port_in_use_is_refused(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for command in ("run", "learner"):
+            override = f'controller.address="{address}"'
+            result = run_command(command, "config.toml", override, cwd=folder, limit_s=LIMIT_S)
+            check_refused(result, f"cannot listen on {address}", "in use")
+
+
+def test_an_environment_that_hangs_is_refused_after_its_limit(folder: Path) -> None:
+    (folder / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    override = 'environments.0={name="e", reference="slow:E", timeout_s=1.0}'
+    started = time.monotonic()
+    result = run_command("run", "config.toml", override, cwd=folder, limit_s=LIMIT_S)
+    check_refused(result, "environment e: no answer within 1 s (slow.py:2 in <module>)")
+    assert time.monotonic() - started < LIMIT_S
+
+
+def test_help_is_instant() -> None:
+    times = []
+    for _ in range(3):
+        started = time.monotonic()
+        result = run_command("--help")
+        times.append(time.monotonic() - started)
+        assert result.returncode == 0
+        assert "rollout-server" in result.stdout
+    assert statistics.median(times) < 0.5
+
+
+def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> None:
+    override = "algorithm.max_staleness=5"
+    result = run_command("run", "config.toml", override, "--dry-run", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    printed = tmp_path / "printed.toml"
+    printed.write_text(result.stdout)
+    assert load_config(printed) == load_config(folder / "config.toml", [override])
+    assert load_config(printed).algorithm.max_staleness == 5
+    assert not (folder / "run" / "journal").exists()
+
+
+@pytest.mark.parametrize("command", ["learner", "rollout-server"])
+def test_every_service_has_a_dry_run(command: str, folder: Path) -> None:
+    result = run_command(command, "config.toml", "--dry-run", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert tomllib.loads(result.stdout)["run"]["name"] == "run"
+
+
+def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
+    override = 'environments.0.reference="nomodule:E"'
+    check_refused(run_command("run", "config.toml", override, "run.name=again", cwd=folder))
+    result = run_command("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
+    assert result.returncode == 0, result.stderr
