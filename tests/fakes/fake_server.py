@@ -66,6 +66,8 @@ class FakeServer:
         self.loaded_versions: list[PolicyVersion] = []
         self.leases: list[fleet_pb2.Lease] = []
         self.generated = self.ended = 0
+        # Tokens of the episodes that wait for the gate.
+        self.gated = 0
         self.drained = False
         # Set before the task of `run` is cancelled: a dead server delivers nothing more.
         self.killed = False
@@ -185,7 +187,9 @@ class FakeServer:
             self.generated += tokens
             verdict: float | Failure
             try:
+                self.gated += tokens
                 await self.gate.wait()
+                self.gated -= tokens
                 await asyncio.sleep(self.delay_s * random.random())
                 verdict = self.judge(lease, member, attempt)
             except asyncio.CancelledError:

@@ -114,7 +114,7 @@ async def test_a_killed_server_that_comes_back_goes_on_with_what_it_left(tmp_pat
         while trainer.version.step < 4:
             await asyncio.sleep(0.01)
         first.gate.clear()
-        while controller._ledger.snapshot().in_flight == 0:
+        while not first.gated == controller._ledger.snapshot().in_flight > 0:
             await asyncio.sleep(0.05)
         first.killed = True
         tasks[0].cancel()
