@@ -60,12 +60,12 @@ done
 
 # What each end of the queue may do, and on which keys; the default user is off.
 digest() { tr -d '\n' < "$1" | openssl dgst -sha256 -r | cut -d' ' -f1; }
-both="resetchannels -@all +auth +hello +ping +select +client|setinfo +client|setname +config|get +get +mget +set"
-both+=" +watch +unwatch +multi +exec"
+both="resetchannels -@all +auth +hello +ping +select +client|setinfo +client|setname +config|get"
+both+=" +watch +unwatch +multi +exec +get +mget +set +incrby +decrby"
 cat > redis.acl << EOF
 user default off
-user controller on #$(digest redis_controller_password) ~slipstream:* $both +xgroup|create +xreadgroup +xrange +xack +xdel +decrby
-user rollout on #$(digest redis_rollout_password) ~slipstream:* $both +xadd +incrby
+user controller on #$(digest redis_controller_password) ~slipstream:* $both +xgroup|create +xreadgroup +xrange +xack +xdel
+user rollout on #$(digest redis_rollout_password) ~slipstream:* $both +xadd
 EOF
 
 echo "$folder: server certificate for $names, valid for $days days"
