@@ -15,7 +15,7 @@ class Repeat(Environment[str]):
     """The reply should be the letter of the prompt, four times."""
 
     def __init__(self, num_letters: int = 6) -> None:
-        self._letters = string.ascii_lowercase[:num_letters]
+        self._letters = list(string.ascii_lowercase[:num_letters])
 
     def tasks(self):
         return self._letters

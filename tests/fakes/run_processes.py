@@ -291,3 +291,16 @@ def check_ledger(summary: dict) -> None:
 def with_environments(*entries: dict) -> list[dict]:
     """Environments of a configuration, each with a short limit."""
     return [{"timeout_s": 10.0, **entry} for entry in entries]
+
+
+def plain_loop(*arguments: object) -> list[dict]:
+    """What `plain_loop.py` prints, from a fresh process."""
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("plain_loop.py")), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

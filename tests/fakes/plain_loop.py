@@ -1,0 +1,85 @@
+"""A plain synchronous training loop: `python plain_loop.py CONFIG`, without a controller.
+
+It reads the trajectories that a run recorded, forms batches of its own in the order in which the
+groups were leased, trains them one after the other, and prints a line of JSON for each step. With
+`--digest FOLDER` it only prints the digest of the weights in a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+from slipstream.client.session import rank_environments
+from slipstream.protocol.codec import trajectory_from_pb
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import load_config
+from slipstream.protocol.types import Trajectory
+from slipstream.v1 import trainer_pb2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--digest", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    overrides = [f'model.path="{arguments.digest}"'] if arguments.digest else []
+    config = load_config(arguments.config, overrides)
+    os.environ.update(rank_environments(config, 0, 1)[0])
+    if arguments.digest:
+        print_digest(config)
+    else:
+        train(config)
+
+
+def recorded_groups(config: Config) -> list[list[Trajectory]]:
+    """All trained groups in the order of their leases, each by member."""
+    groups = defaultdict(list)
+    for path in (config.run_dir / "journal" / "batches").glob("*.pb"):
+        for message in trainer_pb2.RecordedBatch.FromString(path.read_bytes()).trajectories:
+            groups[message.group_id].append(trajectory_from_pb(message))
+    return [sorted(groups[name], key=lambda t: t.member) for name in sorted(groups)]
+
+
+def train(config: Config) -> None:
+    from slipstream.learner.trainer.batch import Batch
+    from slipstream.learner.trainer.export import export_weights
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+
+    groups, size = recorded_groups(config), config.algorithm.groups_per_step
+    policy = open_policy(config, Launch.from_environment())
+    training = TrainingStep(policy, config)
+    for step in range(config.run.steps):
+        chosen = groups[step * size : (step + 1) * size]
+        batch = tuple(trajectory for group in chosen for trajectory in group)
+        result = training.run(Batch(step, f"plain-{step}", batch))
+        weights = export_weights(policy, config)
+        assert weights is not None
+        line = {
+            "ids": [trajectory.trajectory_id for trajectory in batch],
+            "metrics": result.metrics,
+            "digest": weights.digest.hex(),
+        }
+        print(json.dumps(line), flush=True)
+    policy.ranks.close()
+
+
+def print_digest(config: Config) -> None:
+    from slipstream.learner.trainer.export import export_weights
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.parallel import Launch
+
+    policy = open_policy(config, Launch.from_environment())
+    weights = export_weights(policy, config)
+    assert weights is not None
+    print(json.dumps({"digest": weights.digest.hex()}))
+    policy.ranks.close()
+
+
+if __name__ == "__main__":
+    main()

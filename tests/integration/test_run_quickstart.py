@@ -1,0 +1,225 @@
+"""One short run with all real parts, and everything that it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from run_processes import (  # noqa: E402
+    check_ledger,
+    copy_environments,
+    plain_loop,
+    rows_of,
+    run_command,
+    summary_of,
+    write_config,
+)
+from slipstream.learner.controller.journal import read_batch, read_records  # noqa: E402
+from slipstream.protocol.config_file import load_config  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("nothing_survives")
+
+STEPS = 12
+GROUPS, MEMBERS = 16, 16
+ENVIRONMENTS = [
+    {
+        "name": "echo",
+        "reference": "slipstream.client.builtin.echo:Echo",
+        "args": {"num_symbols": 12, "reply_length": 4, "split": "train"},
+        "weight": 3.0,
+        "timeout_s": 10.0,
+    },
+    {"name": "repeat", "reference": "user_environments:Repeat", "timeout_s": 10.0},
+]
+# Our own lines: a time and what happened, or the table at the end.
+SHOWN = re.compile(r" *\d+\.\d s  \S.*|  [a-z][a-z -]+  \S.*|  \S+/: .*|")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_environments(tmp_path_factory.mktemp("quickstart"))
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path, tiny_model: Path) -> subprocess.CompletedProcess[str]:
+    write_config(
+        folder,
+        tiny_model,
+        run__steps=STEPS,
+        environments=ENVIRONMENTS,
+        controller__sample_every_steps=5,
+        weights__verify_every=4,
+    )
+    return run_command("run", "config.toml", cwd=folder, limit_s=250)
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, result: subprocess.CompletedProcess[str]) -> Path:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def summary(run: Path) -> dict:
+    return summary_of(run)
+
+
+def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
+    assert summary["steps"] == STEPS
+    assert summary["state"] == "finished"
+    for name in ("reward_first", "reward_last", "reward_heldout", "reward_heldout_first"):
+        assert 0 <= summary[name] <= 1
+    assert summary["publishes"] >= STEPS
+    assert summary["publishes_verified"] >= 3
+    assert summary["probe_gap_max"] <= 1e-3
+    assert summary["published_bytes"] > 0
+    assert set(summary["busy"]) == {"generation", "training", "both"}
+    assert all(0 < share <= 1 for share in summary["busy"].values())
+    assert summary["wall_s"] > 0
+    assert len(summary["weight_digest"]) == 32
+
+
+def test_no_trained_token_is_older_than_promised(run: Path, summary: dict) -> None:
+    assert summary["max_staleness"] == 2
+    assert 0 < summary["max_lag_seen"] <= 2
+    assert sum(summary["tokens_by_lag"].values()) == summary["trained_tokens"]
+    assert summary["trajectories_with_several_versions"] > 0
+    for record in batch_records(run):
+        batch = read_batch(run / "journal", record["step"], record["crc32"])
+        spans = [span for t in batch.trajectories for span in t.version_spans if span.length]
+        assert all(0 <= record["step"] - span.version.step <= 2 for span in spans)
+
+
+def test_every_generated_token_is_accounted_for(summary: dict) -> None:
+    check_ledger(summary)
+    assert summary["generated_tokens"] == summary["ledger"]["generated"]
+    assert summary["trained_tokens"] == summary["ledger"]["trained"] > 0
+    assert summary["ledger"]["evaluated"] > 0
+
+
+def test_servers_and_learner_agree_on_the_log_probabilities(summary: dict) -> None:
+    assert 0 <= summary["logprob_gap_mean"] <= 1e-4
+    assert summary["logprob_gap_mean"] <= summary["logprob_gap_max"] <= 1e-3
+
+
+def test_every_step_has_a_line_of_metrics(run: Path) -> None:
+    rows = rows_of(run)
+    steps = [row for row in rows if "step" in row]
+    assert [row["step"] for row in steps] == list(range(STEPS))
+    for name in ("loss", "reward_mean", "grad_norm", "entropy", "lag_max", "queued_tokens"):
+        assert all(math.isfinite(row[name]) for row in steps)
+    assert all(row["ledger_difference"] == 0 for row in steps)
+    held = [row for row in rows if "evaluation_step" in row]
+    assert held[-1]["evaluation_step"] == STEPS
+    assert all(row["num_episodes"] == 64 and row["num_failed"] == 0 for row in held)
+
+
+def test_both_environments_are_trained_by_their_weights(run: Path) -> None:
+    trained = [
+        trajectory.environment
+        for record in batch_records(run)
+        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
+    ]
+    assert len(trained) == STEPS * GROUPS * MEMBERS
+    assert set(trained) == {"echo", "repeat"}
+    assert 0.7 < trained.count("echo") / len(trained) < 0.8
+
+
+def test_tensorboard_events_can_be_read(run: Path) -> None:
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    (path,) = (run / "tensorboard").iterdir()
+    data, place, losses = path.read_bytes(), 0, []
+    while place < len(data):
+        # A record: length, checksum of the length, event, checksum of the event.
+        (length,) = struct.unpack_from("<Q", data, place)
+        event = event_pb2.Event.FromString(data[place + 12 : place + 12 + length])
+        losses += [(event.step, v.simple_value) for v in event.summary.value if v.tag == "loss"]
+        place += length + 16
+    rows = [row for row in rows_of(run) if "step" in row]
+    assert losses == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in rows]
+
+
+def test_the_curves_are_drawn(run: Path) -> None:
+    data = (run / "curves.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(data) > 10_000
+
+
+def test_sampled_trajectories_can_be_read(run: Path) -> None:
+    lines = [json.loads(x) for x in (run / "trajectories.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {0, 5, 10}
+    assert {line["environment"] for line in lines} <= {"echo", "repeat"}
+    for line in lines:
+        assert line["prompt"]
+        assert 0 <= line["reward"] <= 1
+        assert sum(length for length, _ in line["versions"]) == line["sampled_tokens"]
+
+
+def test_the_resolved_settings_are_kept(run: Path) -> None:
+    config = load_config(run / "config.toml")
+    assert config.run.steps == STEPS
+    assert config.run_dir == run
+    assert [environment.name for environment in config.environments] == ["echo", "repeat"]
+    assert (run / "config.toml").stat().st_mode & 0o077 == 0
+
+
+def test_the_screen_shows_only_our_own_lines(
+    result: subprocess.CompletedProcess[str], run: Path
+) -> None:
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if SHOWN.fullmatch(line) is None] == []
+    assert sum("  step " in line for line in lines) == STEPS
+    assert not [line for line in lines if " ! " in line or "!!" in line]
+    assert f"{run}/" in lines[-1]
+
+
+def test_the_exported_model_is_the_last_version(run: Path, summary: dict) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = run / "checkpoints" / "final"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a b"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    reply = model.generate(**tokens, max_new_tokens=4, do_sample=False)
+    assert reply.shape[1] > tokens["input_ids"].shape[1]
+    (line,) = plain_loop(run / "config.toml", "--digest", folder)
+    assert line["digest"] == summary["weight_digest"]
+
+
+def test_a_replay_reaches_every_recorded_digest(run: Path, summary: dict) -> None:
+    recorded = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
+    assert len(recorded) == STEPS
+    assert recorded[-1] == summary["weight_digest"]
+    replay = run_command("replay", run, limit_s=100)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert replay.stderr == ""
+    assert [line.split() for line in replay.stdout.splitlines()] == [
+        ["version", str(version), digest, "as", "recorded"]
+        for version, digest in enumerate(recorded, start=1)
+    ]
+
+
+def test_a_used_run_folder_is_refused(run: Path) -> None:
+    again = run_command("run", "config.toml", cwd=run.parent)
+    assert again.returncode == 2
+    assert again.stderr == (
+        f"slipstream: {run} holds a run already; choose another run.name or remove the folder\n"
+    )
+
+
+def batch_records(run: Path) -> list[dict]:
+    return [record for record in read_records(run / "journal") if record["kind"] == "batch"]

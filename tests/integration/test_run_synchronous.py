@@ -1,0 +1,95 @@
+"""Without staleness the whole system is the plain synchronous loop, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from run_processes import (  # noqa: E402
+    check_ledger,
+    copy_environments,
+    plain_loop,
+    rows_of,
+    run_command,
+    summary_of,
+    write_config,
+)
+from slipstream.learner.controller.journal import read_batch, read_records  # noqa: E402
+from slipstream.v1 import trainer_pb2  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("nothing_survives")
+
+STEPS, GROUPS, MEMBERS = 4, 8, 8
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = copy_environments(tmp_path_factory.mktemp("synchronous"))
+    write_config(
+        folder,
+        tiny_model,
+        run__steps=STEPS,
+        evaluations=[],
+        algorithm__max_staleness=0,
+        algorithm__group_size=MEMBERS,
+        algorithm__groups_per_step=GROUPS,
+        queue__kind="redis",
+    )
+    result = run_command("run", "config.toml", cwd=folder, limit_s=250)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def batches(run: Path) -> list[trainer_pb2.RecordedBatch]:
+    return [
+        read_batch(run / "journal", record["step"], record["crc32"])
+        for record in read_records(run / "journal")
+        if record["kind"] == "batch"
+    ]
+
+
+def test_each_batch_holds_the_groups_that_were_leased_for_it(
+    run: Path, batches: list[trainer_pb2.RecordedBatch]
+) -> None:
+    leased = [r["group"] for r in read_records(run / "journal") if r["kind"] == "lease"]
+    assert leased == [f"g{number:06d}" for number in range(STEPS * GROUPS)]
+    for step, batch in enumerate(batches):
+        expected = leased[step * GROUPS : (step + 1) * GROUPS]
+        found = [(t.group_id, t.member) for t in batch.trajectories]
+        assert found == [(group, member) for group in expected for member in range(MEMBERS)]
+
+
+def test_every_token_is_sampled_by_the_version_that_is_trained(
+    run: Path, batches: list[trainer_pb2.RecordedBatch]
+) -> None:
+    for step, batch in enumerate(batches):
+        spans = [span for t in batch.trajectories for span in t.version_spans]
+        assert {span.version.step for span in spans} == {step}
+    summary = summary_of(run)
+    assert summary["max_lag_seen"] == 0
+    assert summary["trajectories_with_several_versions"] == 0
+    assert summary["logprob_gap_tokens"] == summary["trained_tokens"]
+    assert summary["logprob_gap_mean"] <= 1e-4
+    check_ledger(summary)
+
+
+def test_a_plain_loop_over_the_same_generations_gives_the_same_run(
+    run: Path, batches: list[trainer_pb2.RecordedBatch]
+) -> None:
+    plain = plain_loop(run / "config.toml")
+    assert len(plain) == STEPS
+    digests = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
+    rows = rows_of(run)
+    for step, line in enumerate(plain):
+        members = [name.split(".")[:2] for name in line["ids"]]
+        assert members == [[t.group_id, str(t.member)] for t in batches[step].trajectories]
+        for name in ("loss", "grad_norm", "entropy", "kl", "reward_mean", "logprob_gap_mean"):
+            assert line["metrics"][name] == rows[step][name], name
+        assert line["digest"] == digests[step]
+    assert plain[-1]["digest"] == summary_of(run)["weight_digest"]
