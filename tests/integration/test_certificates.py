@@ -100,11 +100,20 @@ async def valkey(secrets: Path, tmp_path: Path) -> AsyncIterator[Path]:
         stdout=asyncio.subprocess.DEVNULL,
     )
     async with asyncio.timeout(20):
-        while not socket.exists():
+        while not await answers(socket):
             await asyncio.sleep(0.01)
     yield socket
     process.terminate()
     await process.wait()
+
+
+async def answers(socket: Path) -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(socket)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def url(secrets: Path, socket: Path, role: str) -> str:

@@ -6,7 +6,7 @@ namespaces stand in for hosts and containers, and this checkout for the image.
 
 from __future__ import annotations
 
-import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -37,7 +37,7 @@ pytestmark = [
 
 # What containers run as, without an entry in any passwd file.
 USER = 12345
-NUM_STEPS = 3
+NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 3, 4, 4
 RUN_LIMIT_S = 600.0
 READY_LIMIT_S = 240.0
 # Env file, profile, and what differs from the example.
@@ -60,6 +60,22 @@ FILES = {
 }
 
 
+# An environment of the user's, in the folder that the compose file mounts for such modules.
+ENVIRONMENT = """
+import asyncio
+from pathlib import Path
+
+from slipstream.client.builtin.echo import Echo
+
+
+class PatientEcho(Echo):
+    async def reset(self, task):
+        while not Path(__file__).with_name("go").exists():
+            await asyncio.sleep(0.05)
+        return super().reset(task)
+"""
+
+
 @dataclass
 class Cluster:
     """The hosts of one run and what was seen while it went on."""
@@ -70,7 +86,6 @@ class Cluster:
     sockets: dict[str, set[Socket]] = field(default_factory=dict)
     answers: dict[str, subprocess.CompletedProcess[str]] = field(default_factory=dict)
     exit_codes: dict[str, int] = field(default_factory=dict)
-    generated_tokens: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     def look(self) -> None:
@@ -99,12 +114,12 @@ def image_environ() -> dict[str, str]:
 def write_config(path: Path) -> None:
     """The deployed settings with a small task and a few short steps."""
     table = tomllib.loads((DEPLOY / "configs" / "cluster.toml").read_text())
-    echo = {"reference": "slipstream.client.builtin.echo:Echo", "timeout_s": 60.0}
+    echo = {"reference": "patient:PatientEcho", "timeout_s": READY_LIMIT_S}
     table["run"]["steps"] = NUM_STEPS
     table["model"]["dtype"] = "float32"
     table["environments"] = [echo | {"name": "echo"}]
     table["evaluations"] = []
-    table["algorithm"] |= {"group_size": 4, "groups_per_step": 4, "learning_rate": 1e-3}
+    table["algorithm"] |= {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP}
     table["sampling"] = {"max_reply_tokens": 4, "max_episode_tokens": 16}
     table["learner"]["micro_batch_tokens"] = 256
     table["rollout_server"] = {"max_episodes": 16, "threads": 1, "enforce_eager": True}
@@ -126,6 +141,10 @@ def prepare_host(name: str, folder: Path, secrets: Path, model: Path) -> dict[st
     for file in FILES[profile]:
         shutil.copy(secrets / file, places["SECRETS_DIR"])
     (folder / "cache").mkdir()
+    (places["ENVIRONMENTS_DIR"] / "patient.py").write_text(ENVIRONMENT)
+    if profile == "learner":
+        # The learner looks at the first task before anything starts.
+        (places["ENVIRONMENTS_DIR"] / "go").touch()
     write_config(folder / "cluster.toml")
     for path in (folder, *folder.rglob("*")):
         os.chown(path, USER, USER)
@@ -192,13 +211,27 @@ def make_foreign_secrets(folder: Path) -> None:
         os.chown(place, USER, USER)
 
 
-def note_servers(cluster: Cluster, service: dict[str, Any]) -> None:
-    """Notes what each rollout server has generated so far."""
+def servers_serving(learner: Container, service: dict[str, Any]) -> set[str]:
+    """The rollout servers that have weights, as the controller tells it."""
     _, *command = service["healthcheck"]["test"]
-    with contextlib.suppress(ValueError):
-        status = json.loads(cluster.containers["learner"].execute([*command, "--json"]).stdout)
-        for server in status["servers"]:
-            cluster.generated_tokens[server["server_id"]] = server["generated_tokens"]
+    answer = learner.execute([*command, "--json"])
+    if answer.returncode != 0:
+        return set()
+    servers = json.loads(answer.stdout)["servers"]
+    return {server["server_id"] for server in servers if server["state"] == "serving"}
+
+
+def look_inside(cluster: Cluster, models: dict[str, dict[str, Any]]) -> None:
+    """What a container with the least secrets sees, and whether its health check succeeds."""
+    rollout = cluster.containers["rollout-0"]
+    service = models["rollout-0"]["services"]["rollout-server"]
+    for what, command in {
+        "secrets": ["ls", "/run/secrets"],
+        "outside": ["ls", str(cluster.folder)],
+        "write": ["touch", "/environments/file", "/file"],
+        "health": service["healthcheck"]["test"][1:],
+    }.items():
+        cluster.answers[what] = rollout.execute(command)
 
 
 def carry_out(cluster: Cluster, models: dict[str, dict[str, Any]]) -> None:
@@ -229,18 +262,15 @@ def carry_out(cluster: Cluster, models: dict[str, dict[str, Any]]) -> None:
             cluster.answers[what] = ask(learner, service, **secrets)
     for _ in poll(READY_LIMIT_S, every_s=1.0):
         cluster.look()
-        if learner.exit_code is not None or healthy(
-            cluster.containers["rollout-0"], models["rollout-0"]["services"]["rollout-server"]
-        ):
+        if learner.exit_code is not None or len(servers_serving(learner, service)) == 2:
             break
-    cluster.answers["outside"] = cluster.containers["rollout-0"].execute(
-        ["ls", "/", "/run/secrets"]
-    )
-    for _ in poll(RUN_LIMIT_S, every_s=0.5):
+    look_inside(cluster, models)
+    for host in ("rollout-0", "rollout-1"):
+        (cluster.folder / host / "environments" / "go").touch()
+    for _ in poll(RUN_LIMIT_S, every_s=0.2):
         cluster.look()
         if learner.exit_code is not None:
             break
-        note_servers(cluster, service)
     cluster.seconds = time.monotonic() - started
     for name in ("learner", "learner-node", "rollout-0", "rollout-1", "redis"):
         container = cluster.containers[name]
@@ -307,16 +337,19 @@ def test_both_learner_hosts_train(cluster: Cluster) -> None:
     assert "2 ranks on cpu: tp 1, pp 1, dp 2" in logs["learner-0"].read_text()
 
 
-def test_both_rollout_servers_generate(cluster: Cluster, summary: dict[str, Any]) -> None:
-    assert set(cluster.generated_tokens) == {"rollout-0", "rollout-1"}
-    assert all(cluster.generated_tokens.values()), cluster.generated_tokens
-    assert summary["publishes"] >= 1
+def test_both_rollout_servers_have_a_share(cluster: Cluster, summary: dict[str, Any]) -> None:
+    journal = cluster.folder / "learner-0" / "runs" / "first" / "journal" / "journal.log"
+    records = [json.loads(line.partition(" ")[2]) for line in journal.read_text().splitlines()]
+    leases = [record for record in records if record["kind"] == "lease"]
+    assert len(leases) == NUM_STEPS * GROUPS_PER_STEP
+    assert {lease["server"] for lease in leases} == {"rollout-0", "rollout-1"}
+    assert summary["publishes"] >= NUM_STEPS
 
 
 def test_trajectories_come_by_the_queue(cluster: Cluster, summary: dict[str, Any]) -> None:
     logs = list((cluster.folder / "learner-0" / "queue").rglob("*.aof"))
     written = b"".join(path.read_bytes() for path in logs).lower()
-    num_trajectories = NUM_STEPS * 4 * 4
+    num_trajectories = NUM_STEPS * GROUPS_PER_STEP * GROUP_SIZE
     assert written.count(b"\r\nxadd\r\n") >= num_trajectories
     assert written.count(b"\r\nxdel\r\n") >= 1
 
@@ -339,12 +372,16 @@ def test_containers_see_what_is_mounted_and_no_more(cluster: Cluster) -> None:
     assert answers["write"].stderr.count("Read-only file system") == 2
 
 
+def test_the_health_check_of_a_rollout_server_succeeds(cluster: Cluster) -> None:
+    assert cluster.answers["health"].returncode == 0, cluster.answers["health"].stderr
+
+
 def test_nothing_listens_on_all_addresses_that_need_not(cluster: Cluster) -> None:
     everywhere = {
         (name, socket.port)
         for name, sockets in cluster.sockets.items()
         for socket in sockets
-        if socket.address in ("*", "0.0.0.0", "::")
+        if socket.address == "*" or ipaddress.ip_address(socket.address).is_unspecified
     }
     # torch opens the meeting place of the ranks on all addresses.
     assert everywhere <= {("learner-0", 29500)}
