@@ -29,6 +29,18 @@ class Repeat(Environment[str]):
         return StepResult(reward=words.count(self.letter) / 4, metrics={"words": len(words)})
 
 
+class Slow(Repeat):
+    """Takes its time to judge."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self._step_s = step_s
+
+    async def step(self, reply):
+        await asyncio.sleep(self._step_s)
+        return await super().step(reply)
+
+
 class Raising(Repeat):
     """Raises."""
 

@@ -288,11 +288,6 @@ def check_ledger(summary: dict) -> None:
     assert ledger["generated"] == sum(ledger[end] for end in ends), ledger
 
 
-def with_environments(*entries: dict) -> list[dict]:
-    """Environments of a configuration, each with a short limit."""
-    return [{"timeout_s": 10.0, **entry} for entry in entries]
-
-
 def plain_loop(*arguments: object) -> list[dict]:
     """What `plain_loop.py` prints, from a fresh process."""
     result = subprocess.run(

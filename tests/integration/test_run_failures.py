@@ -1,0 +1,206 @@
+"""Processes of a run are killed: it goes on, or ends at once with the cause; nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from run_processes import (  # noqa: E402
+    CONTROLLER,
+    ENGINE,
+    ROLLOUT_SERVER,
+    TRAINER,
+    Command,
+    check_ledger,
+    command,
+    connection,
+    copy_environments,
+    descendants,
+    kill,
+    summary_of,
+    until_event,
+    until_gone,
+    until_status,
+    until_step,
+    write_config,
+)
+from slipstream.client import Client  # noqa: E402
+from slipstream.client.status import Event  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("nothing_survives"),
+]
+
+# A run that is killed has ended so long after.
+END_LIMIT_S = 30.0
+# A run that goes on to its end, with a new engine on the way.
+RUN_LIMIT_S = 150.0
+
+
+def write_slow_run(folder: Path, model: Path, **changes: object) -> Path:
+    """A run whose episodes are open long enough to be killed."""
+    slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 0.5}}
+    settings = {
+        "run__steps": 10_000,
+        "environments": [slow],
+        "evaluations": [],
+        "algorithm__group_size": 8,
+        "algorithm__groups_per_step": 8,
+        "controller__heartbeat_s": 0.1,
+        "controller__heartbeat_timeout_s": 3.0,
+        "rollout_server__max_episodes": 64,
+    }
+    return write_config(copy_environments(folder), model, **(settings | changes))
+
+
+async def until_in_flight(client: Client, tokens: int) -> None:
+    await until_status(client, lambda run: run.ledger.in_flight > tokens)
+
+
+async def until_back(client: Client, server: str) -> list[Event]:
+    """What happens from the loss of a server until it joins again."""
+    gone = await until_event(client, lambda event: f"{server} is gone" in event.text)
+    events = [gone]
+    async with asyncio.timeout(RUN_LIMIT_S):
+        async for event in client.watch(after=gone.number):
+            events.append(event)
+            if f"{server} joined" in event.text:
+                break
+    return events
+
+
+def check_error(run: Command, *parts: str) -> None:
+    """One line on stderr, with all of `parts`."""
+    lines = run.err.splitlines()
+    assert len(lines) == 1, run.err
+    assert lines[0].startswith("slipstream: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_slow_run(tmp_path, tiny_model, run__steps=12)
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_step(client, 4)
+            await until_in_flight(client, 50)
+            (server,) = run.find(ROLLOUT_SERVER)
+            below = descendants(server.pid)
+            assert [process.name() for process in below if process.name().startswith(ENGINE)]
+            kill(server)
+            await until_gone([server, *below], limit_s=10.0)
+            await until_back(client, "server-0")
+            assert (await client.status()).ledger.lost > 0
+        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == 12
+    assert summary["max_lag_seen"] <= 2
+    assert summary["ledger"]["lost"] > 0
+    check_ledger(summary)
+    assert run.err == ""
+    assert re.search(r"! server-0 was killed by SIGKILL.*; start 2$", run.out, re.MULTILINE)
+    assert re.search(r"lost \d+.*; difference 0$", run.out, re.MULTILINE)
+
+
+async def test_steps_go_on_while_one_of_two_servers_is_away(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_slow_run(tmp_path, tiny_model, rollout_server__count=2)
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_status(
+                client, lambda status: [s.state for s in status.servers] == ["serving"] * 2
+            )
+            # More than one server can have.
+            await until_in_flight(client, 64 * 4)
+            (server,) = run.find(ROLLOUT_SERVER, "server-1")
+            below = descendants(server.pid)
+            kill(server)
+            await until_gone([server, *below], limit_s=10.0)
+            meanwhile = await until_back(client, "server-1")
+            assert sum(event.step > 0 for event in meanwhile) >= 3
+            back = meanwhile[-1].number
+            await until_event(client, lambda event: event.number > back and event.step > 0)
+            await client.stop("enough")
+        assert await run.wait(END_LIMIT_S) == 0, run.out + run.err
+    summary = summary_of(tmp_path / "run")
+    assert summary["ledger"]["lost"] > 0
+    assert summary["max_lag_seen"] <= 2
+    check_ledger(summary)
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "ranks"),
+    [
+        (f"{TRAINER} ", "trainer-rank-0", 1),
+        (f"{TRAINER} ", "trainer-rank-1", 2),
+        (CONTROLLER, "controller", 1),
+    ],
+    ids=["the only rank", "one of two ranks", "controller"],
+)
+async def test_a_run_that_cannot_go_on_ends_at_once_with_the_cause(
+    what: str, name: str, ranks: int, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_slow_run(tmp_path, tiny_model, learner__world_size=ranks)
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_step(client, 2)
+        everything = descendants(run.process.pid)
+        victims = [p for p in run.find(what) if p.environ().get("RANK", "0") == name[-1]]
+        (victim,) = victims if what != CONTROLLER else run.find(what)
+        kill(victim)
+        killed_s = time.monotonic()
+        assert await run.wait(END_LIMIT_S) == 1
+        took_s = time.monotonic() - killed_s
+        assert took_s < END_LIMIT_S
+        await until_gone(everything, limit_s=1.0)
+    check_error(run, f"{name} was killed by SIGKILL", f"{name}.log")
+
+
+async def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, tiny_model: Path) -> None:
+    config = write_slow_run(tmp_path, tiny_model)
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_step(client, 2)
+            await until_in_flight(client, 50)
+        everything = descendants(run.process.pid)
+        # A terminal sends it to the whole group.
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert await run.wait(END_LIMIT_S) == 0, run.out + run.err
+        await until_gone(everything, limit_s=1.0)
+    assert run.err == ""
+    assert "SIGINT: the run is stopped in order" in run.out
+    summary = summary_of(tmp_path / "run")
+    assert summary["state"] == "finished"
+    assert "SIGINT" in summary["cause"]
+    assert summary["steps"] >= 2
+    check_ledger(summary)
+    assert (tmp_path / "run" / "checkpoints" / "final" / "model.safetensors").is_file()
+
+
+async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Path) -> None:
+    config = write_slow_run(tmp_path, tiny_model, queue__kind="redis")
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_step(client, 1)
+        everything = descendants(run.process.pid)
+        names = " ".join(process.name() for process in everything)
+        assert "valkey" in names
+        assert ENGINE in names
+        kill(psutil.Process(run.process.pid))
+        assert await run.wait(5.0) == -signal.SIGKILL
+        await until_gone(everything, limit_s=15.0)
