@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 STAMP := $(VENV)/.installed
 SOURCES := protos client rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-slow lint type protos protos-check wheel-check clean
+.PHONY: install quickstart smollm2 test test-slow lint type protos protos-check clean
 
 install: $(STAMP)
 

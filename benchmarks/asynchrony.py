@@ -177,7 +177,7 @@ def table(results: dict[int, list[dict[str, float]]]) -> list[str]:
         statistics.median(r["training_s_per_step"] for r in results[0]),
     )
     lines = [
-        "| max_staleness | steps/min (min-max) | speed-up | lag | generation busy | training busy | both busy |",
+        "| max_staleness | steps/min (min-max) | speed-up | lag | generation | training | both |",
         "|---|---|---|---|---|---|---|",
     ]
     for staleness, runs in results.items():

@@ -7,7 +7,6 @@ import hashlib
 import random
 from collections.abc import AsyncIterator, Callable
 
-import grpc.aio
 import numpy as np
 from slipstream.protocol.buckets import layout_from_pb
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
@@ -77,19 +76,18 @@ class FakeServer:
         self.gate.set()
 
     async def run(self) -> None:
-        async with open_channel(self.address, OPEN) as channel:
-            async with GrpcSender(channel, OPEN, 64 << 20) as self.sender:
-                stub = fleet_pb2_grpc.FleetServiceStub(channel)
-                try:
-                    async with asyncio.TaskGroup() as self.tasks:
-                        beat = self.tasks.create_task(self._beat())
-                        async for message in stub.Join(self._messages(), wait_for_ready=True):
-                            await self._handle(message)
-                        beat.cancel()
-                        for task in self.running.values():
-                            task.cancel()
-                finally:
-                    await self.sender.aclose()
+        async with (
+            open_channel(self.address, OPEN) as channel,
+            GrpcSender(channel, OPEN, 64 << 20) as self.sender,
+        ):
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            async with asyncio.TaskGroup() as self.tasks:
+                beat = self.tasks.create_task(self._beat())
+                async for message in stub.Join(self._messages(), wait_for_ready=True):
+                    await self._handle(message)
+                beat.cancel()
+                for task in self.running.values():
+                    task.cancel()
 
     def report(self) -> fleet_pb2.ServerReport:
         return fleet_pb2.ServerReport(

@@ -1,4 +1,4 @@
-"""A trainer without a model: speaks the real protocol, checks every lag, makes the next version at once."""
+"""A trainer without a model: speaks the real protocol and makes the next version at once."""
 
 from __future__ import annotations
 

@@ -184,5 +184,5 @@ async def test_a_wrong_start_is_one_line_and_exit_code_2(
     server = await start(settings, "127.0.0.1:9", *options)
     _, stderr = await asyncio.wait_for(server.communicate(), START_LIMIT_S)
     assert server.returncode == 2
-    assert stderr.decode().startswith(f"rollout server: {line}")
+    assert stderr.decode().startswith(f"slipstream: {line}")
     assert len(stderr.decode().splitlines()) == 1

@@ -37,12 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
         check_model(config)
         asyncio.run(_serve(config, options))
     except ConfigError as error:
-        print(f"rollout server: {error}", file=sys.stderr)
+        print(f"slipstream: {error}", file=sys.stderr)
         return 2
     except BaseExceptionGroup as group:
         return _report(group)
     except SlipstreamError as error:
-        print(f"rollout server: {error}", file=sys.stderr)
+        print(f"slipstream: {error}", file=sys.stderr)
         return 1
     # vLLM's client logs a traceback when the interpreter collects it last.
     gc.collect()
@@ -104,7 +104,7 @@ def _report(group: BaseExceptionGroup[BaseException]) -> int:
     causes = _leaves(group)
     for cause in causes:
         if isinstance(cause, SlipstreamError):
-            print(f"rollout server: {cause}", file=sys.stderr)
+            print(f"slipstream: {cause}", file=sys.stderr)
         else:
             traceback.print_exception(cause)
     return 2 if all(isinstance(cause, ConfigError) for cause in causes) else 1

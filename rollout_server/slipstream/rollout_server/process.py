@@ -60,7 +60,7 @@ def limited_start(limit_s: float) -> Iterator[None]:
     """Ends this process with exit code 1 when the block takes longer: vLLM's start has no limit."""
 
     def give_up() -> None:
-        print(f"rollout server: the engine did not start within {limit_s:g} s", file=sys.stderr)
+        print(f"slipstream: the engine did not start within {limit_s:g} s", file=sys.stderr)
         os._exit(1)
 
     timer = threading.Timer(limit_s, give_up)

@@ -19,7 +19,7 @@ def test_a_start_that_takes_too_long_ends_the_process() -> None:
         [sys.executable, "-c", START, "0.05"], capture_output=True, text=True, timeout=30
     )
     assert run.returncode == 1
-    assert run.stderr == "rollout server: the engine did not start within 0.05 s\n"
+    assert run.stderr == "slipstream: the engine did not start within 0.05 s\n"
 
 
 def test_a_start_in_time_goes_on() -> None:

@@ -24,6 +24,16 @@ def main() -> int:
     except (SlipstreamError, FileExistsError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2
+    except BaseExceptionGroup as group:
+        ours = group.subgroup(SlipstreamError)
+        if ours is None:
+            raise
+        print(f"slipstream: {_first(ours)}", file=sys.stderr)
+        return 1
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _serve(path: Path) -> int:

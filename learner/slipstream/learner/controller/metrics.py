@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -98,6 +98,7 @@ class RunRecorder:
             "trained_tokens_per_s": metrics.get("trained_tokens", 0.0) / elapsed,
             "training_s": training[1] - training[0],
         }
+        row |= environment_means(batch.trajectories)
         self._count(batch, row, training)
         self.rows.append(row)
         self._metrics.write(json.dumps(_finite(row)) + "\n")
@@ -193,6 +194,16 @@ class RunRecorder:
         for group in batch.groups[:SAMPLED_GROUPS]:
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 self._samples.write(json.dumps(_readable(batch.step, trajectory)) + "\n")
+
+
+def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean reward, and mean of each metric, of the episodes of each environment."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        measured = {**trajectory.metrics, "reward": trajectory.reward}
+        for name, value in measured.items():
+            values.setdefault(f"{trajectory.environment}/{name}", []).append(value)
+    return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
 
 
 def _readable(step: int, trajectory: Trajectory) -> dict[str, JsonValue]:

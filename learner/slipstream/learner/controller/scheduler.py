@@ -58,6 +58,9 @@ class Scheduler:
         while True:
             await asyncio.sleep(WATCH_S)
             self._fleet.remove_silent()
+            if not self._fleet.serving():
+                # Nothing can move now: the clock stands still.
+                self._progress.moved_s = time.monotonic()
             if not self._progress.is_over:
                 cause = self._cause_to_fail()
                 if cause:
@@ -125,7 +128,7 @@ class Scheduler:
                 max_episode_tokens=sampling.max_episode_tokens,
                 ignore_eos=sampling.ignore_eos,
             ),
-            max_attempts=self._config.controller.max_attempts,
+            max_attempts=group.next_attempt + self._config.controller.max_attempts,
             first_attempt=group.next_attempt,
             timeout_s=entry.spec.timeout_s,
         )

@@ -121,6 +121,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
         """The trainer leaves in order."""
         self.goodbye = request
+        if request.export_path:
+            self._progress.events.add(f"the trained model lies in {request.export_path}")
         self.finished.set()
         self._progress.signal.notify()
         return trainer_pb2.TrainerGoodbyeReceipt()

@@ -1,7 +1,8 @@
-"""Trains a run again from its journal alone: `python -m slipstream.learner.trainer.replay --config F`.
+"""Trains a run again from its journal alone.
 
-One rank, as torchrun starts it. No controller and no rollout server takes part: a plain loop over
-the recorded batches. On CPU every version has the digest that the journal names.
+One rank, as torchrun starts it: `python -m slipstream.learner.trainer.replay --config FILE`. No
+controller and no rollout server takes part: a plain loop over the recorded batches. On CPU every
+version has the digest that the journal names.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
 
 
 def main() -> int:
-    """0 when every digest is the recorded one, 1 when one differs, 2 for a run that cannot be replayed."""
+    """0: every digest is the recorded one; 1: one differs; 2: the run cannot be replayed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
     arguments = parser.parse_args()
