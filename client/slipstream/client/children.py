@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_BYTES = 65536
+OUR_PREFIXES = ("slipstream: ", "rollout server: ")
 
 
 @dataclass(eq=False)
@@ -25,20 +26,28 @@ class Child:
     name: str
     process: asyncio.subprocess.Process
     log_path: Path
+    # Where its part of the log begins: an earlier life may have written there too.
+    log_start: int = 0
 
     @property
     def is_running(self) -> bool:
         """Whether it has not ended yet."""
         return self.process.returncode is None
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended it."""
+        return (self.process.returncode or 0) < 0
+
     def describe_end(self) -> str:
-        """How it ended, with the last line that it wrote."""
+        """How it ended, with the last line of a complaint that it wrote."""
         code = self.process.returncode
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"exited with code {code}"
-        said = last_line(self.log_path)
+        # It could not see this one coming.
+        said = "" if code == -signal.SIGKILL else last_complaint(self.log_path, self.log_start)
         return f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
 
     def signal(self, number: signal.Signals) -> None:
@@ -69,6 +78,7 @@ async def start_child(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", module, *arguments]
     with log_path.open("ab") as log:
+        log_start = log.tell()
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "slipstream.protocol.process", *command],
             stdin=asyncio.subprocess.DEVNULL,
@@ -77,20 +87,26 @@ async def start_child(
             env={**os.environ, **environ},
             start_new_session=True,
         )
-    return Child(name, process, log_path)
+    return Child(name, process, log_path, log_start)
 
 
-def last_line(path: Path) -> str:
-    """The last line of a log that says something, preferably one of our own; empty: none does."""
+def last_complaint(path: Path, start: int = 0) -> str:
+    """The last line of a log, from byte `start` on, that may be a cause; empty: none is.
+
+    One that we wrote for people to read goes before all others.
+    """
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
+            file.seek(max(start, file.tell() - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
     # A traceback of several errors at once is drawn with lines of these.
     lines = [line.strip().lstrip("|+- ") for line in text.splitlines()]
-    spoken = [line for line in lines if line.startswith("slipstream: ")]
-    chosen = spoken or [line for line in lines if line]
-    return chosen[-1].removeprefix("slipstream: ") if chosen else ""
+    spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]
+    chosen = spoken or [line for line in lines if line and " INFO " not in line]
+    said = chosen[-1] if chosen else ""
+    for prefix in OUR_PREFIXES:
+        said = said.removeprefix(prefix)
+    return said

@@ -37,6 +37,10 @@ class Display:
         else:
             self._line(SEVERITY_MARKS.get(event.severity, "") + event.text)
 
+    def tell(self, text: str) -> None:
+        """Something that the command itself does."""
+        self._line(text)
+
     def warn(self, text: str) -> None:
         """A warning of the command itself."""
         self._line("! " + text)

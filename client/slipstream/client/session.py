@@ -53,6 +53,8 @@ class Session:
         self._servers: dict[str, asyncio.Task[None]] = {}
         self._display = Display(config)
         self._over = False
+        # The trainer rank that was killed; the others only say that they lost it.
+        self._killed = ""
 
     async def __aenter__(self) -> Session:
         return self
@@ -66,6 +68,7 @@ class Session:
 
     def start_controller(self) -> None:
         """Starts the controller."""
+        self._display.tell(f"the run starts; its logs are in {self._logs}/")
         self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
 
     async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:
@@ -104,7 +107,7 @@ class Session:
             return 0
         if self._display.failure:
             self._display.summary()
-            raise RunFailed(self._display.failure)
+            raise RunFailed(self._killed or self._display.failure)
         raise RunFailed(controller.describe_end())
 
     async def _let_leave(self) -> None:
@@ -162,6 +165,8 @@ class Session:
             for wait in done:
                 child = waits.pop(wait)
                 if child.process.returncode != 0:
+                    if child.was_killed:
+                        self._killed = child.describe_end()
                     await self._stop_run(child.describe_end(), failed=True)
                     return
 

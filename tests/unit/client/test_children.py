@@ -1,0 +1,64 @@
+"""How the end of a process is told."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from slipstream.client.children import last_complaint, start_child
+
+RAISE_TWO = """
+raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])
+"""
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_the_last_line_is_the_cause(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "Traceback", "  File", "ValueError: no way", "")
+    assert last_complaint(log) == "ValueError: no way"
+
+
+def test_our_own_line_goes_before_the_noise_after_it(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "slipstream: no way", "destroyed while pending")
+    assert last_complaint(log) == "no way"
+
+
+def test_what_only_went_well_is_no_cause(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "2026-01-01 INFO x: joined run r", "rank 0 INFO y: version 3")
+    assert last_complaint(log) == ""
+
+
+def test_an_earlier_life_is_not_the_cause_of_this_end(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "slipstream: first")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("RuntimeError: second\n")
+    assert last_complaint(log, start) == "RuntimeError: second"
+
+
+def test_a_missing_log_has_no_cause(tmp_path: Path) -> None:
+    assert last_complaint(tmp_path / "none") == ""
+
+
+async def test_the_end_of_several_errors_at_once_is_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(RAISE_TWO)
+    log = tmp_path / "log"
+    environ = {"PYTHONPATH": str(tmp_path)}
+    child = await start_child("controller", "program", [], log_path=log, environ=environ)
+    assert await child.process.wait() == 1
+    said = f"controller exited with code 1: ValueError: no way (log: {log})"
+    assert child.describe_end() == said
+
+
+async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import time\nprint('busy', flush=True)\ntime.sleep(60)\n")
+    log = tmp_path / "log"
+    environ = {"PYTHONPATH": str(tmp_path)}
+    child = await start_child("server-0", "program", [], log_path=log, environ=environ)
+    child.signal(signal.SIGKILL)
+    await child.process.wait()
+    assert child.describe_end() == f"server-0 was killed by SIGKILL (log: {log})"
