@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +14,7 @@ from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.config import LearnerSection
 from slipstream.protocol.errors import ConfigError
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 _INT64 = torch.int64
 
@@ -30,9 +33,7 @@ class Launch:
         try:
             return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
         except KeyError as error:
-            raise ConfigError(
-                f"the environment must set {error.args[0]}, as torchrun does"
-            ) from None
+            raise _missing(error) from None
 
 
 class Ranks:
@@ -169,11 +170,53 @@ def _start(launch: Launch, learner: LearnerSection) -> torch.device:
         torch.cuda.set_device(launch.local_rank)
     dist.init_process_group(
         "nccl" if has_cuda else "gloo",
+        store=_meeting_place(launch, timedelta(seconds=learner.timeout_s)),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=learner.timeout_s),
     )
     return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu")
+
+
+def _meeting_place(launch: Launch, timeout: timedelta) -> Store:
+    """The store of all ranks, on MASTER_ADDR alone: torch would open it on all addresses.
+
+    ConfigError when rank 0 cannot listen there, or where other machines do not reach it.
+    """
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except KeyError as error:
+        raise _missing(error) from None
+    descriptor = None
+    # torchrun's agent may have opened it already.
+    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            listener = socket.create_server(address[:2], family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"learner.master must be an address of node 0 and a free port there, "
+                f"got {host}:{port}: {error}"
+            ) from error
+        is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size)) == launch.world_size
+        if not is_alone and ipaddress.ip_address(address[0]).is_loopback:
+            raise ConfigError(
+                f"learner.master must be an address that all nodes reach, got {host}, "
+                f"which is {address[0]} on node 0"
+            )
+        descriptor = listener.detach()
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        launch.world_size,
+        is_master=descriptor is not None,
+        timeout=timeout,
+        master_listen_fd=descriptor,
+    )
+
+
+def _missing(error: KeyError) -> ConfigError:
+    return ConfigError(f"the environment must set {error.args[0]}, as torchrun does")
 
 
 def _build_groups(learner: LearnerSection, seed: int) -> Megatron:
