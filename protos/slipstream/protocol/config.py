@@ -71,6 +71,13 @@ class Config(Section):
         return self.run.dir / self.run.name
 
     @property
+    def probe_tolerance(self) -> float:
+        """Largest mean absolute difference of a probe that passes."""
+        if self.weights.probe_tolerance is not None:
+            return self.weights.probe_tolerance
+        return 1e-3 if self.model.dtype == "float32" else 0.3
+
+    @property
     def max_trajectory_bytes(self) -> int:
         """Upper bound of one trajectory in a queue: texts and metrics included."""
         return TRAJECTORY_OVERHEAD_BYTES + BYTES_PER_TOKEN * self.sampling.max_episode_tokens

@@ -41,5 +41,5 @@ def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_
         token_ids=pack_tokens(np.concatenate(sequences)),
         lengths=[len(token_ids) for token_ids in sequences],
         expected_logprobs=pack_logprobs(np.concatenate(logprobs)),
-        tolerance=config.weights.probe_tolerance,
+        tolerance=config.probe_tolerance,
     )
