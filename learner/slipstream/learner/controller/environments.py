@@ -14,6 +14,7 @@ from slipstream.v1 import trajectory_pb2
 
 # Above this number of tasks they are taken in their own order: a permutation would not fit memory.
 MAX_SHUFFLED_TASKS = 1_000_000
+MAX_TOLD_CAUSES = 3
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class EnvironmentEntry:
     groups_failed: int = 0
     failed_in_a_row: int = 0
     episodes_failed: int = 0
+    told_causes: set[str] = field(default_factory=set)
     reward_sum: float = 0.0
     rewards: int = 0
     # Share that was dealt out before it came.
@@ -59,6 +61,13 @@ class EnvironmentEntry:
     def runs_on(self, key: ServerKey) -> bool:
         """Whether a server can run its episodes now."""
         return self.client_episodes is not None or key in self.loaded_on
+
+    def is_news(self, cause: str) -> bool:
+        """Whether people should read why an episode failed: each cause once, and the first few."""
+        if cause in self.told_causes or len(self.told_causes) >= MAX_TOLD_CAUSES:
+            return False
+        self.told_causes.add(cause)
+        return True
 
     def describe(self) -> pb.EnvironmentStatus:
         """The entry as the status call shows it."""

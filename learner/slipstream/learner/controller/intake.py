@@ -142,7 +142,7 @@ class Intake:
         entry = self._environments.entries.get(trajectory.environment)
         if entry is not None:
             entry.episodes_failed += 1
-            if entry.episodes_failed <= 3:
+            if entry.is_news(failure.message):
                 self._progress.events.add(
                     f"an episode of {trajectory.environment} failed "
                     f"({failure.kind.name.lower()}): {failure.message}",

@@ -91,3 +91,9 @@ def test_nothing_is_leased_on_a_server_that_has_not_loaded_it():
     assert book.next_for(ServerKey(ServerId("b"), 1), {}, 4) is None
     book.server_lost(KEY)
     assert book.next_for(KEY, {}, 4) is None
+
+
+def test_each_cause_is_told_once_and_only_the_first_few():
+    (entry,) = make_book(1.0).training()
+    causes = ["a", "a", "b", "a", "c", "d", "b", "d"]
+    assert [cause for cause in causes if entry.is_news(cause)] == ["a", "b", "c"]

@@ -1,0 +1,209 @@
+"""Users' environments in a run with all parts: every way in, and every way to break."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from example_environments import Repeat  # noqa: E402
+from run_processes import (  # noqa: E402
+    WORKER,
+    address_of,
+    check_ledger,
+    command,
+    connection,
+    copy_environments,
+    run_command,
+    summary_of,
+    until_status,
+    until_step,
+    write_config,
+)
+from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
+from slipstream.learner.controller.journal import read_batch, read_records  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("nothing_survives"),
+]
+
+RUN_LIMIT_S = 200.0
+SIZES = {
+    "evaluations": [],
+    "algorithm__group_size": 8,
+    "algorithm__groups_per_step": 6,
+    "rollout_server__max_episodes": 128,
+}
+# Class -> what its cause says.
+BROKEN = {
+    "Raising": "KeyError",
+    "Sleeping": "no answer to step within 1 s",
+    # The first episode blocks the others before they begin.
+    "Blocking": "within 1 s",
+    "NotANumber": "the reward must be a finite number, got nan",
+    "Exiting": "worker exited with code 3",
+}
+
+
+def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
+    return {entry.name: entry for entry in status.environments}
+
+
+def trained_environments(run: Path) -> set[str]:
+    return {
+        trajectory.environment
+        for record in read_records(run / "journal")
+        if record["kind"] == "batch"
+        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
+    }
+
+
+async def test_broken_environments_are_suspended_and_the_rest_trains_to_the_end(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    entries = [
+        {"name": name.lower(), "reference": f"user_environments:{name}", "timeout_s": 1.0}
+        for name in ("Repeat", *BROKEN)
+    ]
+    config = write_config(
+        copy_environments(tmp_path),
+        tiny_model,
+        run__steps=20,
+        environments=entries,
+        controller__max_failed_groups=2,
+        controller__max_attempts=2,
+        **SIZES,
+    )
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            status = await until_status(
+                client,
+                lambda status: all(
+                    by_name(status)[name.lower()].state == "suspended" for name in BROKEN
+                ),
+                limit_s=RUN_LIMIT_S,
+            )
+            for name, cause in BROKEN.items():
+                entry = by_name(status)[name.lower()]
+                assert cause in entry.cause
+                assert (entry.groups_accepted, entry.reward_mean) == (0, 0.0)
+                assert entry.groups_failed >= 2
+                assert entry.episodes_failed >= 4
+            assert by_name(status)["repeat"].state == "ready"
+            shown = await asyncio.to_thread(
+                run_command, "environments", "--controller", address_of(config)
+            )
+            for name, cause in BROKEN.items():
+                (line,) = [x for x in shown.stdout.splitlines() if x.startswith(name.lower())]
+                assert "suspended" in line
+                assert cause in line
+        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
+    assert run.err == ""
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == 20
+    assert summary["ledger"]["failed"] > 0
+    assert summary["max_lag_seen"] <= 2
+    check_ledger(summary)
+    assert trained_environments(tmp_path / "run") == {"repeat"}
+    for name, cause in BROKEN.items():
+        (line,) = [x for x in run.out.splitlines() if f"{name.lower()} is suspended" in x]
+        assert cause in line
+        told = [x for x in run.out.splitlines() if f"episode of {name.lower()} failed" in x]
+        causes = [x.partition(" failed ")[2] for x in told]
+        assert 1 <= len(causes) == len(set(causes)) <= 3
+
+
+async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = copy_environments(tmp_path)
+    mine = {"name": "configured", "reference": "user_environments:Repeat", "timeout_s": 5.0}
+    config = write_config(folder, tiny_model, run__steps=10_000, environments=[mine], **SIZES)
+    address = address_of(config)
+
+    async def ask(*arguments: str, cwd: Path = folder) -> tuple[int, str, str]:
+        parts = (*arguments, "--controller", address)
+        result = await asyncio.to_thread(run_command, *parts, cwd=cwd)
+        return result.returncode, result.stdout, result.stderr
+
+    async with command(tmp_path, "run", "config.toml", cwd=folder) as run:
+        async with connection(config, run) as client:
+            await until_step(client, 1)
+
+            other = tmp_path / "other"
+            other.mkdir()
+            (folder / "user_environments.py").rename(other / "their_environments.py")
+            submit = ("submit", "their_environments:Repeat", "--name", "submitted")
+            code, out, err = await ask(*submit, "--args", '{"num_letters": 4}', cwd=other)
+            assert (code, err) == (0, "")
+            assert out == "environment submitted is ready: 4 tasks\n"
+
+            refused = {
+                submit: "has an environment submitted already",
+                ("submit", "their_environments:Unmade"): "there is no dataset",
+                ("submit", "no_such_module:E"): "no module 'no_such_module'",
+                ("submit", "nonsense"): "a reference is package.module:Class, got 'nonsense'",
+                (*submit[:2], "--name", "x", "--weight", "0"): "weight must be above 0",
+            }
+            for arguments, cause in refused.items():
+                code, out, err = await ask(*arguments, cwd=other)
+                assert (code, out) == (2, ""), err
+                assert len(err.splitlines()) == 1
+                assert cause in err
+
+            serving = asyncio.create_task(client.serve(Repeat(5), name="served", episodes=24))
+            await until_status(
+                client,
+                lambda status: (
+                    all(
+                        by_name(status)[name].groups_accepted >= 4
+                        for name in ("configured", "submitted", "served")
+                        if name in by_name(status)
+                    )
+                    and "served" in by_name(status)
+                ),
+                limit_s=RUN_LIMIT_S,
+            )
+            code, out, err = await ask("status", "--json")
+            assert (code, err) == (0, "")
+            entries = {entry["name"]: entry for entry in json.loads(out)["environments"]}
+            assert set(entries) == {"configured", "submitted", "served"}
+            assert [entry["num_tasks"] for entry in entries.values()] == [6, 4, 5]
+            code, out, err = await ask("status")
+            assert (code, err) == (0, "")
+            assert "run-" in out
+            assert "server-0" in out
+
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            left = await until_status(
+                client, lambda status: by_name(status)["served"].state == "suspended"
+            )
+            assert by_name(left)["served"].cause == "the client that served it left"
+            await until_step(client, left.step + 3)
+
+            serving = asyncio.create_task(client.serve(Repeat(5), name="served", episodes=24))
+            await until_status(
+                client,
+                lambda status: (
+                    by_name(status)["served"].state == "ready"
+                    and by_name(status)["served"].groups_accepted > 0
+                ),
+            )
+            assert len(run.find(WORKER)) == 2
+            code, out, err = await ask("stop")
+            assert (code, err) == (0, "")
+            async with asyncio.timeout(60):
+                await serving
+        assert await run.wait(60) == 0, run.out + run.err
+    summary = summary_of(tmp_path / "run")
+    check_ledger(summary)
+    assert summary["max_lag_seen"] <= 2
+    assert trained_environments(tmp_path / "run") == {"configured", "submitted", "served"}
