@@ -27,12 +27,11 @@ import tomli_w
 from compose_file import DEPLOY, read_env, resolve, write_env
 from namespaces import Container, Host, Mount, Network, Socket, poll
 
+MISSING = namespaces.missing()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        namespaces.missing() is not None, reason=namespaces.missing() or "namespaces"
-    ),
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
 ]
 
 # What containers run as, without an entry in any passwd file.
