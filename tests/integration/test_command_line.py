@@ -86,7 +86,7 @@ SETTINGS = {
         "user_environments.py",
     ),
     "wrong arguments": ("environments.0.args={digits=3}", "echo", "'digits'"),
-    "open address": ('controller.address="0.0.0.0:7070"', "not loopback", "tls_certificate"),
+    "open address": ('controller.address="192.0.2.7:7070"', "not loopback", "tls_certificate"),
     "no address": ('controller.address="localhost"', "host:port", "'localhost'"),
     "no token file": ('security.token_file="no.txt"', "no.txt", "No such file"),
     "short token": ('security.token_file="token"', "at least 32 characters", "5"),
