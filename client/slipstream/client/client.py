@@ -265,6 +265,8 @@ class Client:
         if code is grpc.StatusCode.UNAVAILABLE:
             if "handshake" in details.lower():
                 return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
+            if "Socket closed" in details and self._credentials.ca is None:
+                return ConfigError(f"{self._address} hung up: does it want TLS (tls_ca)?")
             return ConfigError(f"no controller answers at {self._address}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ConfigError(f"what answers at {self._address} is no controller of this version")
