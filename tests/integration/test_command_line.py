@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from run_processes import copy_environments, run_command, write_config
+from slipstream.client.cli import parse
 from slipstream.protocol.config_file import load_config
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
@@ -214,3 +215,9 @@ def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
     check_refused(run_command("run", "config.toml", override, "run.name=again", cwd=folder))
     result = run_command("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
     assert result.returncode == 0, result.stderr
+
+
+def test_overrides_may_stand_among_the_options():
+    mixed = parse(["run", "a.toml", "run.steps=2", "--dry-run", "algorithm.max_staleness=0"])
+    assert mixed.overrides == ["run.steps=2", "algorithm.max_staleness=0"]
+    assert mixed.dry_run

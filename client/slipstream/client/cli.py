@@ -13,7 +13,7 @@ from typing import NoReturn
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 the run failed, 2 the command or its configuration cannot work."""
-    arguments = _parser().parse_args(argv)
+    arguments = parse(argv)
     # What gRPC's core logs by itself, nobody at a terminal can use.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
@@ -36,6 +36,18 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"slipstream: {message}; see {self.prog} --help\n")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command; overrides of the configuration may stand among the options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = [text for text in rest if "=" in text and not text.startswith("-")]
+    if rest and (overrides != rest or "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *overrides]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -146,6 +146,7 @@ class RunRecorder:
             "reward_last": _mean(rewards[-EDGE_STEPS:]),
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
+            "reward_heldout_step": evaluations[-1].step if evaluations else None,
             "max_staleness": self._config.algorithm.max_staleness,
             "max_lag_seen": max(facts.lag_counts, default=0),
             "tokens_by_lag": {str(lag): n for lag, n in sorted(facts.lag_counts.items())},
