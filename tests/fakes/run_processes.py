@@ -182,6 +182,7 @@ async def command(folder: Path, *arguments: object, cwd: Path) -> AsyncIterator[
             for each in below:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
+            await until_gone(below, limit_s=10.0)
 
 
 @asynccontextmanager

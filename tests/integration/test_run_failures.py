@@ -183,6 +183,25 @@ async def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, tiny_model: Path) ->
     assert (tmp_path / "run" / "checkpoints" / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("moment", ["before the controller listens", "before there is a trainer"])
+async def test_ctrl_c_ends_a_run_that_has_not_begun(
+    moment: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_slow_run(tmp_path, tiny_model)
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        if moment == "before the controller listens":
+            async with asyncio.timeout(30):
+                while not run.find(ROLLOUT_SERVER):
+                    await asyncio.sleep(0.02)
+        else:
+            async with connection(config, run):
+                assert "the trainer has" not in run.out
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert await run.wait(END_LIMIT_S) == 0, run.out + run.err
+    assert run.err == ""
+    assert summary_of(tmp_path / "run")["steps"] == 0
+
+
 async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Path) -> None:
     config = write_slow_run(tmp_path, tiny_model, queue__kind="redis")
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:

@@ -30,6 +30,7 @@ CONTROLLER = "slipstream.learner.controller"
 TRAINER = "slipstream.learner.trainer"
 ROLLOUT_SERVER = "slipstream.rollout_server"
 GRACE_S = 30.0
+STOP_LIMIT_S = 30.0
 # What a run leaves may need so long to end after the controller is gone.
 LEAVE_LIMIT_S = 60.0
 # A rollout server that lived so long may die as often as a new one.
@@ -114,6 +115,9 @@ class Session:
         others = [
             child for child in self._children if child.name != "controller" and child.is_running
         ]
+        for child in others:
+            # Who had not come yet would look for the controller; the others are done.
+            child.signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_LIMIT_S):
                 await asyncio.gather(*(child.process.wait() for child in others))
@@ -196,7 +200,10 @@ class Session:
             async with self._channel() as channel:
                 stub = status_pb2_grpc.StatusServiceStub(channel)
                 metadata = call_metadata(self._credentials)
-                await stub.StopRun(request, metadata=metadata, timeout=10.0)
+                # The controller may not listen yet.
+                await stub.StopRun(
+                    request, metadata=metadata, timeout=STOP_LIMIT_S, wait_for_ready=True
+                )
 
     async def _show_events(self) -> None:
         async with self._channel() as channel:
