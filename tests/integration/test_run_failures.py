@@ -162,7 +162,10 @@ async def test_a_run_that_cannot_go_on_ends_at_once_with_the_cause(
     assert run.err == f"slipstream: {name} was killed by SIGKILL (log: {log})\n"
 
 
-async def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+async def test_a_signal_ends_the_run_in_order(
+    number: signal.Signals, tmp_path: Path, tiny_model: Path
+) -> None:
     config = write_slow_run(tmp_path, tiny_model)
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with connection(config, run) as client:
@@ -170,17 +173,33 @@ async def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, tiny_model: Path) ->
             await until_in_flight(client, 50)
         everything = descendants(run.process.pid)
         # A terminal sends it to the whole group.
-        os.killpg(run.process.pid, signal.SIGINT)
+        os.killpg(run.process.pid, number)
         assert await run.wait(END_LIMIT_S) == 0, run.out + run.err
         await until_gone(everything, limit_s=1.0)
     assert run.err == ""
-    assert "SIGINT: the run is stopped in order" in run.out
+    assert f"{number.name}: the run is stopped in order" in run.out
     summary = summary_of(tmp_path / "run")
     assert summary["state"] == "finished"
-    assert "SIGINT" in summary["cause"]
+    assert number.name in summary["cause"]
     assert summary["steps"] >= 2
     check_ledger(summary)
     assert (tmp_path / "run" / "checkpoints" / "final" / "model.safetensors").is_file()
+
+
+async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    # Its episodes take longer than anyone waits.
+    slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 600.0}}
+    config = write_slow_run(tmp_path, tiny_model, environments=[{**slow, "timeout_s": 900.0}])
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_in_flight(client, 50)
+            everything = descendants(run.process.pid)
+            os.killpg(run.process.pid, signal.SIGINT)
+            await until_event(client, lambda event: "stopping" in event.text)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert await run.wait(END_LIMIT_S) in (0, 130), run.out + run.err
+        await until_gone(everything, limit_s=1.0)
+    assert run.err == ""
 
 
 @pytest.mark.parametrize("moment", ["before the controller listens", "before there is a trainer"])
