@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import grpc.aio
 import pytest
 from fake_server import OPEN, FakeServer, environment_failure
 from fake_trainer import FakeTrainer
@@ -13,7 +14,10 @@ from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.journal import read_batch, read_records
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.rich_errors import Reason, error_info
+from slipstream.protocol.security import open_channel
 from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
 
 def make_config(tmp_path, **changes) -> Config:
@@ -270,3 +274,27 @@ async def test_a_used_run_folder_is_refused(tmp_path):
     (config.run_dir / "journal" / "journal.log").touch()
     with pytest.raises(FileExistsError):
         await Controller(config, OPEN).run()
+
+
+async def test_a_refused_call_says_why_to_programs_too(tmp_path):
+    config = make_config(tmp_path)
+    address = config.controller.address
+    trainer = FakeTrainer(address)
+    seen = []
+
+    async def ask(controller, tasks):
+        async with open_channel(address, OPEN) as channel:
+            stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
+            spec = environment_pb2.EnvironmentSpec(name="e", reference="m:E", weight=1, timeout_s=1)
+            spec.purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+            request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
+            try:
+                await stub.SubmitEnvironment(request, timeout=10, wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                seen.append((error.code(), error.details(), error_info(error.trailing_metadata())))
+
+    await play(config, FakeServer(address), trainer=trainer, during=ask)
+    ((code, text, info),) = seen
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text == "the run has an environment e already; choose another name"
+    assert (info.reason, dict(info.metadata)) == (Reason.BAD_ARGUMENT.value, {"environment": "e"})

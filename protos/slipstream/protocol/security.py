@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from slipstream.protocol.config import QueueSection, SecuritySection, address_parts
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.rich_errors import Reason, abort
 
 # grpc's classes are generic in their type stubs only.
 if TYPE_CHECKING:
@@ -184,9 +185,8 @@ class TokenInterceptor(_Interceptor):
 
 def _refusal(handler: Handler) -> Handler:
     async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(
-            grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong (security.token_file)"
-        )
+        text = "the token is missing or wrong (security.token_file)"
+        await abort(context, grpc.StatusCode.UNAUTHENTICATED, text, Reason.WRONG_TOKEN)
 
     async def refuse_stream(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
         await refuse(request, context)

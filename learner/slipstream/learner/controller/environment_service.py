@@ -21,6 +21,7 @@ from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.intake import Intake
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.relay import ClientSession, Relay
+from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 
@@ -76,7 +77,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         if not problem and REFERENCE.fullmatch(spec.reference) is None:
             problem = f"a reference is package.module:Class, got {spec.reference!r}"
         if problem:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            await abort(context, code, problem, Reason.BAD_ARGUMENT, {"environment": spec.name})
         entry = self._environments.add(spec)
         self._fleet.broadcast(_load_order(spec))
         self._progress.events.add(f"environment {spec.name} was submitted")

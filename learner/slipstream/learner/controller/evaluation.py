@@ -178,8 +178,9 @@ class Evaluator:
         )
         self.results.append(result)
         self._on_result(result)
+        failed = f", {result.num_failed} failed" if result.num_failed else ""
         self._progress.events.add(
             f"held-out reward at version {result.step}: {result.reward_mean:.3f} "
-            f"over {result.num_episodes} episodes"
+            f"over {result.num_episodes} episodes{failed}"
         )
         self._progress.signal.notify()

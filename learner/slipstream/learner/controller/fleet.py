@@ -18,6 +18,7 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leases import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
@@ -214,15 +215,20 @@ class FleetServicer:
             async with asyncio.timeout(self._progress.config.controller.heartbeat_timeout_s):
                 hello = (await anext(requests)).hello
         except (TimeoutError, StopAsyncIteration):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello")
-            raise
+            await abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the first message is a hello",
+                Reason.PROTOCOL,
+            )
         config = self._progress.config
-        problem = ""
+        problem, reason = "", Reason.TOO_SMALL
         if hello.protocol_version != PROTOCOL_VERSION:
             problem = (
                 f"protocol version {hello.protocol_version}, "
                 f"the controller speaks {PROTOCOL_VERSION}"
             )
+            reason = Reason.PROTOCOL
         elif hello.max_episodes < config.algorithm.group_size:
             problem = (
                 f"room for {hello.max_episodes} episodes, a group has {config.algorithm.group_size}"
@@ -233,10 +239,14 @@ class FleetServicer:
                 f"{config.sampling.max_episode_tokens}"
             )
         elif self._progress.is_over:
-            problem = "the run is over"
+            problem, reason = "the run is over", Reason.WRONG_STATE
         if problem:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"server {hello.server_id}: {problem}"
+            await abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"server {hello.server_id}: {problem}",
+                reason,
+                {"server_id": hello.server_id},
             )
         return ServerSession(ServerKey(ServerId(hello.server_id), hello.server_epoch), hello)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
@@ -69,12 +70,18 @@ class Relay:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = (await anext(requests)).hello
         except (TimeoutError, StopAsyncIteration):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello")
-            raise
+            await abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the first message is a hello",
+                Reason.PROTOCOL,
+            )
         client = ClientSession(hello.spec, hello.num_tasks, hello.max_episodes)
         refusal = self._on_arrival(client)
         if refusal:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            about = {"environment": client.spec.name}
+            await abort(context, code, refusal, Reason.BAD_ARGUMENT, about)
         self._clients[client.spec.name] = client
         reader = asyncio.create_task(self._read_answers(client, requests))
         try:

@@ -20,6 +20,7 @@ from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
 from slipstream.protocol.codec import trajectory_to_pb, version_from_pb
+from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # The longest answer of `Next`; the trainer asks again.
@@ -58,11 +59,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Takes the trainer in; a run has one."""
         version = version_from_pb(request.version)
         if self._progress.trainer_registered or version != self._progress.version:
-            await context.abort(
+            await abort(
+                context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the run is at version {self._progress.version} and "
                 f"{'has a trainer' if self._progress.trainer_registered else 'has none'}; "
                 f"a trainer of version {version} cannot go on",
+                Reason.WRONG_STATE,
+                {"version": str(self._progress.version)},
             )
         self.hello = request
         self._progress.trainer_registered = True

@@ -1,0 +1,68 @@
+"""Errors on the wire as google.rpc.Status: besides code and text a reason that programs can read.
+
+Source: google.rpc.ErrorInfo, carried in the trailing metadata as gRPC's richer error model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "slipstream"
+DETAILS_KEY = "grpc-status-details-bin"
+
+
+class Reason(Enum):
+    """Why a call was refused."""
+
+    # An argument cannot work; the text names it and the rule.
+    BAD_ARGUMENT = "BAD_ARGUMENT"
+    # What was asked for does not fit the state of the run.
+    WRONG_STATE = "WRONG_STATE"
+    # The peer speaks another version, or breaks the protocol.
+    PROTOCOL = "PROTOCOL"
+    # The peer is too small for the run.
+    TOO_SMALL = "TOO_SMALL"
+    # The token is missing or wrong.
+    WRONG_TOKEN = "WRONG_TOKEN"
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any],
+    code: grpc.StatusCode,
+    text: str,
+    reason: Reason,
+    metadata: Mapping[str, str] | None = None,
+) -> NoReturn:
+    """Ends the call with `code`, one line of text, the reason, and what it is about."""
+    info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN, metadata=metadata or {})
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
+    await context.abort(code, text, ((DETAILS_KEY, status.SerializeToString()),))
+    raise AssertionError("abort does not return")
+
+
+def error_info(
+    trailing_metadata: Iterable[tuple[str, str | bytes]] | None,
+) -> error_details_pb2.ErrorInfo | None:
+    """The reason in the trailing metadata of a failed call; None when there is none of ours."""
+    for key, value in trailing_metadata or ():
+        if key != DETAILS_KEY or not isinstance(value, bytes):
+            continue
+        try:
+            status = status_pb2.Status.FromString(value)
+        except DecodeError:
+            continue
+        for detail in status.details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                return info
+    return None
