@@ -89,7 +89,7 @@ def status_lines(run: RunStatus) -> list[str]:
         (
             server.server_id,
             server.state,
-            str(server.version),
+            "-" if server.state == "joining" else str(server.version),
             str(server.leased_groups),
             str(server.open_episodes),
             f"{server.generated_tokens:,}",
@@ -107,7 +107,7 @@ def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
         (
             entry.name,
             entry.state,
-            f"{entry.num_tasks:,}" if entry.num_tasks else "no end",
+            _tasks(entry),
             f"{entry.weight:g}",
             f"{entry.groups_accepted:,}",
             f"{entry.groups_failed:,}",
@@ -117,6 +117,12 @@ def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
         for entry in entries
     ]
     return _table(rows)
+
+
+def _tasks(entry: EnvironmentStatus) -> str:
+    if entry.state == "pending":
+        return "-"
+    return f"{entry.num_tasks:,}" if entry.num_tasks else "no end"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

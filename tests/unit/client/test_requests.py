@@ -1,0 +1,54 @@
+"""What `slipstream status` shows to people."""
+
+from __future__ import annotations
+
+from slipstream.client.requests import status_lines
+from slipstream.client.status import environment_from_pb, run_from_pb
+from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
+
+
+def environment(name: str, state: int, num_tasks: int) -> environment_pb2.EnvironmentStatus:
+    return environment_pb2.EnvironmentStatus(
+        spec=environment_pb2.EnvironmentSpec(name=name, weight=1.0),
+        state=environment_pb2.EnvironmentState.Name(state),
+        num_tasks=num_tasks,
+    )
+
+
+def cells(lines: list[str], first: str) -> list[str]:
+    (line,) = [line for line in lines if line.split(" ")[0] == first]
+    return line.split("  ")
+
+
+def test_what_is_not_known_yet_is_a_dash() -> None:
+    run = status_pb2.RunStatus(
+        run_id="r-1",
+        state=status_pb2.RUN_STATE_RUNNING,
+        servers=[
+            status_pb2.ServerStatus(server_id="new", state=fleet_pb2.SERVER_STATE_JOINING),
+            status_pb2.ServerStatus(server_id="old", state=fleet_pb2.SERVER_STATE_SERVING),
+        ],
+        environments=[
+            environment("pending", environment_pb2.ENVIRONMENT_STATE_PENDING, 0),
+            environment("endless", environment_pb2.ENVIRONMENT_STATE_READY, 0),
+            environment("many", environment_pb2.ENVIRONMENT_STATE_READY, 1234),
+        ],
+    )
+    lines = status_lines(run_from_pb(run))
+    rows = {name: [c.strip() for c in cells(lines, name) if c.strip()] for name in ("new", "old")}
+    assert rows["new"][1:3] == ["joining", "-"]
+    assert rows["old"][1:3] == ["serving", "0"]
+    tasks = {
+        name: [c.strip() for c in cells(lines, name) if c.strip()][2]
+        for name in ("pending", "endless", "many")
+    }
+    assert tasks == {"pending": "-", "endless": "no end", "many": "1,234"}
+
+
+def test_a_suspended_environment_shows_its_cause() -> None:
+    entry = environment("broken", environment_pb2.ENVIRONMENT_STATE_SUSPENDED, 3)
+    entry.cause = "KeyError: 'a'"
+    assert environment_from_pb(entry).state == "suspended"
+    run = status_pb2.RunStatus(state=status_pb2.RUN_STATE_FAILED, environments=[entry])
+    lines = status_lines(run_from_pb(run))
+    assert lines[-1].endswith("KeyError: 'a'")
