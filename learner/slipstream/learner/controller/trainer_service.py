@@ -183,6 +183,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"leave for later, the first of them {due[0].group_id}"
             )
         training = self._book.training_groups()
+        if not training:
+            return "a rollout server that serves, with an environment that is loaded"
         complete = sum(group.is_complete for group in training)
         return (
             f"groups for step {self._book.step}: {complete} of "
