@@ -46,7 +46,7 @@ SETTINGS = {
         "micro_batch_tokens": 96,
         "weight_decay": 0.01,
         "adam_eps": 1e-3,
-        "timeout_s": 60.0,
+        "timeout_s": 300.0,
     },
 }
 # name -> (world size, model, settings of the learner and the algorithm)
@@ -229,7 +229,7 @@ def run_world(world_size: int, folder: Path) -> dict[str, dict]:
             )
         )
     try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -29,7 +29,7 @@ from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 from slipstream.protocol.config_file import dump_config, parse_config
 from slipstream.v1 import trainer_pb2, weights_pb2
 
-TIMEOUT_S = 100
+TIMEOUT_S = 300
 BATCHES = [
     make_batch(step, num_groups=4, group_size=4, vocab_size=32, max_tokens=24) for step in range(3)
 ]
