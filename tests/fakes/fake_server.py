@@ -55,12 +55,17 @@ class FakeServer:
         wrong_digests: int = 0,
         wrong_probes: int = 0,
         environments_fail: bool = False,
+        failing_environment: str = "",
+        slow_environment: str = "",
     ) -> None:
         self.address, self.name = address, name
         self.epoch = epoch if epoch is not None else random.getrandbits(60)
         self.max_episodes, self.reply_tokens, self.delay_s = max_episodes, reply_tokens, delay_s
         self.judge, self.wrong_digests, self.wrong_probes = judge, wrong_digests, wrong_probes
-        self.environments_fail = environments_fail
+        self.environments_fail, self.slow_environment = environments_fail, slow_environment
+        self.failing_environment = failing_environment
+        # Lets the slow environment be loaded.
+        self.loading = asyncio.Event()
         self.version: PolicyVersion | None = None
         self.loaded_versions: list[PolicyVersion] = []
         self.leases: list[fleet_pb2.Lease] = []
@@ -121,7 +126,7 @@ class FakeServer:
             case "welcome":
                 self.run_id = message.welcome.run_id
             case "environment" if not message.environment.unload:
-                await self._load(message.environment.spec)
+                self.tasks.create_task(self._load(message.environment.spec))
             case "lease":
                 self.leases.append(message.lease)
                 for member in message.lease.members:
@@ -151,8 +156,10 @@ class FakeServer:
                 await self._drain()
 
     async def _load(self, spec) -> None:
+        if spec.name == self.slow_environment:
+            await self.loading.wait()
         report = fleet_pb2.EnvironmentReport(environment=spec.name, num_tasks=10)
-        if self.environments_fail:
+        if self.environments_fail or spec.name == self.failing_environment:
             report.failure.message = "no module named nowhere"
         await self.outbox.put(fleet_pb2.ServerMessage(environment=report))
 

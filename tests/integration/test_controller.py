@@ -298,3 +298,34 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert text == "the run has an environment e already; choose another name"
     assert (info.reason, dict(info.metadata)) == (Reason.BAD_ARGUMENT.value, {"environment": "e"})
+
+
+def with_evaluation(config: Config, **settings) -> Config:
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["evaluations"] = [{"name": "held", "reference": "m:E", "num_episodes": 4, **settings}]
+    return parse_config(table, source="test")
+
+
+async def test_the_first_evaluation_measures_version_0_however_late_it_loads(tmp_path):
+    config = with_evaluation(make_config(tmp_path, run__steps=6))
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, slow_environment="held")
+
+    async def load_late(controller, tasks):
+        while trainer.version.step < 2:
+            await asyncio.sleep(0.01)
+        server.loading.set()
+
+    await play(config, server, trainer=trainer, during=load_late)
+    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["evaluation_step"] for row in rows if "evaluation_step" in row] == [0, 6]
+
+
+async def test_an_evaluation_that_cannot_be_loaded_does_not_hold_up_the_run(tmp_path):
+    config = with_evaluation(make_config(tmp_path, run__steps=3))
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, failing_environment="held")
+    summary = await play(config, server, trainer=trainer)
+    assert summary["code"] == 0
+    assert summary["steps"] == 3
+    assert summary["reward_heldout"] is None

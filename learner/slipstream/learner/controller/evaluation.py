@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.environments import EnvironmentBook
+from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.intake import Intake
 from slipstream.learner.controller.leases import Group, LeaseBook
@@ -119,19 +120,35 @@ class Evaluator:
     def _start(self) -> None:
         if self._wanted_step is None:
             return
-        last = self._progress.config.run.steps
         for session in self._fleet.serving():
             version = session.version
             assert version is not None
-            # The last version is measured itself; an earlier round takes what is served by now.
-            late_enough = version.step >= self._wanted_step
-            loaded = all(entry.runs_on(session.key) for entry in self._environments.evaluations())
-            if late_enough and loaded and (self._wanted_step < last or version.step == last):
+            if not self._suits(version):
+                continue
+            held_out = self._environments.evaluations()
+            broken = [entry for entry in held_out if session.key in entry.failed_on]
+            if broken:
+                self._give_up(session, f"{broken[0].spec.name}: {broken[0].cause}")
+                return
+            # It keeps its version from here on, also while the environments are still loading.
+            self._publisher.pinned.add(session.key)
+            if all(entry.runs_on(session.key) for entry in held_out):
                 self._round = Round(version, session, self._tasks())
                 self._wanted_step = None
-                self._publisher.pinned.add(session.key)
                 self._scheduler.reserved[session.key] = len(self._round.waiting)
-                return
+            return
+
+    def _suits(self, version: PolicyVersion) -> bool:
+        """The last version is measured itself; an earlier round takes what is served by now."""
+        wanted, last = self._wanted_step, self._progress.config.run.steps
+        assert wanted is not None
+        return version.step >= wanted and (wanted < last or version.step == last)
+
+    def _give_up(self, session: ServerSession, cause: str) -> None:
+        self._wanted_step = None
+        self._publisher.pinned.discard(session.key)
+        self._progress.events.add(f"no evaluation: {cause}", Severity.ERROR)
+        self._progress.signal.notify()
 
     def _tasks(self) -> list[tuple[str, int]]:
         tasks = []
