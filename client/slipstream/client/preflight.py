@@ -22,6 +22,7 @@ from slipstream.protocol.security import (
     call_metadata,
     check_address,
     open_channel,
+    redis_url_with_password,
 )
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -42,6 +43,8 @@ def check_settings(config: Config) -> Credentials:
     check_model(config)
     credentials = Credentials.load(config.security)
     check_address(config.controller.address, credentials, what="controller.address")
+    if config.queue.kind == "redis" and config.queue.redis_url is not None:
+        redis_url_with_password(config.queue)
     return credentials
 
 

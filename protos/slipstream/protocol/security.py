@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import grpc
 import grpc.aio
@@ -149,9 +149,15 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
 
 
 def redis_url_with_password(queue: QueueSection) -> str:
-    """`redis_url` with the password of `redis_password_file`; ConfigError when one is missing."""
+    """`redis_url` with the password of `redis_password_file`; ConfigError when one is missing.
+
+    ConfigError too for an address that is not loopback without TLS.
+    """
     if queue.redis_url is None:
         raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
+    parts = urlsplit(queue.redis_url)
+    if parts.scheme == "redis" and not is_loopback(f"{parts.hostname}:0"):
+        raise ConfigError(f"queue.redis_url: {parts.hostname} is not loopback: use rediss://")
     if queue.redis_password_file is None:
         return queue.redis_url
     password = _read(queue.redis_password_file, "queue.redis_password_file").decode().strip()

@@ -25,6 +25,12 @@ def test_a_url_without_a_password_file_stays_as_it_is():
 
 
 def test_a_missing_password_file_is_named(tmp_path):
-    section = QueueSection(redis_url="redis://queue", redis_password_file=tmp_path / "none")
+    section = QueueSection(redis_url="rediss://queue", redis_password_file=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"queue.redis_password_file: .*/none: No such file"):
         redis_url_with_password(section)
+
+
+@pytest.mark.parametrize("url", ["redis://queue:6379", "redis://user:word@10.0.0.1:6379/0"])
+def test_another_machine_is_reached_through_tls_only(url):
+    with pytest.raises(ConfigError, match="is not loopback: use rediss://"):
+        redis_url_with_password(QueueSection(redis_url=url))

@@ -88,7 +88,7 @@ class Controller:
     def __init__(self, config: Config, credentials: Credentials) -> None:
         self._config = config
         self._credentials = credentials
-        run_id = os.environ.get("SLIPSTREAM_RUN_ID") or f"{config.run.name}-{secrets.token_hex(4)}"
+        run_id = f"{config.run.name}-{secrets.token_hex(4)}"
         self._progress = RunProgress(run_id, config, EventLog())
         algorithm = config.algorithm
         self._book = LeaseBook(
