@@ -9,6 +9,8 @@ import grpc.aio
 import pytest
 from fake_server import OPEN, FakeServer, environment_failure
 from fake_trainer import FakeTrainer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.client.preflight import free_port
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.journal import read_batch, read_records
@@ -329,3 +331,25 @@ async def test_an_evaluation_that_cannot_be_loaded_does_not_hold_up_the_run(tmp_
     assert summary["code"] == 0
     assert summary["steps"] == 3
     assert summary["reward_heldout"] is None
+
+
+async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
+    config = make_config(tmp_path)
+    address = config.controller.address
+    seen = {}
+
+    async def ask(controller, tasks):
+        async with open_channel(address, OPEN) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="slipstream.v1.FleetService")
+            answer = await health.Check(request, timeout=10, wait_for_ready=True)
+            seen["health"] = answer.status
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+            asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
+            async for message in reflection.ServerReflectionInfo(iter(asked), timeout=10):
+                seen["services"] = {s.name for s in message.list_services_response.service}
+
+    await play(config, FakeServer(address), trainer=FakeTrainer(address), during=ask)
+    assert seen["health"] == health_pb2.HealthCheckResponse.SERVING
+    names = ("Environment", "Fleet", "Status", "Trainer", "Trajectory")
+    assert {f"slipstream.v1.{name}Service" for name in names} <= seen["services"]
