@@ -44,11 +44,11 @@ class LognormalReplies(Environment[int]):
         self._lengths = [max(1, min(longest, round(length))) for length in drawn]
 
     def tasks(self) -> range:
-        """One task; the length follows from the episode's own seed."""
+        """Numbers without a meaning: every episode draws its own length."""
         return range(1000)
 
     def reset(self, task: int) -> list[dict[str, str]]:
-        """Draws the length of this episode."""
+        """Draws the length of this episode anew: members of a group differ in it."""
         self.max_reply_tokens = self._lengths[random.randrange(len(self._lengths))]
         return [{"role": "user", "content": "a b"}]
 

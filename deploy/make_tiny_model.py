@@ -53,7 +53,9 @@ def make_model(
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(SPECIAL_TOKENS) + len(WORDS),

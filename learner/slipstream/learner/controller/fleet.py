@@ -17,6 +17,7 @@ import grpc.aio
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leases import ServerKey
 from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.relay import raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion, ServerId
@@ -202,6 +203,7 @@ class FleetServicer:
         try:
             while (message := await session.outbox.get()) is not None:
                 yield message
+            raise_failure(reader)
         finally:
             reader.cancel()
             self._fleet.remove(session, "its stream ended")

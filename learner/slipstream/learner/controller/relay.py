@@ -40,7 +40,7 @@ class ClientSession:
 class OpenCall:
     """A call on its way: who asked, under which id, and whom."""
 
-    answers: asyncio.Queue[fleet_pb2.EnvironmentAnswer]
+    answers: asyncio.Queue[fleet_pb2.EnvironmentAnswer | None]
     call_id: int
     client: ClientSession
 
@@ -87,6 +87,7 @@ class Relay:
         try:
             while (command := await client.outbox.get()) is not None:
                 yield command
+            raise_failure(reader)
         finally:
             reader.cancel()
             self._forget(client)
@@ -100,6 +101,7 @@ class Relay:
         try:
             while (answer := await answers.get()) is not None:
                 yield answer
+            raise_failure(reader)
         finally:
             reader.cancel()
 
@@ -113,20 +115,21 @@ class Relay:
         requests: AsyncIterator[fleet_pb2.EnvironmentCall],
         answers: asyncio.Queue[fleet_pb2.EnvironmentAnswer | None],
     ) -> None:
-        async for call in requests:
-            client = self._clients.get(call.environment)
-            if client is None:
-                await answers.put(
-                    _lost(call.command.call_id, f"no client serves {call.environment}")
-                )
-                continue
-            number = next(self._numbers)
-            self._calls[number] = OpenCall(answers, call.command.call_id, client)  # type: ignore[arg-type]
-            command = pb.WorkerCommand()
-            command.CopyFrom(call.command)
-            command.call_id = number
-            await client.outbox.put(command)
-        await answers.put(None)
+        try:
+            async for call in requests:
+                client = self._clients.get(call.environment)
+                if client is None:
+                    cause = f"no client serves {call.environment}"
+                    await answers.put(_lost(call.command.call_id, cause))
+                    continue
+                number = next(self._numbers)
+                self._calls[number] = OpenCall(answers, call.command.call_id, client)
+                command = pb.WorkerCommand()
+                command.CopyFrom(call.command)
+                command.call_id = number
+                await client.outbox.put(command)
+        finally:
+            answers.put_nowait(None)
 
     async def _read_answers(
         self, client: ClientSession, requests: AsyncIterator[pb.WorkerMessage]
@@ -149,6 +152,12 @@ class Relay:
                 cause = f"the client that served {client.spec.name} left"
                 call.answers.put_nowait(_lost(call.call_id, cause))
         self._on_departure(client)
+
+
+def raise_failure(reader: asyncio.Task[None]) -> None:
+    """Raises what ended a stream's reader, so that it ends the call and is logged, not lost."""
+    if reader.done() and not reader.cancelled():
+        reader.result()
 
 
 def _lost(call_id: int, cause: str) -> fleet_pb2.EnvironmentAnswer:
