@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fake_controller import make_batch
+from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.batch import Batch, token_lags
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
@@ -200,12 +201,9 @@ def four_ranks(folder: Path) -> dict[str, dict]:
 def run_world(world_size: int, folder: Path) -> dict[str, dict]:
     """Runs all layouts of a world size in one set of processes."""
     layouts = [name for name, (size, _, _) in LAYOUTS.items() if size == world_size]
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in layouts]
-    ports = [str(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    processes = []
-    for rank in range(world_size):
+    ports = [str(free_port("127.0.0.1")) for _ in layouts]
+    processes, logs = [], [folder / f"world-{world_size}-rank-{r}.log" for r in range(world_size)]
+    for rank, path in enumerate(logs):
         environment = os.environ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -215,28 +213,37 @@ def run_world(world_size: int, folder: Path) -> dict[str, dict]:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        processes.append(
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    str(folder),
-                    *map("=".join, zip(layouts, ports, strict=True)),
-                ],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+        jobs = map("=".join, zip(layouts, ports, strict=True))
+        with path.open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, str(folder), *jobs],
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                )
             )
-        )
     try:
-        outputs = [process.communicate(timeout=500)[0] for process in processes]
+        codes = wait_for_all(processes, limit_s=500)
     finally:
         for process in processes:
             process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+    said = "".join(
+        f"rank {rank} exited with {code}: {path.read_text()[-4000:]}\n"
+        for rank, (code, path) in enumerate(zip(codes, logs, strict=True))
+    )
+    assert codes == [0] * world_size, said
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in layouts}
+
+
+def wait_for_all(processes: list[subprocess.Popen[bytes]], *, limit_s: float) -> list[int | None]:
+    """Exit codes when all have ended, one has failed (others would wait for it), or too late."""
+    until = time.monotonic() + limit_s
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes) or time.monotonic() > until:
+            return codes
+        time.sleep(0.1)
 
 
 def run_rank(folder: Path, jobs: list[str]) -> None:

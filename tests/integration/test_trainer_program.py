@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from fake_controller import (
 )
 from make_tiny_model import make_model, make_tokenizer
 from safetensors.torch import load_file
+from slipstream.client.preflight import free_port
 from slipstream.protocol.buckets import bucket_digest, layout_from_pb, weight_digest
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 from slipstream.protocol.config_file import dump_config, parse_config
@@ -117,9 +117,8 @@ def start_trainer(
     )
     path = folder / "resolved.toml"
     path.write_text(dump_config(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     processes = []
+    port = str(free_port("127.0.0.1"))
     for rank in range(world_size):
         environment = os.environ | {
             "RANK": str(rank),
@@ -127,7 +126,7 @@ def start_trainer(
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
         }
         with (folder / f"rank-{rank}.log").open("w") as log:

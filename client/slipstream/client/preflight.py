@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import socket
 import sys
 import time
@@ -29,6 +30,9 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 RETRY_S = 0.2
 # The controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Below every usual range of ports that the kernel gives out by itself.
+UNASSIGNED_PORTS = range(10000, 32768)
+FREE_PORT_ATTEMPTS = 100
 NEEDED_BY = {
     "torch": "learner",
     "megatron.core": "learner",
@@ -137,8 +141,14 @@ async def check_environments(config: Config, log_path: Path) -> None:
 
 
 def free_port(host: str) -> int:
-    """A port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that is free at this moment, and that the kernel gives to nobody who asks for any.
+
+    Otherwise one of the many short-lived listeners of a run could have it before its owner listens.
+    ConfigError when none of `FREE_PORT_ATTEMPTS` is free.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in random.SystemRandom().sample(UNASSIGNED_PORTS, FREE_PORT_ATTEMPTS):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise ConfigError(f"no free port on {host} among {FREE_PORT_ATTEMPTS} that were tried")

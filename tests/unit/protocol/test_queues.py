@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from slipstream.client.preflight import free_port
 from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
@@ -35,12 +35,6 @@ class Place(Protocol):
 MakePlace = Callable[[int], Place]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class MemoryPlace:
     def __init__(self, max_bytes: int) -> None:
         self.queue = MemoryQueue(max_bytes)
@@ -55,7 +49,7 @@ class MemoryPlace:
 class GrpcPlace:
     def __init__(self, max_bytes: int) -> None:
         # A port rather than a unix socket: gRPC removes the file of a stopped server late.
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{free_port('127.0.0.1')}"
         self.max_bytes = max_bytes
 
     @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 _INT64 = torch.int64
+# What torch may take beyond its own limit to say that nobody listens.
+CONNECT_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -205,14 +208,44 @@ def _meeting_place(launch: Launch, timeout: timedelta) -> Store:
                 f"which is {address[0]} on node 0"
             )
         descriptor = listener.detach()
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        port,
-        launch.world_size,
-        is_master=descriptor is not None,
-        timeout=timeout,
-        master_listen_fd=descriptor,
-    )
+    return _connected(host, port, launch.world_size, descriptor, timeout)
+
+
+def _connected(
+    host: str, port: int, world_size: int, descriptor: int | None, timeout: timedelta
+) -> Store:
+    """The store; ConfigError when what listens there is no store.
+
+    torch waits without a limit for the first answer of whatever took the connection.
+    """
+    found: list[Store | BaseException] = []
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                port,
+                world_size,
+                is_master=descriptor is not None,
+                timeout=timeout,
+                master_listen_fd=descriptor,
+            )
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            found.append(error)
+        else:
+            found.append(store)
+
+    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + CONNECT_GRACE_S)
+    if not found:
+        raise ConfigError(
+            f"learner.master: what listens on {host}:{port} did not answer like rank 0 "
+            f"within {timeout.total_seconds():g} s; is the port used by another program?"
+        )
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 def _missing(error: KeyError) -> ConfigError:
