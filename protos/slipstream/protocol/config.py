@@ -7,11 +7,12 @@ from pathlib import Path
 from pydantic import model_validator
 from slipstream.protocol.address import address_parts
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
+from slipstream.protocol.measurement_sections import EvaluationSection
+from slipstream.protocol.section import Section
 from slipstream.protocol.sections import (
     AlgorithmSection,
     ControllerSection,
     EnvironmentSection,
-    EvaluationSection,
     LearnerSection,
     ModelSection,
     ParallelSection,
@@ -19,7 +20,6 @@ from slipstream.protocol.sections import (
     RolloutServerSection,
     RunSection,
     SamplingSection,
-    Section,
     SecuritySection,
     WeightsSection,
 )

@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
-from slipstream.protocol.address import check_address_form
-
-_REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
-
-def _check_reference_form(reference: str) -> str:
-    if _REFERENCE_FORM.fullmatch(reference) is None:
-        raise ValueError(f"a reference is package.module:Class, got {reference!r}")
-    return reference
-
-
-Reference = Annotated[str, AfterValidator(_check_reference_form)]
-Address = Annotated[str, AfterValidator(check_address_form)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """A section: unknown keys are refused, values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+from pydantic import Field, JsonValue, model_validator
+from slipstream.protocol.section import Address, Positive, Reference, Seconds, Section
 
 
 class RunSection(Section):
@@ -63,28 +42,6 @@ class EnvironmentSection(Section):
     args: dict[str, JsonValue] = {}
     # Share of the trained groups.
     weight: float = Field(1.0, gt=0)
-    # Limit of one reset or step.
-    timeout_s: Seconds = 60.0
-    # Worker processes beside each rollout server.
-    num_workers: Positive = 1
-
-
-class EvaluationSection(Section):
-    """One environment that is only measured, never trained."""
-
-    # Unique in the run.
-    name: Annotated[str, Field(min_length=1, max_length=100)]
-    # As for an environment.
-    reference: Reference
-    # Keyword arguments of the class.
-    args: dict[str, JsonValue] = {}
-    # Episodes of one evaluation, each of another task as long as there are any.
-    num_episodes: Positive = 64
-    # Evaluate after every n-th step as well as before the first and after the last one; 0: only
-    # these two. A round measures all evaluations, whichever asked for it.
-    every_steps: int = Field(0, ge=0)
-    # 0: the most probable token.
-    temperature: float = Field(1.0, ge=0)
     # Limit of one reset or step.
     timeout_s: Seconds = 60.0
     # Worker processes beside each rollout server.
