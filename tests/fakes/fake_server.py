@@ -23,7 +23,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
+from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
 OPEN = Credentials(None, None, None, None)
 
@@ -79,6 +79,9 @@ class FakeServer:
         self.outbox: asyncio.Queue = asyncio.Queue()
         self.gate = asyncio.Event()
         self.gate.set()
+        # The same for episodes of evaluations alone.
+        self.evaluation_gate = asyncio.Event()
+        self.evaluation_gate.set()
 
     async def run(self) -> None:
         async with (
@@ -195,6 +198,8 @@ class FakeServer:
                 self.gated += tokens
                 await self.gate.wait()
                 self.gated -= tokens
+                if lease.purpose == trajectory_pb2.EPISODE_PURPOSE_EVALUATION:
+                    await self.evaluation_gate.wait()
                 await asyncio.sleep(self.delay_s * random.random())
                 verdict = self.judge(lease, member, attempt)
             except asyncio.CancelledError:

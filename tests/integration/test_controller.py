@@ -7,11 +7,11 @@ import json
 
 import grpc.aio
 import pytest
+from controller_runs import make_config, play
 from fake_server import OPEN, FakeServer, environment_failure
 from fake_trainer import FakeTrainer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from slipstream.client.preflight import free_port
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.journal import read_batch, read_records
 from slipstream.protocol.config import Config
@@ -20,51 +20,6 @@ from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.security import open_channel
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
-
-
-def make_config(tmp_path, **changes) -> Config:
-    table = {
-        "run": {"name": "r", "steps": 12, "dir": str(tmp_path)},
-        "model": {"path": "nowhere"},
-        "algorithm": {
-            "group_size": 4,
-            "groups_per_step": 4,
-            "max_staleness": 2,
-            "learning_rate": 1e-3,
-        },
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
-        "controller": {
-            "address": f"127.0.0.1:{free_port('127.0.0.1')}",
-            "heartbeat_s": 0.1,
-            "heartbeat_timeout_s": 1.0,
-        },
-        "environments": [{"name": "e", "reference": "m:E"}],
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        table.setdefault(section, {})[name] = value
-    return parse_config(table, source="test")
-
-
-async def play(config: Config, *servers: FakeServer, trainer: FakeTrainer, during=None) -> dict:
-    """Runs a whole run with fakes; returns its summary."""
-    controller = Controller(config, OPEN)
-    async with asyncio.timeout(60):
-        tasks = [asyncio.ensure_future(s.run()) for s in servers]
-        training = asyncio.ensure_future(trainer.run())
-        running = asyncio.ensure_future(controller.run())
-        try:
-            if during is not None:
-                await during(controller, tasks)
-            code = await running
-            await training
-        finally:
-            for task in (*tasks, training, running):
-                task.cancel()
-            await asyncio.gather(*tasks, training, running, return_exceptions=True)
-    summary = json.loads((config.run_dir / "summary.json").read_text())
-    summary["code"] = code
-    return summary
 
 
 async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tmp_path):

@@ -111,6 +111,13 @@ class Config(Section):
                 f"beside max_reply_tokens, "
                 f"got {sampling.max_episode_tokens} and {sampling.max_reply_tokens}"
             )
+        for evaluation in self.evaluations:
+            if (evaluation.max_reply_tokens or 1) >= sampling.max_episode_tokens:
+                raise ValueError(
+                    f"sampling.max_episode_tokens must leave room for a prompt beside "
+                    f"max_reply_tokens of evaluation {evaluation.name}, "
+                    f"got {sampling.max_episode_tokens} and {evaluation.max_reply_tokens}"
+                )
         if sampling.max_episode_tokens > self.learner.micro_batch_tokens * self.learner.parallel.cp:
             raise ValueError(
                 f"an episode must fit one micro batch: sampling.max_episode_tokens must be at most "

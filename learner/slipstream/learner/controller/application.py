@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ class Controller:
             self._intake,
             self._publisher,
             self._scheduler,
-            on_result=self._evaluated,
+            on_result=partial(self._evaluated, journal),
         )
         former = BatchFormer(book, environments, journal, ledger, receiver)
         self._trainer = TrainerServicer(
@@ -266,7 +267,14 @@ class Controller:
         )
         self._evaluator.step_done(report.version.step)
 
-    def _evaluated(self, result: EvaluationResult) -> None:
+    def _evaluated(self, journal: Journal, result: EvaluationResult) -> None:
+        journal.append(
+            "evaluation",
+            version=result.step,
+            episodes=result.num_episodes,
+            failed=result.num_failed,
+            reward_mean=result.reward_mean if result.num_episodes else None,
+        )
         self._recorder.evaluation(result)
 
     async def _until_over(self) -> None:

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.environments import EnvironmentBook
+from slipstream.learner.controller.evaluation_statistics import (
+    EvaluatedEpisode,
+    evaluation_statistics,
+)
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.intake import Intake
@@ -21,7 +26,6 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
 from slipstream.learner.controller.scheduler import Scheduler
 from slipstream.protocol.types import GroupId, PolicyVersion
-from slipstream.v1 import fleet_pb2
 
 
 @dataclass(eq=False)
@@ -33,21 +37,26 @@ class Round:
     # Episodes that are still to be leased: environment and task index.
     waiting: list[tuple[str, int]]
     running: dict[GroupId, Group] = field(default_factory=dict)
-    rewards: dict[str, list[float]] = field(default_factory=dict)
-    failed: int = 0
+    episodes: dict[str, list[EvaluatedEpisode]] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)
     started_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean rewards of one round."""
+    """What one round measured; `reward_mean` is over all its episodes, NaN without one."""
 
     step: int
     reward_mean: float
-    by_environment: dict[str, float]
+    # The statistics of each evaluation.
+    evaluations: Mapping[str, Mapping[str, float]]
     num_episodes: int
     num_failed: int
     wall_s: float
+
+    def lines(self) -> list[str]:
+        """One line of text for each evaluation."""
+        return [_line(self.step, name, values) for name, values in self.evaluations.items()]
 
 
 class Evaluator:
@@ -65,6 +74,7 @@ class Evaluator:
         *,
         on_result: Callable[[EvaluationResult], None],
     ) -> None:
+        """`on_result` is told of every round that is over."""
         self._progress = progress
         self._sections = progress.config.evaluations
         self._book = book
@@ -154,50 +164,71 @@ class Evaluator:
         tasks = []
         for section in self._sections:
             entry = self._environments.entries[section.name]
-            count = entry.num_tasks or section.num_episodes
-            tasks += [(section.name, number % count) for number in range(section.num_episodes)]
+            wanted = section.num_episodes // section.samples_per_task
+            count = entry.num_tasks or wanted
+            for number in range(wanted):
+                tasks += [(section.name, number % count)] * section.samples_per_task
         return tasks
 
     def _lease(self, round_: Round) -> None:
         while round_.waiting and self._scheduler.room(round_.session) > 0:
             name, task_index = round_.waiting.pop()
             key, step = round_.session.key, round_.version.step
+            # The seed is the task's number: every round, and every sample, sees the same task.
             group = self._book.lease_evaluation(name, task_index, task_index, key, step)
             round_.running[group.group_id] = group
-            message = self._scheduler.lease_message(group)
-            round_.session.send(fleet_pb2.ControllerMessage(lease=message))
+            self._scheduler.grant_evaluation(round_.session, group)
         self._scheduler.reserved[round_.session.key] = len(round_.waiting)
 
     def _collect(self, round_: Round) -> None:
         for group_id, group in list(round_.running.items()):
             if group.is_complete:
-                rewards = round_.rewards.setdefault(group.environment, [])
-                rewards.append(group.finished[0].reward)
+                episodes = round_.episodes.setdefault(group.environment, [])
+                episodes.append(EvaluatedEpisode.of(group.finished[0]))
                 self._intake.end_evaluated(group)
                 del round_.running[group_id]
             elif group_id not in self._book.groups:
-                round_.failed += 1
+                round_.failed[group.environment] += 1
                 del round_.running[group_id]
 
     def _finish(self, round_: Round) -> None:
         self._round = None
         self._publisher.pinned.discard(round_.session.key)
         self._scheduler.reserved.pop(round_.session.key, None)
-        means = {name: statistics.fmean(rewards) for name, rewards in round_.rewards.items()}
-        everything = [reward for rewards in round_.rewards.values() for reward in rewards]
+        rewards = [e.reward for episodes in round_.episodes.values() for e in episodes]
         result = EvaluationResult(
             step=round_.version.step,
-            reward_mean=statistics.fmean(everything) if everything else float("nan"),
-            by_environment=means,
-            num_episodes=len(everything),
-            num_failed=round_.failed,
+            reward_mean=statistics.fmean(rewards) if rewards else float("nan"),
+            evaluations={
+                section.name: evaluation_statistics(
+                    round_.episodes.get(section.name, []),
+                    num_failed=round_.failed[section.name],
+                    pass_at=section.pass_at,
+                    pass_reward=section.pass_reward,
+                )
+                for section in self._sections
+            },
+            num_episodes=len(rewards),
+            num_failed=round_.failed.total(),
             wall_s=time.monotonic() - round_.started_s,
         )
         self.results.append(result)
         self._on_result(result)
-        failed = f", {result.num_failed} failed" if result.num_failed else ""
-        self._progress.events.add(
-            f"held-out reward at version {result.step}: {result.reward_mean:.3f} "
-            f"over {result.num_episodes} episodes{failed}"
-        )
+        for line in result.lines():
+            self._progress.events.add(line)
         self._progress.signal.notify()
+
+
+def _line(step: int, name: str, values: Mapping[str, float]) -> str:
+    parts = []
+    if "reward_mean" in values:
+        spread = f"{values['reward_min']:.3g} to {values['reward_max']:.3g}"
+        parts.append(f"reward {values['reward_mean']:.3f} ({spread})")
+        rates = [key for key in values if key.startswith("pass_at_")]
+        parts += [f"pass@{key.removeprefix('pass_at_')} {values[key]:.3f}" for key in rates]
+        parts.append(f"{values['reply_tokens_mean']:.1f} tokens a reply")
+        parts.append(f"{values['truncated_fraction']:.0%} cut off")
+    parts.append(f"{values['num_episodes']:.0f} episodes")
+    if values["num_failed"]:
+        parts.append(f"{values['num_failed']:.0f} failed")
+    return f"evaluation {name} at version {step}: {', '.join(parts)}"

@@ -110,17 +110,25 @@ class RunRecorder:
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Writes the result of one evaluation."""
-        row: dict[str, JsonValue] = {
+        numbers = {
+            "reward_heldout": result.reward_mean,
+            "evaluation_s": result.wall_s,
+            **{
+                f"{evaluation}/{name}": value
+                for evaluation, values in result.evaluations.items()
+                for name, value in values.items()
+            },
+        }
+        row = {
             "evaluation_step": result.step,
             "wall_s": time.time() - self._started_s,
-            "reward_heldout": result.reward_mean,
-            "by_environment": dict(result.by_environment),
             "num_episodes": result.num_episodes,
             "num_failed": result.num_failed,
-            "evaluation_s": result.wall_s,
+            **numbers,
         }
         self._metrics.write(json.dumps(_finite(row)) + "\n")
-        self._board.add_scalar("reward_heldout", result.reward_mean, result.step)
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, result.step)
 
     def summary(
         self,
@@ -147,6 +155,11 @@ class RunRecorder:
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
             "reward_heldout_step": evaluations[-1].step if evaluations else None,
+            "evaluations": (
+                {name: _finite(values) for name, values in evaluations[-1].evaluations.items()}
+                if evaluations
+                else {}
+            ),
             "max_staleness": self._config.algorithm.max_staleness,
             "max_lag_seen": max(facts.lag_counts, default=0),
             "tokens_by_lag": {str(lag): n for lag, n in sorted(facts.lag_counts.items())},

@@ -105,12 +105,6 @@ class Scheduler:
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
         """A lease as its server reads it."""
         entry = self._environments.entries[group.environment]
-        sampling = self._config.sampling
-        temperature = sampling.temperature
-        if group.purpose is Purpose.EVALUATION:
-            temperature = next(
-                e.temperature for e in self._config.evaluations if e.name == group.environment
-            )
         return fleet_pb2.Lease(
             group_id=group.group_id,
             environment=group.environment,
@@ -119,19 +113,44 @@ class Scheduler:
             members=group.missing,
             deadline_step=group.deadline_step,
             purpose=trajectory_pb2.EpisodePurpose.Name(group.purpose.value),
-            sampling=fleet_pb2.SamplingSettings(
-                temperature=temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_reply_tokens=sampling.max_reply_tokens,
-                max_turns=sampling.max_turns,
-                max_episode_tokens=sampling.max_episode_tokens,
-                ignore_eos=sampling.ignore_eos,
-            ),
+            sampling=self._sampling(group),
             max_attempts=group.next_attempt + self._config.controller.max_attempts,
             first_attempt=group.next_attempt,
             timeout_s=entry.spec.timeout_s,
         )
+
+    def grant_evaluation(self, session: ServerSession, group: Group) -> None:
+        """Sends the lease of an episode that is measured; a restart begins its round again."""
+        self._journal.append(
+            "evaluation_lease",
+            group=group.group_id,
+            environment=group.environment,
+            task=group.task_index,
+            version=group.deadline_step,
+            server=session.name,
+            epoch=session.key.epoch,
+        )
+        session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
+
+    def _sampling(self, group: Group) -> fleet_pb2.SamplingSettings:
+        sampling = self._config.sampling
+        settings = fleet_pb2.SamplingSettings(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_reply_tokens=sampling.max_reply_tokens,
+            max_turns=sampling.max_turns,
+            max_episode_tokens=sampling.max_episode_tokens,
+            ignore_eos=sampling.ignore_eos,
+        )
+        if group.purpose is Purpose.EVALUATION:
+            own = next(e for e in self._config.evaluations if e.name == group.environment)
+            settings.temperature = own.temperature
+            if own.top_p is not None:
+                settings.top_p = own.top_p
+            if own.max_reply_tokens is not None:
+                settings.max_reply_tokens = own.max_reply_tokens
+        return settings
 
     def room(self, session: ServerSession) -> int:
         """Episodes that a server can take on now."""

@@ -1,0 +1,130 @@
+"""Held-out rounds in whole runs of the controller, with servers that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from controller_runs import evaluation_rows, make_config, play, with_evaluations
+from fake_server import FakeServer, environment_failure
+from fake_trainer import FakeTrainer
+from slipstream.learner.controller.journal import read_records
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import trajectory_pb2
+
+
+def evaluation_leases(server: FakeServer, name: str = "held") -> list:
+    return [
+        lease
+        for lease in server.leases
+        if lease.purpose == trajectory_pb2.EPISODE_PURPOSE_EVALUATION and lease.environment == name
+    ]
+
+
+async def test_every_round_takes_the_same_tasks_with_the_same_seeds(tmp_path):
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=4),
+        {"name": "held", "num_episodes": 6, "every_steps": 2, "samples_per_task": 2},
+    )
+    server = FakeServer(config.controller.address)
+    await play(config, server, trainer=FakeTrainer(config.controller.address, step_s=0.05))
+    leases = evaluation_leases(server)
+    rounds = [leases[start : start + 6] for start in range(0, len(leases), 6)]
+    assert len(rounds) == 3
+    tasks = [Counter((lease.task_index, lease.seed) for lease in leases) for leases in rounds]
+    assert tasks[0] == {(0, 0): 2, (1, 1): 2, (2, 2): 2}
+    assert tasks[1] == tasks[2] == tasks[0]
+
+
+async def test_each_evaluation_has_its_own_settings(tmp_path):
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=1, sampling__top_p=0.9),
+        {"name": "greedy", "num_episodes": 2, "temperature": 0, "max_reply_tokens": 3},
+        {"name": "sampled", "num_episodes": 4, "top_p": 0.5, "temperature": 0.7},
+    )
+    server = FakeServer(config.controller.address)
+    await play(config, server, trainer=FakeTrainer(config.controller.address))
+    greedy, sampled = (evaluation_leases(server, name) for name in ("greedy", "sampled"))
+    assert len(greedy) == 2 * 2
+    assert {(x.sampling.temperature, x.sampling.max_reply_tokens) for x in greedy} == {(0.0, 3)}
+    assert {x.sampling.top_p for x in greedy} == {0.9}
+    assert len(sampled) == 2 * 4
+    assert {(x.sampling.temperature, x.sampling.top_p) for x in sampled} == {(0.7, 0.5)}
+    assert {x.sampling.max_reply_tokens for x in sampled} == {8}
+
+
+async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event(tmp_path, caplog):
+    asked = Counter()
+
+    def by_task(lease, member, attempt):
+        if lease.purpose != trajectory_pb2.EPISODE_PURPOSE_EVALUATION:
+            return float(member)
+        if lease.task_index == 3:
+            return environment_failure(lease, member, attempt)
+        # Of the two samples of task 1 the first passes, of the others none.
+        asked[lease.task_index] += 1
+        return float(lease.task_index == 1 and asked[1] % 2)
+
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=1),
+        {"name": "held", "num_episodes": 8, "samples_per_task": 2, "pass_at": [1, 2]},
+    )
+    server = FakeServer(config.controller.address, judge=by_task)
+    trainer = FakeTrainer(config.controller.address)
+    with caplog.at_level("INFO"):
+        summary = await play(config, server, trainer=trainer)
+    rows = evaluation_rows(config)
+    assert [row["evaluation_step"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["reward_heldout"] == row["held/reward_mean"] == pytest.approx(1 / 6)
+        assert row["held/num_episodes"] == row["num_episodes"] == 6
+        assert row["held/num_failed"] == row["num_failed"] == 2
+        assert row["held/reply_tokens_mean"] == row["held/reply_tokens_max"] == 5
+        assert row["held/pass_at_1"] == pytest.approx((0 + 1 / 2 + 0) / 3)
+        assert row["held/pass_at_2"] == pytest.approx((0 + 1 + 0) / 3)
+    assert summary["evaluations"]["held"]["pass_at_2"] == rows[-1]["held/pass_at_2"]
+    assert summary["reward_heldout"] == rows[-1]["reward_heldout"]
+    assert (
+        "evaluation held at version 0: reward 0.167 (0 to 1), pass@1 0.167, pass@2 0.333, "
+        "5.0 tokens a reply, 0% cut off, 6 episodes, 2 failed"
+    ) in caplog.messages
+
+
+async def test_the_journal_knows_each_evaluation_episode_and_each_round(tmp_path):
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=2), {"name": "held", "num_episodes": 3}
+    )
+    server = FakeServer(config.controller.address)
+    await play(config, server, trainer=FakeTrainer(config.controller.address))
+    records = list(read_records(config.run_dir / "journal"))
+    leased = {r["group"]: r["version"] for r in records if r["kind"] == "evaluation_lease"}
+    ended = [r["id"].split(".")[0] for r in records if r.get("end") == "evaluated"]
+    assert sorted(leased) == sorted(ended)
+    assert sorted(leased.values()) == [0, 0, 0, 2, 2, 2]
+    rounds = [(r["version"], r["episodes"]) for r in records if r["kind"] == "evaluation"]
+    assert rounds == [(0, 3), (2, 3)]
+
+
+async def test_training_goes_on_while_a_round_runs_and_the_round_keeps_its_version(tmp_path):
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=6), {"name": "held", "num_episodes": 4}
+    )
+    address = config.controller.address
+    servers = [FakeServer(address, "a"), FakeServer(address, "b")]
+    trainer = FakeTrainer(address)
+    for server in servers:
+        server.evaluation_gate.clear()
+    seen = []
+
+    async def look(controller, tasks):
+        while trainer.version.step < 3:
+            await asyncio.sleep(0.01)
+        (measured,) = [server for server in servers if evaluation_leases(server)]
+        seen.append((measured.version, evaluation_rows(config)))
+        for server in servers:
+            server.evaluation_gate.set()
+
+    await play(config, *servers, trainer=trainer, during=look)
+    assert seen == [(PolicyVersion(0, 0), [])]
+    assert [row["evaluation_step"] for row in evaluation_rows(config)] == [0, 6]
