@@ -1,179 +1,18 @@
-"""Every parallel layout trains like one rank, and one rank like plain transformers and torch.
-
-The ranks of a world size are started once and go through all layouts; this file is their program.
-"""
+"""Every parallel layout trains like one rank, and one rank like plain transformers and torch."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import parity_ranks
 import pytest
 import torch
-from fake_controller import make_batch
-from slipstream.client.preflight import free_port
+from parity_ranks import LAYOUTS, STEPS, batches, config_of, layouts_of, make_models, probe
+from rank_pool import RankPool
 from slipstream.learner.trainer.batch import Batch, token_lags
 from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
-from slipstream.protocol.errors import RunFailed
-
-if TYPE_CHECKING:
-    from slipstream.learner.trainer.model import Policy
-    from slipstream.learner.trainer.step import TrainingStep
-
-STEPS = 3
-VOCAB = 64
-SETTINGS = {
-    "run": {"name": "parity", "steps": STEPS},
-    "model": {"dtype": "float32"},
-    "algorithm": {
-        "group_size": 4,
-        "groups_per_step": 4,
-        "max_staleness": 1,
-        "learning_rate": 1e-3,
-        "warmup_steps": 2,
-        "importance_cap": 1.2,
-    },
-    "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40, "temperature": 0.8},
-    # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
-    "learner": {
-        "micro_batch_tokens": 96,
-        "weight_decay": 0.01,
-        "adam_eps": 1e-3,
-        "timeout_s": 300.0,
-    },
-}
-# name -> (world size, model, settings of the learner and the algorithm)
-LAYOUTS: dict[str, tuple[int, str, dict]] = {
-    "one": (1, "llama", {}),
-    "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2}}),
-    "one-no-cap": (1, "llama", {"algorithm": {"importance_cap": 0.0}}),
-    "one-qwen3": (1, "qwen3", {}),
-    "dp2": (2, "llama", {"learner": {}}),
-    "dp2-distopt": (2, "llama", {"learner": {"use_distributed_optimizer": True}}),
-    "dp2-mini-batches": (2, "llama", {"algorithm": {"mini_batches": 2}}),
-    "tp2": (2, "llama", {"learner": {"parallel": {"tp": 2}}}),
-    "tp2-sp": (2, "llama", {"learner": {"parallel": {"tp": 2, "sequence_parallel": True}}}),
-    "tp2-sp-qwen3": (2, "qwen3", {"learner": {"parallel": {"tp": 2, "sequence_parallel": True}}}),
-    "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
-    "pp2-vpp2": (2, "llama", {"learner": {"parallel": {"pp": 2, "vpp": 2}}}),
-    "pp2-tied": (2, "tied", {"learner": {"parallel": {"pp": 2}}}),
-    "dp2-overlap": (
-        2,
-        "llama",
-        {
-            "learner": {
-                "use_distributed_optimizer": True,
-                "ddp": {
-                    "overlap_grad_reduce": True,
-                    "overlap_param_gather": True,
-                    "bucket_size": 20000,
-                },
-            }
-        },
-    ),
-    "tp2-sp-recompute": (
-        2,
-        "llama",
-        {
-            "learner": {
-                "parallel": {"tp": 2, "sequence_parallel": True},
-                "transformer": {
-                    "recompute_granularity": "full",
-                    "recompute_method": "uniform",
-                    "recompute_num_layers": 1,
-                },
-            }
-        },
-    ),
-    "one-tied": (1, "tied", {}),
-    "one-overflow": (1, "llama", {"algorithm": {"learning_rate": 1e30}}),
-    "tp2-sp-dp2-distopt": (
-        4,
-        "llama",
-        {
-            "learner": {
-                "parallel": {"tp": 2, "sequence_parallel": True},
-                "use_distributed_optimizer": True,
-            }
-        },
-    ),
-    "tp2-sp-pp2-vpp2": (
-        4,
-        "llama",
-        {"learner": {"parallel": {"tp": 2, "sequence_parallel": True, "pp": 2, "vpp": 2}}},
-    ),
-    "dp2-pp2-tied": (4, "tied", {"learner": {"parallel": {"pp": 2}}}),
-}
-
-
-def layouts_of(world_size: int) -> list[str]:
-    return [
-        name
-        for name, (size, _, _) in LAYOUTS.items()
-        if size == world_size and name != "one-overflow"
-    ]
-
-
-def config_of(layout: str, model: Path) -> Config:
-    world_size, _, changes = LAYOUTS[layout]
-    table = json.loads(json.dumps(SETTINGS))
-    for section, values in changes.items():
-        table[section] |= values
-    table["learner"]["world_size"] = world_size
-    table["model"]["path"] = str(model)
-    return parse_config(table, source=layout)
-
-
-def batches() -> list[Batch]:
-    return [
-        make_batch(step, num_groups=4, group_size=4, vocab_size=VOCAB, max_tokens=40)
-        for step in range(STEPS)
-    ]
-
-
-def probe() -> list[np.ndarray]:
-    return [trajectory.token_ids for trajectory in batches()[0].trajectories[:6]]
-
-
-def make_models(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-5,
-        "dtype": "float32",
-    }
-    rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
-    torch.manual_seed(0)
-    models = {
-        "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
-        "tied": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, **rope, tie_word_embeddings=False)),
-    }
-    for name, model in models.items():
-        # Larger weights than a fresh model's, so that attention and norms matter.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(3.0)
-                else:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
 
 
 @pytest.fixture(scope="module")
@@ -184,133 +23,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: Path) -> dict[str, dict]:
-    return run_world(1, folder)
+def one_rank(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 1, [*layouts_of(1), "overflow"])
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> dict[str, dict]:
-    return run_world(2, folder)
+def two_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 2, layouts_of(2))
 
 
 @pytest.fixture(scope="module")
-def four_ranks(folder: Path) -> dict[str, dict]:
-    return run_world(4, folder)
+def four_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 4, layouts_of(4))
 
 
-def run_world(world_size: int, folder: Path) -> dict[str, dict]:
-    """Runs all layouts of a world size in one set of processes."""
-    layouts = [name for name, (size, _, _) in LAYOUTS.items() if size == world_size]
-    ports = [str(free_port("127.0.0.1")) for _ in layouts]
-    processes, logs = [], [folder / f"world-{world_size}-rank-{r}.log" for r in range(world_size)]
-    for rank, path in enumerate(logs):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        jobs = map("=".join, zip(layouts, ports, strict=True))
-        with path.open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, str(folder), *jobs],
-                    env=environment,
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-    try:
-        codes = wait_for_all(processes, limit_s=500)
-    finally:
-        for process in processes:
-            process.kill()
-    said = "".join(
-        f"rank {rank} exited with {code}: {path.read_text()[-4000:]}\n"
-        for rank, (code, path) in enumerate(zip(codes, logs, strict=True))
-    )
-    assert codes == [0] * world_size, said
-    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in layouts}
-
-
-def wait_for_all(processes: list[subprocess.Popen[bytes]], *, limit_s: float) -> list[int | None]:
-    """Exit codes when all have ended, one has failed (others would wait for it), or too late."""
-    until = time.monotonic() + limit_s
-    while True:
-        codes = [process.poll() for process in processes]
-        if None not in codes or any(codes) or time.monotonic() > until:
-            return codes
-        time.sleep(0.1)
-
-
-def run_rank(folder: Path, jobs: list[str]) -> None:
-    from slipstream.learner.trainer.export import hf_tensors, save_hf_folder
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.schedule import sequence_logprobs
-    from slipstream.learner.trainer.step import TrainingStep
-
-    for job in jobs:
-        layout, os.environ["MASTER_PORT"] = job.split("=")
-        config = config_of(layout, folder / LAYOUTS[layout][1])
-        policy = open_policy(config, Launch.from_environment())
-        step = TrainingStep(policy, config)
-        if layout == "one-overflow":
-            torch.save(overflow(policy, step), folder / f"{layout}.pt")
-            policy.ranks.close()
-            continue
-        finalized = count_finalizations(policy)
-        before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
-        metrics, logprobs = [], []
-        for batch in batches():
-            found = sequence_logprobs(policy, probe(), max_tokens=64)
-            logprobs.append(torch.from_numpy(np.concatenate(found)))
-            metrics.append(step.run(batch).metrics)
-        found = sequence_logprobs(policy, probe(), max_tokens=64)
-        logprobs.append(torch.from_numpy(np.concatenate(found)))
-        weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
-        save_hf_folder(policy, config.model.path, folder / f"{layout}-final")
-        if policy.ranks.is_main:
-            result = {
-                "metrics": metrics,
-                "logprobs": logprobs,
-                "before": before,
-                "weights": weights,
-                "finalizations": len(finalized),
-            }
-            torch.save(result, folder / f"{layout}.pt")
-        policy.ranks.close()
-
-
-def count_finalizations(policy: Policy) -> list[int]:
-    settings = policy.chunks[0].config
-    finalize, numbers = settings.finalize_model_grads_func, []
-
-    def counted(*args: object, **kwargs: object) -> None:
-        numbers.append(1)
-        finalize(*args, **kwargs)
-
-    settings.finalize_model_grads_func = counted
-    return numbers
-
-
-def overflow(policy: Policy, step: TrainingStep) -> dict:
-    """Steps so far that the next step cannot be finite; how it ended, and if weights moved."""
-    from slipstream.learner.trainer.export import hf_tensors
-
-    first, second = batches()[:2]
-    step.run(first)
-    before = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
-    try:
-        step.run(second)
-    except RunFailed as error:
-        after = dict(hf_tensors(policy, torch.float32))
-        is_same = all(torch.equal(after[name], before[name]) for name in before)
-        return {"error": str(error), "is_same": is_same}
-    return {"error": "", "is_same": False}
+def run_layouts(pool: RankPool, folder: Path, world_size: int, names: list[str]) -> dict[str, dict]:
+    pool.run(Path(parity_ranks.__file__), names, world_size=world_size, folder=folder)
+    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in names}
 
 
 class Plain:
@@ -386,8 +115,7 @@ class Plain:
 def test_one_rank_trains_like_plain_transformers(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
-    model = folder / LAYOUTS[layout][1]
-    plain = Plain(model, config_of(layout, model))
+    plain = Plain(folder / LAYOUTS[layout].model, config_of(layout, folder))
     found = one_rank[layout]
     torch.testing.assert_close(found["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5)
     for step, batch in enumerate(batches()):
@@ -419,9 +147,7 @@ def test_four_ranks_train_like_one(
 
 
 def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
-    suffix = {"llama": "", "tied": "-tied", "qwen3": "-qwen3"}[LAYOUTS[layout][1]]
-    suffix += "-mini-batches" if "mini-batches" in layout else ""
-    expected = one_rank["one" + suffix]
+    expected = one_rank[LAYOUTS[layout].reference]
     for name, tensor in expected["before"].items():
         assert torch.equal(found["before"][name], tensor), name
     for step in range(STEPS):
@@ -482,10 +208,6 @@ def test_gradients_are_finalized_once_for_each_mini_batch(one_rank: dict[str, di
 def test_step_that_is_not_finite_stops_before_the_weights_change(
     one_rank: dict[str, dict],
 ) -> None:
-    error = one_rank["one-overflow"]["error"]
+    error = one_rank["overflow"]["error"]
     assert re.fullmatch(r"the .* is (nan|inf); the weights were not changed", error)
-    assert one_rank["one-overflow"]["is_same"]
-
-
-if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), sys.argv[2:])
+    assert one_rank["overflow"]["is_same"]
