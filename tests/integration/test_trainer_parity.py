@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,15 @@ from parity_ranks import LAYOUTS, STEPS, batches, config_of, layouts_of, make_mo
 from rank_pool import RankPool
 from slipstream.learner.trainer.batch import Batch, token_lags
 from slipstream.protocol.config import Config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads of such small models cost more than they bring, most so on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
