@@ -77,6 +77,12 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     replay.set_defaults(execute=_replay)
 
+    doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
+    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
+    doctor.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    doctor.add_argument("--json", action="store_true", help="one line for each finding")
+    doctor.set_defaults(execute=_doctor)
+
     server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
     _add_config(server)
     server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
@@ -151,6 +157,12 @@ async def _replay(arguments: argparse.Namespace) -> int:
     from slipstream.client.launcher import run_replay
 
     return await run_replay(arguments.run)
+
+
+async def _doctor(arguments: argparse.Namespace) -> int:
+    from slipstream.client.doctor.examine import run_doctor
+
+    return await run_doctor(arguments.config, arguments.overrides, as_json=arguments.json)
 
 
 async def _rollout_server(arguments: argparse.Namespace) -> int:

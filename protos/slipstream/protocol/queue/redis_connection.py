@@ -179,6 +179,24 @@ class RedisConnection:
         self.check_mark(found)
 
 
+async def examine(url: str, *, limit_s: float) -> str:
+    """The version of a server that can hold a queue; QueueError names what keeps it from that."""
+    connection = RedisConnection(url, "examination")
+    try:
+        async with asyncio.timeout(limit_s):
+            await connection._check_settings()
+            facts = await connection.client.info("server")
+    except TimeoutError:
+        raise QueueError(
+            f"redis at {connection.name} does not answer within {limit_s:g} s"
+        ) from None
+    except (RedisError, OSError) as error:
+        raise QueueError(f"redis at {connection.name}: {error}") from error
+    finally:
+        await connection.client.aclose()
+    return _text(facts["redis_version"])
+
+
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 

@@ -1,0 +1,77 @@
+"""The whole examination: this process looks at the machine, programs at what they alone import."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.client.doctor.findings import Finding, Verdict, problem, table
+from slipstream.client.doctor.machine import check_machine
+from slipstream.client.doctor.packages import check_packages
+from slipstream.client.doctor.setup import check_queue, check_setup
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import load_config
+
+LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
+PROGRAM_LIMIT_S = 120.0
+
+
+async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Prints all findings; 1 when one of them is a problem. ConfigError for a wrong file."""
+    config = load_config(path, overrides) if path is not None else None
+    findings = await examine(config)
+    if as_json:
+        print("\n".join(found.write() for found in findings))
+    else:
+        print(table(findings))
+        print(conclusion(findings))
+    return 1 if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
+
+
+async def examine(config: Config | None) -> list[Finding]:
+    """What there is to say of this machine, and of a configuration on it."""
+    has_gpu = shutil.which("nvidia-smi") is not None
+    run_dir = config.run.dir if config is not None else Path("runs")
+    findings = [*check_machine(run_dir=run_dir, has_gpu=has_gpu), *check_packages(has_gpu=has_gpu)]
+    if importlib.util.find_spec("torch") is not None:
+        findings += await ask_program(LEARNER_PROGRAM)
+    if config is not None:
+        findings += await asyncio.to_thread(lambda: list(check_setup(config)))
+        findings.append(await check_queue(config))
+    return findings
+
+
+async def ask_program(module: str, *, limit_s: float = PROGRAM_LIMIT_S) -> list[Finding]:
+    """The findings that a module prints; one problem when it fails or does not end in time."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return [problem("torch", f"{module} did not end within {limit_s:g} s", "see nvidia-smi")]
+    if process.returncode != 0:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        said = lines[-1] if lines else f"exit code {process.returncode}"
+        return [problem("torch", f"{module}: {said}", "install the tested versions")]
+    return [Finding.read(line) for line in output.decode().splitlines()]
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """The last line."""
+    problems = sum(found.verdict is Verdict.PROBLEM for found in findings)
+    hints = sum(found.verdict is Verdict.ADVICE for found in findings)
+    if problems:
+        return f"\n{problems} in the way of a run, {hints} hints"
+    return f"\nnothing stands in the way of a run, {hints} hints"

