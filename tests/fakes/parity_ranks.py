@@ -34,7 +34,7 @@ SETTINGS = {
         "max_staleness": 1,
         "learning_rate": 1e-3,
         "warmup_steps": 2,
-        "importance_cap": 1.2,
+        "correction": {"cap": 1.2},
     },
     "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40, "temperature": 0.8},
     # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
@@ -74,11 +74,12 @@ FULL_RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 TWO_MINI_BATCHES = {"mini_batches": 2}
+BEHAVIOR_RATIO = {"ratio": "behavior", "correction": {"weight": "none"}}
 
 LAYOUTS = {
     "one": Layout(1),
     "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
-    "one-no-cap": Layout(1, algorithm={"importance_cap": 0.0}),
+    "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
     "one-qwen3": Layout(1, "qwen3"),
     "one-tied": Layout(1, "tied"),
     "dp2": Layout(2),

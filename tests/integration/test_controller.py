@@ -163,7 +163,7 @@ async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
     def by_group(lease, member, attempt):
         return 1.0 if int(lease.group_id[1:]) % 2 else float(member)
 
-    config = make_config(tmp_path, run__steps=4, algorithm__filter_equal_rewards=True)
+    config = make_config(tmp_path, run__steps=4, algorithm__dynamic_sampling={"enabled": True})
     trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, judge=by_group)
     summary = await play(config, server, trainer=trainer)

@@ -101,8 +101,8 @@ class Plain:
                 behavior = torch.from_numpy(t.behavior_logprobs.copy())
                 policy = self.logprobs(t.token_ids, 0.8)[mask]
                 before = old[t.trajectory_id][mask]
-                if algorithm.importance_cap:
-                    weight = (before - behavior).exp().clamp(max=algorithm.importance_cap)
+                if algorithm.ratio == "proximal":
+                    weight = (before - behavior).exp().clamp(max=algorithm.correction.cap)
                     ratio = (policy - before).exp()
                 else:
                     weight, ratio = 1.0, (policy - behavior).exp()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import model_validator
 from slipstream.protocol.address import address_parts
+from slipstream.protocol.algorithm_section import AlgorithmSection
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
 from slipstream.protocol.measurement_sections import EvaluationSection
 from slipstream.protocol.section import Section
 from slipstream.protocol.sections import (
-    AlgorithmSection,
     ControllerSection,
     EnvironmentSection,
     LearnerSection,
@@ -146,7 +146,25 @@ class Config(Section):
                 f"{self.controller.heartbeat_timeout_s} and {self.controller.heartbeat_s}"
             )
         check_world(self.learner)
+        check_algorithm(self)
         return self
+
+
+def check_algorithm(config: Config) -> None:
+    """ValueError when the algorithm asks for what other sections do not give."""
+    algorithm, sampling = config.algorithm, config.sampling
+    if algorithm.overlong.cache_tokens > sampling.max_reply_tokens:
+        raise ValueError(
+            f"algorithm.overlong.cache_tokens must be at most sampling.max_reply_tokens, "
+            f"got {algorithm.overlong.cache_tokens} and {sampling.max_reply_tokens}"
+        )
+    if algorithm.advantage == "gae":
+        raise ValueError("algorithm.advantage = 'gae' needs the values of a critic, there is none")
+    if algorithm.kl.coefficient > 0:
+        raise ValueError(
+            f"algorithm.kl.coefficient needs a reference model, got "
+            f"{algorithm.kl.coefficient} and none"
+        )
 
 
 def check_world(learner: LearnerSection) -> None:

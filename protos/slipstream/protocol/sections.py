@@ -48,36 +48,6 @@ class EnvironmentSection(Section):
     num_workers: Positive = 1
 
 
-class AlgorithmSection(Section):
-    """Group-relative policy optimisation with truncated importance sampling."""
-
-    # Episodes of one task.
-    group_size: int = Field(ge=2)
-    # Groups that one step trains.
-    groups_per_step: Positive
-    # Bound of the lag of every trained token, in versions; 0: synchronous.
-    max_staleness: int = Field(2, ge=0)
-    # After warmup it stays constant.
-    learning_rate: float = Field(gt=0)
-    # Steps over which it rises linearly from its first share.
-    warmup_steps: int = Field(0, ge=0)
-    # Clip range of the ratio of policies: 1 - clip_low .. 1 + clip_high.
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    # As `clip_low`.
-    clip_high: float = Field(0.2, gt=0)
-    # Upper bound of the importance weight that corrects for the behavior policy; 0: no correction.
-    importance_cap: float = Field(2.0, ge=0)
-    # Divide group advantages by the standard deviation of the group's rewards.
-    normalize_by_std: bool = True
-    # Optimizer steps of one batch; each takes an equal share of its groups.
-    mini_batches: Positive = 1
-    # Leave out groups whose rewards are all equal and lease others in their place.
-    filter_equal_rewards: bool = False
-    # Train on rewards that are permuted among the groups of a batch: nothing can be learnt. A
-    # control experiment.
-    shuffle_rewards: bool = False
-
-
 class SamplingSection(Section):
     """How replies are sampled, and how long an episode may be."""
 

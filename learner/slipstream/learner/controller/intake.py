@@ -131,7 +131,7 @@ class Intake:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
         equal = max(rewards) == min(rewards)
-        if equal and self._progress.config.algorithm.filter_equal_rewards:
+        if equal and self._progress.config.algorithm.dynamic_sampling.enabled:
             self._book.remove(group.group_id)
             self._environments.group_ended(group.environment, cause=None)
             for trajectory in group.in_order():

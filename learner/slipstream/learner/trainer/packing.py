@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,9 +23,34 @@ from slipstream.protocol.types import TokenArray, Trajectory
 from torch import Tensor
 
 Item = TypeVar("Item", bound=np.generic)
+FloatArray = npt.NDArray[np.float32]
+_NOTHING: FloatArray = np.zeros(0, dtype=np.float32)
 
 # Micro batches of each data-parallel rank: each a list of sequence indices, possibly empty.
 Plan = list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class TokenEstimates:
+    """What is known of the sampled tokens of one trajectory, float32 [sampled tokens] each.
+
+    The advantages come from the rewards, the others from models that the run may not have.
+    """
+
+    advantages: FloatArray
+    # Natural logarithm, at the sampling temperature.
+    reference_logprobs: FloatArray | None = None
+    # The critic's estimate before each token was sampled, and what it should have been.
+    values: FloatArray | None = None
+    returns: FloatArray | None = None
+
+    def map(self, change: Callable[[FloatArray], FloatArray]) -> TokenEstimates:
+        """The same with every array that there is changed."""
+        reference, values, returns = (
+            None if known is None else change(known)
+            for known in (self.reference_logprobs, self.values, self.returns)
+        )
+        return TokenEstimates(change(self.advantages), reference, values, returns)
 
 
 @dataclass(frozen=True)
@@ -36,24 +61,28 @@ class TrainingSequence:
     loss_mask: npt.NDArray[np.bool_]
     behavior_logprobs: npt.NDArray[np.float32]
     lags: npt.NDArray[np.int32]
-    advantage: float
+    estimates: TokenEstimates
+    # What its tokens count in the loss, beside those of other sequences.
+    loss_weight: float = 1.0
 
     @classmethod
     def of_trajectory(
-        cls, trajectory: Trajectory, *, advantage: float, step: int
+        cls, trajectory: Trajectory, estimates: TokenEstimates, *, step: int
     ) -> TrainingSequence:
         """Trains the sampled tokens. One at the very beginning is left out: nothing predicts it."""
         sampled = trajectory.sampled_mask()
-        logprobs = np.zeros(len(sampled), dtype=np.float32)
-        logprobs[sampled] = trajectory.behavior_logprobs
-        lags = np.zeros(len(sampled), dtype=np.int32)
-        lags[sampled] = token_lags(trajectory, step)
+
+        def placed(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
+            whole = np.zeros(len(sampled), dtype=values.dtype)
+            whole[sampled] = values
+            return _predicted(whole)
+
         return cls(
             token_ids=trajectory.token_ids.astype(np.int64),
             loss_mask=_predicted(sampled),
-            behavior_logprobs=_predicted(logprobs),
-            lags=_predicted(lags),
-            advantage=advantage,
+            behavior_logprobs=placed(trajectory.behavior_logprobs),
+            lags=placed(token_lags(trajectory, step)),
+            estimates=estimates.map(placed),
         )
 
     @classmethod
@@ -65,7 +94,7 @@ class TrainingSequence:
             loss_mask=_predicted(np.ones(length, dtype=np.bool_)),
             behavior_logprobs=np.zeros(length, dtype=np.float32),
             lags=np.zeros(length, dtype=np.int32),
-            advantage=0.0,
+            estimates=TokenEstimates(np.zeros(length, dtype=np.float32)),
         )
 
     def __len__(self) -> int:
@@ -80,14 +109,23 @@ class MicroBatch:
     position_ids: Tensor
     targets: Tensor
     loss_mask: Tensor
+    # What each token counts in the loss; the sum is divided by the trained tokens of all ranks.
+    loss_weights: Tensor
     advantages: Tensor
     behavior_logprobs: Tensor
     lags: Tensor
+    # int64: the place in `indices` of each token's sequence; filler has `len(indices)`.
+    sequence_ids: Tensor
     # int32, where each sequence begins, and the end; filler is a last sequence without loss.
     cu_seqlens: Tensor
     max_seqlen: int
     # Which sequences these are, in order, filler left out.
     indices: tuple[int, ...]
+    # None without a reference model.
+    reference_logprobs: Tensor | None = None
+    # Both None without a critic.
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -97,16 +135,24 @@ class MicroBatch:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
+        def moved_or_none(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else moved(tensor)
+
         return dataclasses.replace(
             self,
             token_ids=moved(self.token_ids),
             position_ids=moved(self.position_ids),
             targets=moved(self.targets),
             loss_mask=moved(self.loss_mask),
+            loss_weights=moved(self.loss_weights),
             advantages=moved(self.advantages),
             behavior_logprobs=moved(self.behavior_logprobs),
             lags=moved(self.lags),
+            sequence_ids=moved(self.sequence_ids),
             cu_seqlens=moved(self.cu_seqlens),
+            reference_logprobs=moved_or_none(self.reference_logprobs),
+            values=moved_or_none(self.values),
+            returns=moved_or_none(self.returns),
         )
 
 
@@ -137,13 +183,15 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Packs `sequences[i]` for i in `indices`, and filler up to a multiple of `multiple`.
 
-    There is filler for no sequence at all, too: a micro batch is never empty.
+    There is filler for no sequence at all, too: a micro batch is never empty. `sequences` are all
+    of the step's, and what is estimated of them is estimated of filler too: as 0.
     """
     chosen = [sequences[index] for index in indices]
     total = sum(len(sequence) for sequence in chosen)
     filler = _round_up(max(1, total), multiple) - total
     if filler:
-        chosen.append(_filler(filler))
+        like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
+        chosen.append(_filler(filler, like))
     lengths = [len(sequence) for sequence in chosen]
     token_ids = [sequence.token_ids for sequence in chosen]
     return MicroBatch(
@@ -151,14 +199,21 @@ def build_micro_batch(
         position_ids=_joined([np.arange(length, dtype=np.int64) for length in lengths]),
         targets=_joined([_predicted(ids) for ids in token_ids]),
         loss_mask=_joined([sequence.loss_mask for sequence in chosen]),
-        advantages=_joined(
-            [np.full(len(sequence), sequence.advantage, dtype=np.float32) for sequence in chosen]
+        loss_weights=_joined(
+            [np.full(len(sequence), sequence.loss_weight, dtype=np.float32) for sequence in chosen]
         ),
+        advantages=_joined([sequence.estimates.advantages for sequence in chosen]),
         behavior_logprobs=_joined([sequence.behavior_logprobs for sequence in chosen]),
         lags=_joined([sequence.lags for sequence in chosen]),
+        sequence_ids=_joined(
+            [np.full(length, place, dtype=np.int64) for place, length in enumerate(lengths)]
+        ),
         cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
         max_seqlen=max(lengths),
         indices=tuple(indices),
+        reference_logprobs=_joined_or_none([s.estimates.reference_logprobs for s in chosen]),
+        values=_joined_or_none([s.estimates.values for s in chosen]),
+        returns=_joined_or_none([s.estimates.returns for s in chosen]),
     )
 
 
@@ -169,13 +224,26 @@ def _predicted(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
     return moved
 
 
-def _filler(length: int) -> TrainingSequence:
+def _filler(length: int, like: TokenEstimates) -> TrainingSequence:
+    """A sequence without loss, with zeros for whatever `like` has."""
     nothing = TrainingSequence.of_tokens(np.zeros(length, dtype=np.uint32))
-    return dataclasses.replace(nothing, loss_mask=np.zeros(length, dtype=np.bool_))
+    return dataclasses.replace(
+        nothing,
+        loss_mask=np.zeros(length, dtype=np.bool_),
+        estimates=like.map(lambda _: np.zeros(length, dtype=np.float32)),
+    )
 
 
 def _joined(arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays))
+
+
+def _joined_or_none(arrays: Sequence[FloatArray | None]) -> Tensor | None:
+    known = [array for array in arrays if array is not None]
+    if not known:
+        return None
+    assert len(known) == len(arrays), "all sequences of a step are estimated, or none"
+    return _joined(known)
 
 
 def _first_fit(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from slipstream.learner.trainer.advantage import group_advantages, shuffled
 from slipstream.learner.trainer.batch import Batch
@@ -14,6 +15,7 @@ from slipstream.learner.trainer.loss import Objective, Sum, TokenLoss, clipped_l
 from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.packing import (
     MicroBatch,
+    TokenEstimates,
     TrainingSequence,
     build_micro_batch,
     plan_micro_batches,
@@ -60,7 +62,9 @@ class TrainingStep:
         self._config = config
         algorithm = config.algorithm
         self._objective = Objective(
-            algorithm.clip_low, algorithm.clip_high, algorithm.importance_cap
+            algorithm.clip_low,
+            algorithm.clip_high,
+            algorithm.correction.cap if algorithm.ratio == "proximal" else 0.0,
         )
 
     def run(self, batch: Batch) -> StepResult:
@@ -100,10 +104,14 @@ class TrainingStep:
         if algorithm.shuffle_rewards:
             rewards = shuffled(rewards, seed=self._config.run.seed, step=batch.step)
         advantages = group_advantages(
-            rewards, batch.group_ids, normalize_by_std=algorithm.normalize_by_std
+            rewards, batch.group_ids, normalize_by_std=algorithm.advantage == "grpo"
         )
         return [
-            TrainingSequence.of_trajectory(trajectory, advantage=float(advantage), step=batch.step)
+            TrainingSequence.of_trajectory(
+                trajectory,
+                TokenEstimates(np.full(trajectory.num_sampled_tokens, advantage, dtype=np.float32)),
+                step=batch.step,
+            )
             for trajectory, advantage in zip(batch.trajectories, advantages, strict=True)
         ]
 

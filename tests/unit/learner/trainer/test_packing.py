@@ -6,6 +6,7 @@ from fake_controller import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.learner.trainer.packing import (
+    TokenEstimates,
     TrainingSequence,
     build_micro_batch,
     plan_micro_batches,
@@ -71,8 +72,12 @@ def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> Tra
         loss_mask=mask,
         behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
         lags=mask.astype(np.int32),
-        advantage=advantage,
+        estimates=estimates(len(mask), advantage),
     )
+
+
+def estimates(number: int, advantage: float) -> TokenEstimates:
+    return TokenEstimates(np.full(number, advantage, dtype=np.float32))
 
 
 def test_micro_batch_lays_sequences_side_by_side() -> None:
@@ -86,6 +91,9 @@ def test_micro_batch_lays_sequences_side_by_side() -> None:
     assert found.advantages.tolist() == [-1.0, -1.0, 0.5, 0.5, 0.5]
     assert found.behavior_logprobs.tolist() == [-0.5, 0, -0.5, -0.5, 0]
     assert found.lags.tolist() == [1, 0, 1, 1, 0]
+    assert found.sequence_ids.tolist() == [0, 0, 1, 1, 1]
+    assert found.loss_weights.tolist() == [1.0] * 5
+    assert found.reference_logprobs is None
     assert found.cu_seqlens.tolist() == [0, 2, 5]
     assert found.max_seqlen == 3
     assert found.indices == (1, 0)
@@ -97,6 +105,33 @@ def test_filler_makes_the_tokens_a_multiple_and_carries_no_loss() -> None:
     assert found.cu_seqlens.tolist() == [0, 3, 4]
     assert found.loss_mask.tolist() == [True, True, False, False]
     assert found.indices == (0,)
+
+
+def test_what_models_estimate_of_sampled_tokens_stands_where_they_are_predicted() -> None:
+    trajectory = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=9).trajectories[
+        0
+    ]
+    number = trajectory.num_sampled_tokens
+    known = np.arange(1, number + 1, dtype=np.float32)
+    found = build_micro_batch(
+        [
+            TrainingSequence.of_trajectory(
+                trajectory, TokenEstimates(known, -known, 2 * known), step=0
+            )
+        ],
+        [0],
+        multiple=100,
+    )
+    mask = found.loss_mask
+    assert found.advantages[mask].tolist() == known.tolist()
+    assert found.reference_logprobs is not None
+    assert found.reference_logprobs[mask].tolist() == (-known).tolist()
+    assert found.values is not None
+    assert found.values[mask].tolist() == (2 * known).tolist()
+    assert found.values.shape == mask.shape
+    assert not found.values[~mask].any()
+    assert found.returns is None
+    assert found.sequence_ids.tolist()[-1] == 1
 
 
 def test_empty_micro_batch_is_one_token_of_filler() -> None:
@@ -113,7 +148,9 @@ def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(
 ) -> None:
     batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
     sequences = [
-        TrainingSequence.of_trajectory(t, advantage=t.reward - 0.5, step=batch.step)
+        TrainingSequence.of_trajectory(
+            t, estimates(t.num_sampled_tokens, t.reward - 0.5), step=batch.step
+        )
         for t in batch.trajectories
     ]
     found = build_micro_batch(sequences, range(6), multiple=multiple)
@@ -144,6 +181,6 @@ def test_token_sampled_without_any_context_is_left_out() -> None:
         behavior_logprobs=-np.arange(number, dtype=np.float32),
         version_spans=(trajectory.version_spans[0]._replace(length=number),),
     )
-    found = TrainingSequence.of_trajectory(alone, advantage=1.0, step=0)
+    found = TrainingSequence.of_trajectory(alone, estimates(number, 1.0), step=0)
     assert found.loss_mask.sum() == number - 1
     assert found.behavior_logprobs.tolist() == [*range(-1, -number, -1), 0]
