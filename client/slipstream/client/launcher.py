@@ -30,6 +30,7 @@ from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import dump_config, load_config, parse_config
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
+from slipstream.protocol.tracking import check_trackers
 
 REPLAY = "slipstream.learner.trainer.replay"
 
@@ -39,6 +40,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     config = load_config(path, overrides)
     credentials = check_settings(config)
     check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
+    check_trackers(config.tracking)
     check_new_run(config)
     check_port(config.controller.address)
     if dry_run:
@@ -78,6 +80,7 @@ async def run_learner(
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if node_rank == 0:
+        check_trackers(config.tracking)
         check_new_run(config)
         check_port(config.controller.address)
     if dry_run:

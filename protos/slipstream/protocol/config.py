@@ -8,7 +8,7 @@ from pydantic import model_validator
 from slipstream.protocol.address import address_parts
 from slipstream.protocol.algorithm_section import AlgorithmSection
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
-from slipstream.protocol.measurement_sections import EvaluationSection
+from slipstream.protocol.measurement_sections import EvaluationSection, TrackingSection
 from slipstream.protocol.section import Section
 from slipstream.protocol.sections import (
     ControllerSection,
@@ -39,6 +39,7 @@ __all__ = [
     "SamplingSection",
     "Section",
     "SecuritySection",
+    "TrackingSection",
     "WeightsSection",
     "address_parts",
     "check_world",
@@ -64,6 +65,7 @@ class Config(Section):
     queue: QueueSection = QueueSection()
     weights: WeightsSection = WeightsSection()
     security: SecuritySection = SecuritySection()
+    tracking: TrackingSection = TrackingSection()
 
     @property
     def run_dir(self) -> Path:

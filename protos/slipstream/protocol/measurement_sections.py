@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.protocol.section import Positive, Reference, Seconds, Section
@@ -59,3 +59,19 @@ class EvaluationSection(Section):
                 f"the most probable tokens are always the same"
             )
         return self
+
+
+class TrackingSection(Section):
+    """Where the numbers of a run go beside the screen and metrics.jsonl."""
+
+    # Any of these at once; for wandb and mlflow see docs/metrics.md.
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    # The project of Weights & Biases, the experiment of MLflow.
+    project: Annotated[str, Field(min_length=1)] = "slipstream"
+    # What the run is called there; None: run.name.
+    name: str | None = None
+    # offline: into the run's folder, for `wandb sync`.
+    wandb_mode: Literal["online", "offline"] = "online"
+    # Server or database of MLflow; None: MLFLOW_TRACKING_URI, and without it a file in the run's
+    # folder.
+    mlflow_uri: str | None = None

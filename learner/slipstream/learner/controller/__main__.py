@@ -39,8 +39,10 @@ def _first(error: BaseException) -> BaseException:
 async def _serve(path: Path) -> int:
     from slipstream.learner.controller.application import Controller
     from slipstream.protocol.security import Credentials
+    from slipstream.protocol.tracking import check_trackers
 
     config = load_config(path)
+    check_trackers(config.tracking)
     controller = Controller(config, Credentials.load(config.security))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

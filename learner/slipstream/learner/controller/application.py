@@ -7,11 +7,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -23,6 +21,7 @@ from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.fleet import Fleet, FleetHandlers, FleetServicer, ServerSession
+from slipstream.learner.controller.fleet_service import FleetService
 from slipstream.learner.controller.intake import Intake
 from slipstream.learner.controller.journal import Journal
 from slipstream.learner.controller.leases import LeaseBook
@@ -32,6 +31,7 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
 from slipstream.learner.controller.scheduler import Scheduler, environment_spec
 from slipstream.learner.controller.status_service import StatusServicer
+from slipstream.learner.controller.trackers.opening import open_trackers
 from slipstream.learner.controller.trainer_service import TrainerServicer
 from slipstream.protocol.config import Config
 from slipstream.protocol.queue.base import TrajectoryReceiver
@@ -61,28 +61,6 @@ GRACE_S = 2.0
 log = logging.getLogger(__name__)
 
 
-class _FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    def __init__(self, fleet: FleetServicer, environments: EnvironmentServicer) -> None:
-        self._fleet = fleet
-        self._relay = environments.relay
-
-    async def Join(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
-        async for message in self._fleet.join(request_iterator, context):
-            yield message
-
-    async def CallEnvironments(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
-        async for answer in self._relay.call_environments(request_iterator):
-            yield answer
-
-
 class Controller:
     """One run. `run` returns the exit code; everything that it opened is closed by then."""
 
@@ -109,7 +87,8 @@ class Controller:
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / "journal"))
-            self._recorder = RunRecorder(folder, self._config)
+            trackers = open_trackers(self._config, folder, self._progress.events)
+            self._recorder = RunRecorder(folder, self._config, trackers)
             stack.callback(self._recorder.close)
             server = create_server(self._credentials)
             stack.push_async_callback(server.stop, GRACE_S)
@@ -211,9 +190,7 @@ class Controller:
             self._ledger,
             newest_metrics=lambda: self._recorder.rows[-1] if self._recorder.rows else {},
         )
-        fleet = _FleetService(
-            FleetServicer(self._fleet, self._progress), self._environment_servicer
-        )
+        fleet = FleetService(FleetServicer(self._fleet, self._progress), self._environment_servicer)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self._trainer, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, server)
@@ -340,4 +317,5 @@ class Controller:
                 self._recorder.rows,
                 self._evaluator.results,
             )
+        await asyncio.to_thread(self._recorder.close)
         progress.events.close(progress.state, progress.cause)

@@ -16,10 +16,10 @@ from pydantic import JsonValue
 from slipstream.learner.controller.batches import Batch
 from slipstream.learner.controller.busy import Interval, busy_shares, union
 from slipstream.learner.controller.evaluation import EvaluationResult
+from slipstream.learner.controller.trackers.writers import Trackers
 from slipstream.protocol.config import Config
 from slipstream.protocol.types import Trajectory
 from slipstream.v1 import fleet_pb2, status_pb2
-from tensorboardX import SummaryWriter
 
 EDGE_STEPS = 5
 SAMPLED_GROUPS = 2
@@ -46,12 +46,13 @@ class RunFacts:
 class RunRecorder:
     """Writes the files of a run folder; one per run."""
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    def __init__(self, folder: Path, config: Config, trackers: Trackers) -> None:
+        """`trackers` get the numbers of each step and round; `close` closes them."""
         self._folder = folder
         self._config = config
         self._metrics: IO[str] = (folder / "metrics.jsonl").open("w", buffering=1)
         self._samples: IO[str] = (folder / "trajectories.jsonl").open("w", buffering=1)
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._trackers = trackers
         self._started_s = time.time()
         # Moments and generated tokens of the newest steps: heartbeats are too coarse for one step.
         self._recent: deque[tuple[float, int]] = deque([(time.time(), 0)])
@@ -61,10 +62,10 @@ class RunRecorder:
         self.first_lease_s: float | None = None
 
     def close(self) -> None:
-        """Flushes all files."""
+        """Flushes all files; blocks until the trackers are done."""
         self._metrics.close()
         self._samples.close()
-        self._board.close()
+        self._trackers.close()
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
         """Notes when an engine was busy."""
@@ -102,8 +103,7 @@ class RunRecorder:
         self._count(batch, row, training)
         self.rows.append(row)
         self._metrics.write(json.dumps(_finite(row)) + "\n")
-        for name, value in row.items():
-            self._board.add_scalar(name, value, batch.step, walltime=now)
+        self._trackers.log(batch.step, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._sample(batch)
         return row
@@ -127,8 +127,7 @@ class RunRecorder:
             **numbers,
         }
         self._metrics.write(json.dumps(_finite(row)) + "\n")
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, result.step)
+        self._trackers.log(result.step, numbers)
 
     def summary(
         self,

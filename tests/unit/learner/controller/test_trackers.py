@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import importlib.util
+import threading
+from pathlib import Path
+
+import pytest
+from controller_runs import make_config
+from slipstream.learner.controller.trackers import writers
+from slipstream.learner.controller.trackers.opening import RunIds, _ways_to_open
+from slipstream.learner.controller.trackers.tracker import told_settings
+from slipstream.learner.controller.trackers.writers import Trackers
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.measurement_sections import TrackingSection
+from slipstream.protocol.tracking import check_trackers
+
+
+class FakeTracker:
+    """Keeps what it is told; fails at step `fails_at`, and waits for `gate` before each entry."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+        self.entries: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def log(self, step, values) -> None:
+        self.gate.wait()
+        if step == self.fails_at:
+            raise ConnectionError("the service is away\nand more")
+        self.entries.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def needs(package: str):
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+def test_every_tracker_gets_all_finite_numbers_in_order():
+    first, second = FakeTracker(), FakeTracker()
+    complaints: list[str] = []
+    trackers = Trackers({"a": lambda: first, "b": lambda: second}, complaints.append)
+    trackers.log(0, {"x": 1.0, "y": float("nan")})
+    trackers.log(1, {"x": 2, "y": float("inf")})
+    trackers.close()
+    assert first.entries == second.entries == [(0, {"x": 1.0}), (1, {"x": 2.0})]
+    assert first.closed and second.closed
+    assert complaints == []
+
+
+def test_a_tracker_that_fails_is_told_once_and_the_others_go_on():
+    broken, whole = FakeTracker(fails_at=1), FakeTracker()
+    complaints: list[str] = []
+    trackers = Trackers({"broken": lambda: broken, "whole": lambda: whole}, complaints.append)
+    for step in range(4):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    assert [step for step, _ in broken.entries] == [0]
+    assert [step for step, _ in whole.entries] == [0, 1, 2, 3]
+    assert complaints == [
+        "tracker broken gets no more numbers: ConnectionError: the service is away"
+    ]
+
+
+def test_a_tracker_that_cannot_be_opened_is_told():
+    def refuse():
+        raise PermissionError("no key")
+
+    complaints: list[str] = []
+    trackers = Trackers({"locked": refuse}, complaints.append)
+    trackers.close()
+    trackers.log(0, {"x": 1.0})
+    assert complaints == ["tracker locked gets no more numbers: PermissionError: no key"]
+
+
+def test_the_end_of_a_run_waits_for_a_slow_tracker_only_so_long():
+    slow = FakeTracker()
+    slow.gate.clear()
+    complaints: list[str] = []
+    trackers = Trackers({"slow": lambda: slow}, complaints.append, close_limit_s=0.05)
+    trackers.log(0, {"x": 1.0})
+    trackers.close()
+    slow.gate.set()
+    assert complaints == ["tracker slow was not done 0.05 s after the run"]
+
+
+def test_a_tracker_that_is_too_far_behind_is_given_up_and_nothing_waits(monkeypatch):
+    monkeypatch.setattr(writers, "MAX_WAITING", 2)
+    slow = FakeTracker()
+    slow.gate.clear()
+    complaints: list[str] = []
+    trackers = Trackers({"slow": lambda: slow}, complaints.append)
+    for step in range(10):
+        trackers.log(step, {"x": 1.0})
+    slow.gate.set()
+    trackers.close()
+    assert complaints == ["tracker slow gets no more numbers: it is 2 entries behind"]
+
+
+def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
+    config = make_config(
+        tmp_path,
+        queue__kind="redis",
+        queue__redis_url="redis://:hunter2@127.0.0.1:6379",
+        security__token_file="secrets/token",
+    )
+    told = told_settings(config)
+    assert told["algorithm.max_staleness"] == 2
+    assert told["queue.kind"] == "redis"
+    assert not any("hunter2" in str(value) or "secrets" in str(value) for value in told.values())
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        ("wandb", "which needs the package wandb: pip install 'slipstream-rl[wandb]'"),
+        ("mlflow", "which needs the package mlflow: pip install 'slipstream-rl[mlflow]'"),
+    ],
+)
+def test_a_missing_package_is_one_line_with_the_command_that_helps(monkeypatch, tracker, message):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(TrackingSection(trackers=(tracker,)))
+    assert str(caught.value) == f"tracking.trackers has {tracker!r}, {message}"
+
+
+def test_names_of_the_run_are_kept_for_the_next_start(tmp_path: Path):
+    RunIds(tmp_path).keep("wandb", "abc")
+    assert RunIds(tmp_path).get("wandb") == "abc"
+    assert RunIds(tmp_path).get("mlflow") == ""
+
+
+def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
+    """Two starts of one run with one tracker; its name for the run."""
+    config = make_config(tmp_path, tracking__trackers=[name], **settings)
+    folder = config.run_dir
+    folder.mkdir(parents=True)
+    complaints: list[str] = []
+    for start in range(2):
+        trackers = Trackers(_ways_to_open(config, folder), complaints.append)
+        trackers.log(start, {"reward_mean": 0.5 + start, "held/pass_at_1": 0.25})
+        trackers.close()
+    assert complaints == []
+    return RunIds(folder).get(name)
+
+
+def test_tensorboard_has_every_number(tmp_path: Path):
+    log_twice(tmp_path, "tensorboard")
+    files = list((tmp_path / "r" / "tensorboard").iterdir())
+    content = b"".join(file.read_bytes() for file in files)
+    assert content.count(b"reward_mean") == content.count(b"held/pass_at_1") == 2
+
+
+@needs("wandb")
+def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(tmp_path: Path):
+    run_id = log_twice(tmp_path, "wandb", tracking__wandb_mode="offline")
+    files = sorted((tmp_path / "r" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))
+    content = b"".join(file.read_bytes() for file in files)
+    assert b"reward_mean" in content
+    assert b"algorithm.max_staleness" in content
+
+
+@needs("mlflow")
+@needs("sqlalchemy")
+def test_mlflow_writes_into_the_run_folder_and_goes_on_with_the_same_run(tmp_path: Path):
+    run_id = log_twice(tmp_path, "mlflow", tracking__project="p")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/r/mlflow.db")
+    history = client.get_metric_history(run_id, "reward_mean")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 0.5), (1, 1.5)]
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["algorithm.max_staleness"] == "2"
+    assert [e.name for e in client.search_experiments()] == ["p", "Default"]
