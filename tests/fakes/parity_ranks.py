@@ -82,22 +82,39 @@ LAYOUTS = {
     "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
     "one-qwen3": Layout(1, "qwen3"),
     "one-tied": Layout(1, "tied"),
-    "one-odd": Layout(1, "odd"),
+    "one-moe": Layout(1, "moe"),
+    "one-moe-softmax": Layout(1, "moe-softmax"),
     "dp2": Layout(2),
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
     "dp2-overlap": Layout(2, learner=DISTRIBUTED_OPTIMIZER | {"ddp": OVERLAP}),
     "tp2": Layout(2, parallel={"tp": 2}),
-    "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
     "tp2-sp": Layout(2, parallel=SP),
     "tp2-sp-qwen3": Layout(2, "qwen3", parallel=SP),
     "tp2-sp-recompute": Layout(2, parallel=SP, learner={"transformer": FULL_RECOMPUTE}),
     "pp2": Layout(2, parallel={"pp": 2}),
     "pp2-vpp2": Layout(2, parallel={"pp": 2, "vpp": 2}),
     "pp2-tied": Layout(2, "tied", parallel={"pp": 2}),
+    "dp2-moe": Layout(2, "moe"),
+    "ep2-moe": Layout(2, "moe", parallel={"ep": 2}),
+    "ep2-distopt-moe": Layout(2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "ep2-overlap-moe": Layout(
+        2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER | {"ddp": OVERLAP}
+    ),
+    "etp2-moe": Layout(2, "moe", parallel={"etp": 2}),
+    "tp2-sp-moe": Layout(2, "moe", parallel=SP),
+    "tp2-sp-etp1-moe": Layout(2, "moe", parallel=SP | {"etp": 1}),
+    "tp2-sp-etp1-ep2-moe": Layout(2, "moe", parallel=SP | {"etp": 1, "ep": 2}),
+    "tp2-sp-recompute-moe": Layout(2, "moe", parallel=SP, learner={"transformer": FULL_RECOMPUTE}),
+    "pp2-moe": Layout(2, "moe", parallel={"pp": 2}),
     "tp2-sp-dp2-distopt": Layout(4, parallel=SP, learner=DISTRIBUTED_OPTIMIZER),
     "tp2-sp-pp2-vpp2": Layout(4, parallel=SP | {"pp": 2, "vpp": 2}),
     "dp2-pp2-tied": Layout(4, "tied", parallel={"pp": 2}),
+    "ep2-dp4-distopt-moe": Layout(4, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "ep2-tp2-sp-moe": Layout(4, "moe", parallel=SP | {"ep": 2}),
+    "ep2-pp2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2}),
+    "ep2-pp2-vpp2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2, "vpp": 2}),
+    "ep4-tp2-sp-etp1-moe": Layout(4, "moe", parallel=SP | {"ep": 4, "etp": 1}),
 }
 # A learning rate with which the second step cannot be finite.
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
@@ -129,7 +146,14 @@ def probe() -> list[np.ndarray]:
 
 
 def make_models(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     sizes = {
         "vocab_size": VOCAB,
@@ -144,15 +168,21 @@ def make_models(folder: Path) -> None:
         "dtype": "float32",
     }
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    mixture = {
+        **sizes,
+        **rope,
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    }
     torch.manual_seed(0)
     models = {
         "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
         "tied": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
-        # A vocabulary that two ranks do not divide.
-        "odd": LlamaForCausalLM(
-            LlamaConfig(**sizes | {"vocab_size": VOCAB + 1}, tie_word_embeddings=True)
-        ),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, **rope, tie_word_embeddings=False)),
+        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=True)),
+        "moe-softmax": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=False)),
     }
     for name, model in models.items():
         # Larger weights than a fresh model's, so that attention and norms matter.
@@ -167,7 +197,7 @@ def make_models(folder: Path) -> None:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a layout does."""
-    from slipstream.learner.trainer.export import hf_tensors, save_hf_folder
+    from slipstream.learner.trainer.export import export_weights, hf_tensors, save_hf_folder
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
     from slipstream.learner.trainer.schedule import sequence_logprobs
@@ -181,6 +211,7 @@ def run_rank(folder: Path, job: str) -> None:
         policy.ranks.close()
         return
     finalized = count_finalizations(policy)
+    exported = export_weights(policy, config)
     before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     metrics, logprobs = [], []
     for batch in batches():
@@ -191,10 +222,11 @@ def run_rank(folder: Path, job: str) -> None:
     logprobs.append(torch.from_numpy(np.concatenate(found)))
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     save_hf_folder(policy, config.model.path, folder / f"{job}-final")
-    if policy.ranks.is_main:
+    if exported is not None:
         result = {
             "metrics": metrics,
             "logprobs": logprobs,
+            "digest": exported.digest.hex(),
             "before": before,
             "weights": weights,
             "finalizations": len(finalized),

@@ -136,9 +136,26 @@ def test_one_rank_trains_like_plain_transformers(
                 name,
             )
     torch.testing.assert_close(found["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5)
-    trained = plain.model.state_dict()
+    trained = one_by_one(plain.model.state_dict())
     for name, tensor in found["weights"].items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-6, atol=1e-6)
+
+
+def one_by_one(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers keeps the experts of a layer in one tensor; in files each has its own."""
+    found = {}
+    for name, tensor in weights.items():
+        if name.endswith(".experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                found[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate
+                found[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up
+        elif name.endswith(".experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
+        else:
+            found[name] = tensor
+    return found
 
 
 @pytest.mark.parametrize("layout", layouts_of(2))
@@ -160,6 +177,7 @@ def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
     expected = one_rank[LAYOUTS[layout].reference]
     for name, tensor in expected["before"].items():
         assert torch.equal(found["before"][name], tensor), name
+    assert found["digest"] == expected["digest"]
     for step in range(STEPS):
         ours, theirs = found["metrics"][step], expected["metrics"][step]
         for name in (
@@ -179,7 +197,7 @@ def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", ["one", "one-tied", "one-qwen3"])
+@pytest.mark.parametrize("layout", ["one", "one-tied", "one-qwen3", "one-moe"])
 def test_exported_folder_has_the_models_logits(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
@@ -189,14 +207,16 @@ def test_exported_folder_has_the_models_logits(
     )
 
 
+@pytest.mark.parametrize("layout", ["one", "one-moe"])
 def test_a_load_brings_every_tensor_of_the_folder_unchanged(
-    folder: Path, one_rank: dict[str, dict]
+    layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
     from safetensors.torch import load_file
 
-    stored = load_file(folder / "llama" / "model.safetensors")
-    assert set(stored) == set(one_rank["one"]["before"])
-    assert all(torch.equal(one_rank["one"]["before"][name], stored[name]) for name in stored)
+    stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
+    found = one_rank[layout]["before"]
+    assert set(stored) == set(found)
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
 def test_statistics_are_those_of_the_batch(one_rank: dict[str, dict]) -> None:

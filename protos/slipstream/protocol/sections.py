@@ -98,9 +98,9 @@ class ParallelSection(Section):
     pp: Positive = 1
     # Context parallel. The trainer refuses more than 1: not there yet.
     cp: Positive = 1
-    # Expert parallel. The trainer refuses more than 1: not there yet.
+    # Expert parallel: ranks over which the experts of a mixture are spread, whatever tp and cp are.
     ep: Positive = 1
-    # Tensor parallel of experts; None: tp. The trainer refuses any other value.
+    # Tensor parallel of experts: ranks that share each expert's matrices; None: tp.
     etp: Positive | None = None
     # Virtual pipeline stages of each pipeline rank.
     vpp: Positive | None = None

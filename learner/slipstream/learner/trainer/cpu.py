@@ -65,6 +65,7 @@ def install() -> None:
     _replace_cuda()
     _replace_tensor_methods()
     _replace_scatter()
+    _replace_uneven_collectives()
     _replace_megatron()
     # Sums over duplicate indices run in one order: the same batches give the same bits.
     torch.use_deterministic_algorithms(True)
@@ -161,6 +162,44 @@ def _replace_scatter() -> None:
         return real_scatter(tensor, parts, *args, **kwargs)
 
     _replace(dist, {"scatter": scatter})
+
+
+def _replace_uneven_collectives() -> None:
+    """Experts that share matrices get different numbers of tokens, which gloo refuses."""
+    import torch.distributed as dist
+
+    real_gather, real_reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
+
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if len({part.shape for part in tensor_list}) == 1:
+            return real_gather(tensor_list, tensor, *args, **kwargs)
+        length = max(len(part) for part in tensor_list)
+        parts = [part.new_empty(length, *part.shape[1:]) for part in tensor_list]
+        work = real_gather(parts, padded(tensor, length), *args, **kwargs)
+        assert work is None, "only the synchronous form is replaced"
+        for part, found in zip(tensor_list, parts, strict=True):
+            part.copy_(found[: len(part)])
+        return None
+
+    def reduce_scatter(
+        output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        if len({part.shape for part in input_list}) == 1:
+            return real_reduce_scatter(output, input_list, *args, **kwargs)
+        length = max(len(part) for part in input_list)
+        found = output.new_empty(length, *output.shape[1:])
+        parts = [padded(part, length) for part in input_list]
+        work = real_reduce_scatter(found, parts, *args, **kwargs)
+        assert work is None, "only the synchronous form is replaced"
+        output.copy_(found[: len(output)])
+        return None
+
+    _replace(dist, {"all_gather": all_gather, "reduce_scatter": reduce_scatter})
 
 
 def _replace_megatron() -> None:

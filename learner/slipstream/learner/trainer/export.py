@@ -23,7 +23,6 @@ from slipstream.v1 import weights_pb2
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
@@ -67,9 +66,6 @@ def hf_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     for name, weight in policy.bridge.export_hf_weights(
         policy.chunks, cpu=True, show_progress=False
     ):
-        if name in _VOCABULARY:
-            # Rows beyond are padding.
-            weight = weight[: policy.vocab_size]
         yield name, weight.detach().to(dtype).contiguous()
 
 
@@ -82,6 +78,8 @@ def export_weights(policy: Policy, config: Config) -> ExportedWeights | None:
             named.append((TensorSpec(name, wire_dtype, tuple(tensor.shape)), tensor))
     if not policy.ranks.is_main:
         return None
+    # Experts come in the order of the ranks that hold them; the digest must not depend on it.
+    named.sort(key=lambda pair: pair[0].name)
     specs = tuple(spec for spec, _ in named)
     by_name = {spec.name: tensor for spec, tensor in named}
     bucket_bytes = config.weights.bucket_mib << 20

@@ -158,11 +158,6 @@ def check_parallel(learner: LearnerSection) -> None:
             "learner.parallel.cp must be 1: packed sequences cannot be split over ranks yet, "
             f"got {parallel.cp}"
         )
-    if parallel.ep > 1 or (parallel.etp or parallel.tp) != parallel.tp:
-        raise ConfigError(
-            f"learner.parallel.ep must be 1 and etp tp: mixtures of experts are not there yet, "
-            f"got ep {parallel.ep} and etp {parallel.etp}"
-        )
 
 
 def _start(launch: Launch, learner: LearnerSection) -> torch.device:

@@ -1,4 +1,4 @@
-"""Our layer spec without TransformerEngine: sequence-parallel RMSNorm, attention on SDPA.
+"""Our layer spec without TransformerEngine: sequence-parallel RMSNorm, attention, experts.
 
 It is defined by inheriting from Megatron's classes, so import it only after `compat.install`.
 """
@@ -15,12 +15,15 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
 from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
+from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from slipstream.learner.trainer.experts import GroupedExperts
 from slipstream.learner.trainer.settings import Megatron
 from torch import Tensor
 
@@ -115,9 +118,14 @@ def _length_groups(
 def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
     """The transformer block of `config`, for the layers of this pipeline stage."""
     layer = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
     )
     parts = layer.submodules
+    if config.num_moe_experts:
+        # Bridge cannot export Megatron's own, which are a list of modules.
+        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = CoreAttention
     if config.qk_layernorm:
@@ -134,7 +142,7 @@ def register_norm_names() -> None:
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     }
-    for family in (Qwen2Bridge, Qwen3Bridge):
+    for family in (Qwen2Bridge, Qwen3Bridge, Qwen3MoEBridge):
         original = family.mapping_registry
 
         def registry(self: Megatron, original: Megatron = original) -> Megatron:

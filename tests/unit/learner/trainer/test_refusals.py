@@ -24,8 +24,6 @@ def test_missing_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     ("parallel", "message"),
     [
         (ParallelSection(cp=2), r"learner\.parallel\.cp must be 1.*got 2"),
-        (ParallelSection(ep=2), r"learner\.parallel\.ep must be 1.*got ep 2"),
-        (ParallelSection(tp=2, etp=1), r"learner\.parallel\.ep must be 1 and etp tp.*etp 1"),
     ],
 )
 def test_layout_that_is_not_there_yet_is_refused(parallel: ParallelSection, message: str) -> None:
