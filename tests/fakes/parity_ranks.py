@@ -82,6 +82,7 @@ LAYOUTS = {
     "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
     "one-qwen3": Layout(1, "qwen3"),
     "one-tied": Layout(1, "tied"),
+    "one-odd": Layout(1, "odd"),
     "one-moe": Layout(1, "moe"),
     "one-moe-softmax": Layout(1, "moe-softmax"),
     "dp2": Layout(2),
@@ -89,6 +90,7 @@ LAYOUTS = {
     "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
     "dp2-overlap": Layout(2, learner=DISTRIBUTED_OPTIMIZER | {"ddp": OVERLAP}),
     "tp2": Layout(2, parallel={"tp": 2}),
+    "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
     "tp2-sp": Layout(2, parallel=SP),
     "tp2-sp-qwen3": Layout(2, "qwen3", parallel=SP),
     "tp2-sp-recompute": Layout(2, parallel=SP, learner={"transformer": FULL_RECOMPUTE}),
@@ -180,6 +182,10 @@ def make_models(folder: Path) -> None:
     models = {
         "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
         "tied": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
+        # A vocabulary that two ranks do not divide.
+        "odd": LlamaForCausalLM(
+            LlamaConfig(**sizes | {"vocab_size": VOCAB + 1}, tie_word_embeddings=True)
+        ),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, **rope, tie_word_embeddings=False)),
         "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=True)),
         "moe-softmax": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=False)),

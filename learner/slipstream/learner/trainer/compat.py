@@ -28,6 +28,7 @@ _MODEL_FAMILIES = (
     "qwen.qwen3_bridge",
     "qwen.qwen3_moe_bridge",
 )
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _TE_STUBS = (
     "transformer_engine",
     "transformer_engine.pytorch",
@@ -60,10 +61,13 @@ def install() -> Megatron:
     importlib.import_module("megatron.core.extensions.transformer_engine")
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     if has_transformer_engine():
-        return importlib.import_module("megatron.bridge").AutoBridge
-    _cure_moe_utils()
-    _install_adam()
-    return _import_bridge()
+        auto_bridge: Megatron = importlib.import_module("megatron.bridge").AutoBridge
+    else:
+        _cure_moe_utils()
+        _install_adam()
+        auto_bridge = _import_bridge()
+    _cure_padded_vocabulary()
+    return auto_bridge
 
 
 def _cure_moe_utils() -> None:
@@ -80,6 +84,21 @@ def _install_adam() -> None:
     optimizer.Adam = distributed.Adam = GroupStepAdamW
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
+def _cure_padded_vocabulary() -> None:
+    # The model's vocabulary is padded where the ranks do not divide it, what Bridge loads is not.
+    mapping: Megatron = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
+    load = mapping.ColumnParallelMapping.hf_to_megatron
+
+    @functools.wraps(load)
+    def padded(self: Megatron, hf_weights: torch.Tensor | None, module: Megatron) -> Megatron:
+        if self.megatron_param.endswith(_VOCABULARY) and hf_weights is not None:
+            missing = module.weight.shape[0] * self.tp_size - hf_weights.shape[0]
+            hf_weights = torch.nn.functional.pad(hf_weights, (0, 0, 0, missing))
+        return load(self, hf_weights, module)
+
+    mapping.ColumnParallelMapping.hf_to_megatron = padded
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

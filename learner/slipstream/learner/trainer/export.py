@@ -23,6 +23,7 @@ from slipstream.v1 import weights_pb2
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
@@ -66,6 +67,9 @@ def hf_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     for name, weight in policy.bridge.export_hf_weights(
         policy.chunks, cpu=True, show_progress=False
     ):
+        if name in _VOCABULARY:
+            # Rows beyond are padding.
+            weight = weight[: policy.vocab_size]
         yield name, weight.detach().to(dtype).contiguous()
 
 

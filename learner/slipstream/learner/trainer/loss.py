@@ -1,13 +1,11 @@
-"""Log-probabilities of vocabulary-parallel logits, and the clipped objective on packed tokens."""
+"""The clipped objective on packed tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from slipstream.learner.trainer.packing import MicroBatch
 from torch import Tensor
 
@@ -48,62 +46,6 @@ class TokenLoss:
     sums: Tensor
     # Largest gap of the log-probabilities among tokens of lag 0; 0 without any.
     max_gap: Tensor
-
-
-class _VocabParallelLogprobs(torch.autograd.Function):
-    """In place only on its own copy: the logits may be needed by others."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor]:
-        scaled = logits.float() / temperature
-        peak = scaled.amax(dim=-1)
-        _reduce(peak, dist.ReduceOp.MAX, group)
-        scaled -= peak[:, None]
-        exps = scaled.exp()
-        total = exps.sum(dim=-1)
-        _reduce(total, dist.ReduceOp.SUM, group)
-        width = logits.shape[-1]
-        first = width * (group.rank() if group is not None else 0)
-        is_here = (targets >= first) & (targets < first + width)
-        places = torch.where(is_here, targets - first, 0)
-        found = scaled.gather(-1, places[:, None]).squeeze(-1) * is_here
-        _reduce(found, dist.ReduceOp.SUM, group)
-        probs = exps.div_(total[:, None])
-        expected = scaled.mul_(probs).sum(dim=-1)
-        _reduce(expected, dist.ReduceOp.SUM, group)
-        entropy = total.log() - expected
-        ctx.save_for_backward(probs, places, is_here)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        ctx.mark_non_differentiable(entropy)
-        return found - total.log(), entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        probs, places, is_here = ctx.saved_tensors
-        scaled_grad = (grads[0] / ctx.temperature)[:, None]
-        grad = -probs * scaled_grad
-        grad.scatter_add_(-1, places[:, None], scaled_grad * is_here[:, None])
-        return grad.to(ctx.dtype), None, None, None
-
-
-def vocab_parallel_logprobs(
-    logits: Tensor, targets: Tensor, *, temperature: float, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets` and the entropies, both float32 [tokens], natural logarithm.
-
-    `logits` [tokens, vocabulary / size of group] is this rank's part; they are divided by
-    `temperature` in float32. The entropy carries no gradient. Collective over `group`; None when
-    the vocabulary is whole.
-    """
-    whole = group if group is not None and group.size() > 1 else None
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, temperature, whole)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
 
 
 def clipped_loss(
@@ -156,8 +98,3 @@ def clipped_loss(
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.all_reduce(values, op=op, group=group)

@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 from slipstream.learner.trainer import compat, cpu
+from slipstream.learner.trainer.logprobs import defer_projection, output_weight
 from slipstream.learner.trainer.parallel import Launch, Ranks
 from slipstream.learner.trainer.settings import Megatron, passed_through
 from slipstream.protocol.config import Config, ParallelSection
 from slipstream.protocol.errors import ConfigError, RunFailed
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+# Of the vocabulary's share of a rank, where the vocabulary is padded.
+VOCAB_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class Policy:
     def micro_batch_multiple(self) -> int:
         """What the number of micro batches must be a multiple of: interleaving goes in rounds."""
         return self.parallel.pp if self.parallel.vpp else 1
+
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the projection to the vocabulary; on the last pipeline stage."""
+        return output_weight(unwrapped(self.chunks[-1]))
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -85,6 +95,13 @@ def open_policy(config: Config, launch: Launch) -> Policy:
     return _load(config, ranks, auto_bridge)
 
 
+def unwrapped(chunk: Megatron) -> Megatron:
+    """The GPT model in the wrappers for replicas and precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
 def _load(config: Config, ranks: Ranks, auto_bridge: Megatron) -> Policy:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -99,6 +116,8 @@ def _load(config: Config, ranks: Ranks, auto_bridge: Megatron) -> Policy:
         use_cpu_initialization=provider.use_cpu_initialization,
         bf16=provider.bf16,
     )
+    for chunk in chunks:
+        defer_projection(unwrapped(chunk))
     optimizer = get_megatron_optimizer(_optimizer_config(config), chunks)
     # Without it the schedule leaves out the sum over replicas and the gradients of shared
     # parameters, silently.
@@ -121,7 +140,6 @@ def _load(config: Config, ranks: Ranks, auto_bridge: Megatron) -> Policy:
 
 def _provider(bridge: Megatron, hf_config: Megatron, config: Config) -> Megatron:
     parallel = config.learner.parallel
-    _check_model(hf_config, config)
     provider = bridge.to_megatron_provider(load_weights=True)
     dtype = getattr(torch, config.model.dtype)
     values: dict[str, object] = {
@@ -153,6 +171,9 @@ def _provider(bridge: Megatron, hf_config: Megatron, config: Config) -> Megatron
         "batch_p2p_comm": parallel.vpp is None,
         # transformers 5 keeps the base where Bridge does not look, which silently leaves 10000.
         "rotary_base": _rotary_base(hf_config),
+        # Padded only where it must be, to what matrix units like.
+        "should_pad_vocab": hf_config.vocab_size % parallel.tp != 0,
+        "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
     }
     if provider.num_moe_experts:
         from slipstream.learner.trainer import experts
@@ -187,15 +208,6 @@ def _without_transformer_engine() -> dict[str, object]:
     values["use_cpu_initialization"] = not torch.cuda.is_available()
     values["transformer_layer_spec"] = spec.layer_spec
     return values
-
-
-def _check_model(hf_config: Megatron, config: Config) -> None:
-    tp = config.learner.parallel.tp
-    sizes: dict[str, Any] = hf_config.to_dict()
-    if sizes["vocab_size"] % tp:
-        raise ConfigError(
-            f"learner.parallel.tp must divide the vocabulary of {sizes['vocab_size']}, got {tp}"
-        )
 
 
 def _rotary_base(hf_config: Megatron) -> float:

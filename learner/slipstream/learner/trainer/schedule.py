@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from slipstream.learner.trainer.loss import TokenLoss, vocab_parallel_logprobs
+from slipstream.learner.trainer.logprobs import Projection, vocab_parallel_logprobs
+from slipstream.learner.trainer.loss import TokenLoss
 from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.packing import (
     MicroBatch,
@@ -27,12 +28,17 @@ _Finish = Callable[[int, MicroBatch, Tensor, Tensor], tuple[Tensor, Tensor, Outp
 
 
 def forward_backward(
-    policy: Policy, micro_batches: Sequence[MicroBatch], loss: LossFunction, *, temperature: float
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    loss: LossFunction,
+    *,
+    temperature: float,
+    entropy_gradient: bool = False,
 ) -> list[TokenLoss]:
     """Adds up the gradients of all micro batches, divided by the tokens of all ranks; collective.
 
     Returns the loss of each micro batch, detached, on the last pipeline stage, and nothing on the
-    others.
+    others. `entropy_gradient`: the loss depends on the entropies, not only its statistics.
     """
 
     def finish(
@@ -42,15 +48,18 @@ def forward_backward(
         kept = TokenLoss(found.loss.detach(), found.num_tokens, found.sums, found.max_gap)
         return found.loss, found.num_tokens.to(torch.int), kept
 
-    return _run(policy, micro_batches, finish, temperature=temperature, forward_only=False)
+    projection = Projection(
+        temperature, policy.vocab_size, policy.ranks.tp_group, entropy_gradient=entropy_gradient
+    )
+    return _run(policy, micro_batches, finish, projection, forward_only=False)
 
 
 def forward_logprobs(
     policy: Policy, micro_batches: Sequence[MicroBatch], *, temperature: float
 ) -> list[Tensor]:
-    """The log-probability of each position's target, one tensor for each micro batch; collective.
+    """The log-probabilities of the targets in `loss_mask`, elsewhere 0; collective.
 
-    On the last pipeline stage, and nothing on the others.
+    One tensor for each micro batch on the last pipeline stage, and nothing on the others.
     """
 
     def finish(
@@ -58,8 +67,9 @@ def forward_logprobs(
     ) -> tuple[Tensor, Tensor, Tensor]:
         return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
 
+    projection = Projection(temperature, policy.vocab_size, policy.ranks.tp_group)
     with torch.no_grad():
-        return _run(policy, micro_batches, finish, temperature=temperature, forward_only=True)
+        return _run(policy, micro_batches, finish, projection, forward_only=True)
 
 
 def sequence_logprobs(
@@ -99,8 +109,8 @@ def _run(
     policy: Policy,
     micro_batches: Sequence[MicroBatch],
     finish: _Finish[Output],
+    projection: Projection,
     *,
-    temperature: float,
     forward_only: bool,
 ) -> list[Output]:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -110,6 +120,8 @@ def _run(
         places: Iterator[int], chunk: Megatron
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
         place = next(places)
+        # Where nothing is trained no logits are computed. Found on the CPU: it would stop a GPU.
+        rows = micro_batches[place].loss_mask.nonzero()[:, 0].to(policy.ranks.device)
         micro_batch = micro_batches[place].to(policy.ranks.device)
         packed = PackedSeqParams(
             qkv_format="thd",
@@ -123,19 +135,19 @@ def _run(
             micro_batch.position_ids[None],
             None,
             packed_seq_params=packed,
+            **in_model_precision,
         )
 
-        def loss_function(logits: Tensor) -> tuple[Tensor, Tensor, Output]:
+        def loss_function(hidden: Tensor) -> tuple[Tensor, Tensor, Output]:
             logprobs, entropy = vocab_parallel_logprobs(
-                logits[0],
-                micro_batch.targets,
-                temperature=temperature,
-                group=policy.ranks.tp_group,
+                hidden[0], policy.output_weight, micro_batch.targets, rows, projection
             )
             return finish(place, micro_batch, logprobs, entropy)
 
         return output, loss_function
 
+    # Only Megatron's wrapper for half precision knows the word, and it would make a larger copy.
+    in_model_precision = {"fp32_output": False} if policy.dtype == torch.bfloat16 else {}
     iterators = [iter(range(len(micro_batches))) for _ in policy.chunks]
     outputs: list[Output] = get_forward_backward_func()(
         forward_step_func=forward_step,

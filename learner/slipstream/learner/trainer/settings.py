@@ -27,6 +27,8 @@ _OWNED = {
     "params_dtype": "model.dtype",
     "lr": "algorithm.learning_rate",
     "calculate_per_token_loss": None,
+    # The projection to the vocabulary is not Megatron's.
+    "defer_embedding_wgrad_compute": None,
     "average_in_collective": None,
 }
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from slipstream.learner.trainer.loss import Objective, Sum, clipped_loss, vocab_parallel_logprobs
+from slipstream.learner.trainer.loss import Objective, Sum, clipped_loss
 from slipstream.learner.trainer.packing import MicroBatch
 from torch import Tensor
 
@@ -30,47 +30,6 @@ def micro_batch(
         max_seqlen=number,
         indices=(0,),
     )
-
-
-def test_logprobs_and_entropy_are_those_of_a_dense_softmax_with_their_gradient() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 11, (7,))
-    outer = torch.randn(7)
-    found, entropy = vocab_parallel_logprobs(logits, targets, temperature=0.7, group=None)
-    (found * outer).sum().backward()
-    gradient, logits.grad = logits.grad, None
-
-    dense = (logits / 0.7).log_softmax(-1)
-    expected = dense.gather(1, targets[:, None])[:, 0]
-    (expected * outer).sum().backward()
-    torch.testing.assert_close(found, expected.float())
-    torch.testing.assert_close(entropy, -(dense.exp() * dense).sum(-1).float())
-    assert gradient is not None
-    assert logits.grad is not None
-    torch.testing.assert_close(gradient, logits.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_logprobs_leave_the_logits_as_they_were() -> None:
-    logits = torch.randn(3, 5, requires_grad=True)
-    before = logits.detach().clone()
-    found, _ = vocab_parallel_logprobs(logits, torch.tensor([0, 1, 2]), temperature=1.0, group=None)
-    found.sum().backward()
-    assert torch.equal(logits.detach(), before)
-
-
-def test_entropy_of_equal_logits_is_the_logarithm_of_their_number() -> None:
-    _, entropy = vocab_parallel_logprobs(
-        torch.full((2, 8), 3.0), torch.tensor([0, 7]), temperature=2.0, group=None
-    )
-    assert entropy.tolist() == pytest.approx([math.log(8)] * 2)
-
-
-def test_huge_logits_give_finite_logprobs() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0]])
-    found, entropy = vocab_parallel_logprobs(logits, torch.tensor([1]), temperature=1.0, group=None)
-    assert found.tolist() == [-2e4]
-    assert entropy.tolist() == [0.0]
 
 
 def test_first_mini_batch_weighs_the_policy_gradient_by_the_truncated_importance_weight() -> None:

@@ -1,0 +1,264 @@
+"""Log-probabilities and entropies from hidden states: logits exist one chunk at a time.
+
+The logits of a micro batch are by far its largest tensor. They are projected, reduced and forgotten
+in chunks, and the backward pass projects each chunk again. The vocabulary may be split over
+tensor-parallel ranks, and be padded at its end so that it splits evenly.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from slipstream.learner.trainer.settings import Megatron
+from torch import Tensor
+
+# 128 MiB in float32, of which three are alive at one time. A chunk is large enough for the
+# matrix product of a GPU; a tiny model's micro batch is one chunk.
+CHUNK_LOGITS = 1 << 25
+# Far below every logit, and far enough from the smallest float that differences stay finite.
+_PADDING_LOGIT = -1e30
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How hidden states become log-probabilities."""
+
+    # By which the logits are divided.
+    temperature: float
+    # Entries of the vocabulary that are tokens; the rest of the weight's rows is padding.
+    vocab_size: int
+    # Ranks over which the vocabulary is split; None or a group of one: it is whole.
+    group: dist.ProcessGroup | None = None
+    # Whether the entropies carry a gradient.
+    entropy_gradient: bool = False
+    # Logits of one chunk, at least those of one token.
+    chunk_logits: int = CHUNK_LOGITS
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The group, where there is something to reduce over."""
+        return self.group if self.group is not None and self.group.size() > 1 else None
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, projection: Projection
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `targets` and the entropies, both float32 [tokens], natural logarithm.
+
+    `hidden` [tokens, hidden size] is the same on all ranks of the group, its gradient this rank's
+    part of a sum; `weight` [padded vocabulary / size of group, hidden size] is this rank's part.
+    Only the positions `rows` are computed, the others are 0. Collective over the group.
+    """
+    found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
+        hidden.index_select(0, rows), weight, targets.index_select(0, rows), projection
+    )
+    nothing = found.new_zeros(len(targets))
+    return nothing.index_copy(0, rows, found), nothing.index_copy(0, rows, entropy)
+
+
+class _Logprobs(torch.autograd.Function):
+    """What is saved is never changed in place: only this function's own chunk is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        projection: Projection,
+    ) -> tuple[Tensor, Tensor]:
+        part = _Part(weight, projection)
+        places, is_here = part.places(targets)
+        peaks, totals, expected, wanted = part.new_rows(4, len(targets))
+
+        # A function of its own, so that a chunk is forgotten before the next one is made.
+        def reduce(chunk: slice) -> Tensor:
+            logits = part.logits(hidden[chunk])
+            wanted[chunk] = logits.gather(-1, places[chunk, None]).squeeze(-1) * is_here[chunk]
+            peaks[chunk] = logits.amax(dim=-1)
+            shifted = logits - peaks[chunk, None]
+            exps = shifted.exp()
+            totals[chunk] = exps.sum(dim=-1)
+            expected[chunk] = exps.mul_(shifted).sum(dim=-1)
+            return logits
+
+        chunks = part.chunks(len(targets))
+        # The backward pass of a micro batch that is one chunk need not project again.
+        kept = reduce(chunks[0]) if len(chunks) == 1 else None
+        if kept is None:
+            for chunk in chunks:
+                reduce(chunk)
+        log_total, mean = _merge(peaks, totals, expected, wanted, projection.tp_group)
+        entropy = log_total - mean
+        ctx.save_for_backward(hidden, weight, places, is_here, log_total, entropy, kept)
+        ctx.projection = projection
+        if not projection.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return wanted - log_total, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        logprob_grad: Tensor,
+        entropy_grad: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, places, is_here, log_total, entropy, kept = ctx.saved_tensors
+        projection: Projection = ctx.projection
+        part = _Part(weight, projection)
+        slope = (logprob_grad / projection.temperature)[:, None]
+        bend = (entropy_grad / projection.temperature)[:, None]
+        chosen = slope * is_here[:, None]
+        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        weight_grad = _WeightGrad(weight) if ctx.needs_input_grad[1] else None
+
+        def logits_grad(chunk: slice) -> Tensor:
+            sums = log_total[chunk, None]
+            logprobs = part.logits(hidden[chunk]).sub_(sums) if kept is None else kept - sums
+            if projection.entropy_gradient:
+                grad = logprobs.exp()
+                factor = logprobs.add_(entropy[chunk, None]).mul_(bend[chunk]).add_(slope[chunk])
+                grad.mul_(factor).neg_()
+            else:
+                grad = logprobs.exp_().mul_(-slope[chunk])
+            grad.scatter_add_(-1, places[chunk, None], chosen[chunk])
+            return grad.to(weight.dtype)
+
+        for chunk in part.chunks(len(hidden)):
+            grad = logits_grad(chunk)
+            if hidden_grad is not None:
+                torch.mm(grad, weight, out=hidden_grad[chunk])
+            if weight_grad is not None:
+                weight_grad.add(grad, hidden[chunk])
+            del grad
+        return hidden_grad, weight_grad.total() if weight_grad is not None else None, None, None
+
+
+class _Part:
+    """This rank's rows of the projection."""
+
+    def __init__(self, weight: Tensor, projection: Projection) -> None:
+        self._weight = weight
+        self._projection = projection
+        group = projection.tp_group
+        self._width = len(weight)
+        self._first = self._width * (group.rank() if group is not None else 0)
+        self._num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
+
+    def new_rows(self, number: int, length: int) -> tuple[Tensor, ...]:
+        """Uninitialised [length] in the precision of the sums."""
+        dtype = torch.promote_types(self._weight.dtype, torch.float32)
+        return tuple(
+            torch.empty(length, dtype=dtype, device=self._weight.device) for _ in range(number)
+        )
+
+    def chunks(self, length: int) -> list[slice]:
+        """The positions 0..length in chunks; there is one chunk of no positions, too."""
+        step = max(1, self._projection.chunk_logits // self._width)
+        starts = range(0, max(1, length), step)
+        return [slice(start, min(start + step, length)) for start in starts]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """New tensor [len(hidden), width], divided by the temperature, padding far below."""
+        logits = F.linear(hidden, self._weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._projection.temperature != 1.0:
+            logits /= self._projection.temperature
+        logits[:, self._num_tokens :] = _PADDING_LOGIT
+        return logits
+
+    def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of each target, and whether it is one of this rank's; 0 where it is not."""
+        is_here = (targets >= self._first) & (targets < self._first + self._width)
+        return torch.where(is_here, targets - self._first, 0), is_here
+
+
+class _WeightGrad:
+    """Sum over chunks, in float32 when there are several: each would round to the weight's type."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._sum: Tensor | None = None
+
+    def add(self, logits_grad: Tensor, hidden: Tensor) -> None:
+        """Adds what one chunk contributes."""
+        if self._sum is None:
+            self._sum = logits_grad.t() @ hidden
+            return
+        if (
+            self._sum.dtype
+            == self._weight.dtype
+            == torch.promote_types(self._weight.dtype, torch.float32)
+        ):
+            self._sum.addmm_(logits_grad.t(), hidden)
+            return
+        self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
+
+    def total(self) -> Tensor:
+        """In the weight's type."""
+        assert self._sum is not None
+        return self._sum.to(self._weight.dtype)
+
+
+def _merge(
+    peaks: Tensor,
+    totals: Tensor,
+    expected: Tensor,
+    wanted: Tensor,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """The logarithm of the sum of exp(logit), and the mean logit, over all ranks' vocabularies.
+
+    Each rank summed relative to its own peak; `wanted` becomes the targets' logits.
+    """
+    if group is None:
+        return peaks + totals.log(), peaks + expected / totals
+    top = peaks.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    shift = peaks - top
+    scale = shift.exp()
+    sums = torch.stack([totals * scale, (expected + shift * totals) * scale, wanted])
+    dist.all_reduce(sums, group=group)
+    wanted.copy_(sums[2])
+    return top + sums[0].log(), top + sums[1] / sums[0]
+
+
+def defer_projection(model: Megatron) -> None:
+    """Makes a Megatron GPT model return hidden states [1, tokens, hidden size] for its logits.
+
+    The output layer is still called, for the hooks that wait for its weight, but it only brings the
+    states to all tensor-parallel ranks; on the way back their gradients are summed.
+    """
+    if model.post_process:
+        model.output_layer.forward = types.MethodType(_bring_to_all_ranks, model.output_layer)
+
+
+def output_weight(model: Megatron) -> Tensor:
+    """The projection's rows of this rank; the embedding's where they are tied."""
+    if model.share_embeddings_and_output_weights:
+        shared: Tensor = model.shared_embedding_or_output_weight()
+        return shared
+    own: Tensor = model.output_layer.weight
+    return own
+
+
+def _bring_to_all_ranks(
+    layer: Megatron,
+    hidden: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+) -> tuple[Tensor, None]:
+    from megatron.core import tensor_parallel
+
+    if layer.sequence_parallel:
+        whole = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=layer.tp_group
+        )
+    else:
+        whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
+    return whole, None
