@@ -1,12 +1,12 @@
-"""The policy: a Hugging Face folder as a distributed Megatron model with its optimizer.
+"""A Hugging Face folder as a distributed Megatron model, with an optimizer if it is trained.
 
 Megatron's objects are untyped for us; this module and `schedule` are where they are handled.
 """
 
 from __future__ import annotations
 
-import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +19,18 @@ from slipstream.protocol.config import Config, ParallelSection
 from slipstream.protocol.errors import ConfigError, RunFailed
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
-
 # Of the vocabulary's share of a rank, where the vocabulary is padded.
 VOCAB_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class Policy:
-    """Parameters and optimizer of this rank; one chunk for each virtual pipeline stage."""
+class ParallelModel:
+    """Parameters of this rank; one chunk for each virtual pipeline stage."""
 
     ranks: Ranks
     parallel: ParallelSection
     bridge: Megatron
     chunks: list[Megatron]
-    optimizer: Megatron
     dtype: torch.dtype
     max_positions: int
     vocab_size: int
@@ -52,6 +49,16 @@ class Policy:
     def output_weight(self) -> Tensor:
         """This rank's rows of the projection to the vocabulary; on the last pipeline stage."""
         return output_weight(unwrapped(self.chunks[-1]))
+
+    def gather_parameters(self) -> None:
+        """Before the parameters are read: those that are only read are complete."""
+
+
+@dataclass(frozen=True)
+class TrainedModel(ParallelModel):
+    """A model with gradients and optimizer."""
+
+    optimizer: Megatron
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -84,15 +91,24 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
 
 
+@dataclass(frozen=True)
+class Policy(TrainedModel):
+    """The model that samples, and that is published."""
+
+
+# Changes the chunks of this rank after loading, before they get gradients.
+Change = Callable[[list[Megatron]], list[Megatron]]
+
+
 def open_policy(config: Config, launch: Launch) -> Policy:
     """Brings up this rank, and loads `config.model.path` with an optimizer; collective.
 
     ConfigError for a model or a setting that cannot work. Close `ranks` of what it returns.
     """
     cpu.install()
-    auto_bridge = compat.install()
+    compat.install()
     ranks = Ranks(launch, config.learner, seed=config.run.seed)
-    return _load(config, ranks, auto_bridge)
+    return Policy(**vars(load_trained(config, ranks)))
 
 
 def unwrapped(chunk: Megatron) -> Megatron:
@@ -102,22 +118,16 @@ def unwrapped(chunk: Megatron) -> Megatron:
     return chunk
 
 
-def _load(config: Config, ranks: Ranks, auto_bridge: Megatron) -> Policy:
+def load_trained(config: Config, ranks: Ranks, *, change: Change | None = None) -> TrainedModel:
+    """`config.model.path` with an optimizer, in the layout of `config.learner`; collective.
+
+    The layout of `ranks` must be that one, and in force.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
-    bridge = auto_bridge.from_hf_pretrained(str(config.model.path))
-    hf_config = bridge.hf_pretrained.config
-    provider = _provider(bridge, hf_config, config)
-    chunks = provider.provide_distributed_model(
-        ddp_config=_ddp_config(config),
-        wrap_with_ddp=True,
-        data_parallel_random_init=False,
-        use_cpu_initialization=provider.use_cpu_initialization,
-        bf16=provider.bf16,
-    )
-    for chunk in chunks:
-        defer_projection(unwrapped(chunk))
+    model = _load(config, ranks, ddp_config=_ddp_config(config), change=change)
+    chunks = model.chunks
     optimizer = get_megatron_optimizer(_optimizer_config(config), chunks)
     # Without it the schedule leaves out the sum over replicas and the gradients of shared
     # parameters, silently.
@@ -126,12 +136,40 @@ def _load(config: Config, ranks: Ranks, auto_bridge: Megatron) -> Policy:
     if chunks[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return Policy(
+    return TrainedModel(**vars(model), optimizer=optimizer)
+
+
+def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
+    """As `load_trained`, but for reading only: no gradients, no buffers for them."""
+    model = _load(config, ranks, ddp_config=None, change=None)
+    for chunk in model.chunks:
+        chunk.requires_grad_(False)
+    return model
+
+
+def _load(
+    config: Config, ranks: Ranks, *, ddp_config: Megatron | None, change: Change | None
+) -> ParallelModel:
+    bridge = compat.install().from_hf_pretrained(str(config.model.path))
+    hf_config = bridge.hf_pretrained.config
+    provider = _provider(bridge, hf_config, config)
+    if change is not None:
+        provider.register_pre_wrap_hook(change)
+    chunks = provider.provide_distributed_model(
+        ddp_config=ddp_config,
+        wrap_with_ddp=ddp_config is not None,
+        data_parallel_random_init=False,
+        use_cpu_initialization=provider.use_cpu_initialization,
+        bf16=provider.bf16,
+    )
+    if change is None:
+        for chunk in chunks:
+            defer_projection(unwrapped(chunk))
+    return ParallelModel(
         ranks=ranks,
         parallel=config.learner.parallel,
         bridge=bridge,
         chunks=chunks,
-        optimizer=optimizer,
         dtype=provider.params_dtype,
         max_positions=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 import os
 import socket
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from slipstream.learner.trainer.grid import Grids
 from slipstream.learner.trainer.settings import Megatron
-from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config import LearnerSection, ParallelSection
 from slipstream.protocol.errors import ConfigError
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -54,13 +57,31 @@ class Ranks:
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.device = _start(launch, learner)
-        self._groups = _build_groups(learner, seed)
+        self._grids = Grids(learner.parallel, timeout_s=learner.timeout_s, seed=seed)
+        self._grid = self._grids.home
         # Decisions travel over gloo on every device: they are small and need no stream.
         self._control = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=learner.timeout_s))
             if self.device.type == "cuda"
             else dist.group.WORLD
         )
+
+    def placed(self, parallel: ParallelSection) -> Ranks:
+        """The same ranks in another layout, whose groups are made if they are new."""
+        other = copy.copy(self)
+        other._grid = self._grids.of(parallel)
+        return other
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """While a model of this layout runs or is asked for its place; not collective.
+
+        RuntimeError inside the same of a third layout: `Grid.use`.
+        """
+        return self._grid.use()
+
+    @property
+    def _groups(self) -> Megatron:
+        return self._grid.groups
 
     @property
     def is_main(self) -> bool:
@@ -146,7 +167,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leaves all groups."""
-        self._groups.destroy_model_parallel()
+        self._grids.close()
         dist.destroy_process_group()
 
 
@@ -245,22 +266,3 @@ def _connected(
 
 def _missing(error: KeyError) -> ConfigError:
     return ConfigError(f"the environment must set {error.args[0]}, as torchrun does")
-
-
-def _build_groups(learner: LearnerSection, seed: int) -> Megatron:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    parallel = learner.parallel
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.etp,
-        distributed_timeout_minutes=max(1, round(learner.timeout_s / 60)),
-    )
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
-    return parallel_state

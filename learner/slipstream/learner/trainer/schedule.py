@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 import torch
 from slipstream.learner.trainer.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.loss import TokenLoss
-from slipstream.learner.trainer.model import Policy
+from slipstream.learner.trainer.model import ParallelModel, TrainedModel
 from slipstream.learner.trainer.packing import (
     MicroBatch,
     TrainingSequence,
@@ -23,12 +24,12 @@ from torch import Tensor
 Output = TypeVar("Output")
 # (place of the micro batch, micro batch, log-probabilities, entropy) -> loss
 LossFunction = Callable[[int, MicroBatch, Tensor, Tensor], TokenLoss]
-# The same -> (sum of the loss, number of tokens, what the schedule hands out)
-_Finish = Callable[[int, MicroBatch, Tensor, Tensor], tuple[Tensor, Tensor, Output]]
+# (place, micro batch, output of the last stage) -> (sum of the loss, tokens, what is handed out)
+Finish = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, Output]]
 
 
 def forward_backward(
-    policy: Policy,
+    model: TrainedModel,
     micro_batches: Sequence[MicroBatch],
     loss: LossFunction,
     *,
@@ -42,20 +43,25 @@ def forward_backward(
     """
 
     def finish(
-        place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
+        place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, TokenLoss]:
+        # Where nothing is trained no logits are computed. Found on the CPU: it would stop a GPU.
+        rows = micro_batches[place].loss_mask.nonzero()[:, 0].to(hidden.device)
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden[0], model.output_weight, micro_batch.targets, rows, projection
+        )
         found = loss(place, micro_batch, logprobs, entropy)
         kept = TokenLoss(found.loss.detach(), found.num_tokens, found.sums, found.max_gap)
         return found.loss, found.num_tokens.to(torch.int), kept
 
     projection = Projection(
-        temperature, policy.vocab_size, policy.ranks.tp_group, entropy_gradient=entropy_gradient
+        temperature, model.vocab_size, model.ranks.tp_group, entropy_gradient=entropy_gradient
     )
-    return _run(policy, micro_batches, finish, projection, forward_only=False)
+    return run_schedule(model, micro_batches, finish, forward_only=False)
 
 
 def forward_logprobs(
-    policy: Policy, micro_batches: Sequence[MicroBatch], *, temperature: float
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], *, temperature: float
 ) -> list[Tensor]:
     """The log-probabilities of the targets in `loss_mask`, elsewhere 0; collective.
 
@@ -63,17 +69,21 @@ def forward_logprobs(
     """
 
     def finish(
-        place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
+        place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = micro_batches[place].loss_mask.nonzero()[:, 0].to(hidden.device)
+        logprobs, _ = vocab_parallel_logprobs(
+            hidden[0], model.output_weight, micro_batch.targets, rows, projection
+        )
         return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
 
-    projection = Projection(temperature, policy.vocab_size, policy.ranks.tp_group)
+    projection = Projection(temperature, model.vocab_size, model.ranks.tp_group)
     with torch.no_grad():
-        return _run(policy, micro_batches, finish, projection, forward_only=True)
+        return run_schedule(model, micro_batches, finish, forward_only=True)
 
 
 def sequence_logprobs(
-    policy: Policy, sequences: Sequence[TokenArray], *, max_tokens: int
+    model: ParallelModel, sequences: Sequence[TokenArray], *, max_tokens: int
 ) -> list[LogprobArray]:
     """Log-probabilities at temperature 1 of all tokens but each sequence's first; collective.
 
@@ -85,34 +95,38 @@ def sequence_logprobs(
         [len(sequence) for sequence in prepared],
         max_tokens=max_tokens,
         dp_size=1,
-        multiple=policy.micro_batch_multiple,
+        multiple=model.micro_batch_multiple,
     )[0]
     micro_batches = [
-        build_micro_batch(prepared, members, multiple=policy.token_multiple) for members in plan
+        build_micro_batch(prepared, members, multiple=model.token_multiple) for members in plan
     ]
-    logprobs = forward_logprobs(policy, micro_batches, temperature=1.0)
+    logprobs = forward_logprobs(model, micro_batches, temperature=1.0)
     starts = [0]
     for sequence in prepared:
         starts.append(starts[-1] + len(sequence) - 1)
     found = torch.zeros(starts[-1], dtype=torch.float32)
-    if policy.ranks.counts and policy.ranks.dp_rank == 0:
+    if model.ranks.counts and model.ranks.dp_rank == 0:
         for micro_batch, values in zip(micro_batches, logprobs, strict=True):
             bounds = micro_batch.cu_seqlens.tolist()
             for place, index in enumerate(micro_batch.indices):
                 row = values[bounds[place] : bounds[place + 1] - 1]
                 found[starts[index] : starts[index + 1]] = row.cpu()
-    policy.ranks.sum(found)
+    model.ranks.sum(found)
     return [found[a:b].numpy() for a, b in itertools.pairwise(starts)]
 
 
-def _run(
-    policy: Policy,
+def run_schedule(
+    model: ParallelModel,
     micro_batches: Sequence[MicroBatch],
-    finish: _Finish[Output],
-    projection: Projection,
+    finish: Finish[Output],
     *,
     forward_only: bool,
 ) -> list[Output]:
+    """Runs Megatron's schedule; what `finish` hands out, on the last pipeline stage. Collective.
+
+    The output that it is given is [1, tokens, ...], hidden states or what a changed output layer
+    makes of them. The layout of `model` must be in force.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -120,9 +134,7 @@ def _run(
         places: Iterator[int], chunk: Megatron
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
         place = next(places)
-        # Where nothing is trained no logits are computed. Found on the CPU: it would stop a GPU.
-        rows = micro_batches[place].loss_mask.nonzero()[:, 0].to(policy.ranks.device)
-        micro_batch = micro_batches[place].to(policy.ranks.device)
+        micro_batch = micro_batches[place].to(model.ranks.device)
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
@@ -138,21 +150,15 @@ def _run(
             **in_model_precision,
         )
 
-        def loss_function(hidden: Tensor) -> tuple[Tensor, Tensor, Output]:
-            logprobs, entropy = vocab_parallel_logprobs(
-                hidden[0], policy.output_weight, micro_batch.targets, rows, projection
-            )
-            return finish(place, micro_batch, logprobs, entropy)
-
-        return output, loss_function
+        return output, functools.partial(finish, place, micro_batch)
 
     # Only Megatron's wrapper for half precision knows the word, and it would make a larger copy.
-    in_model_precision = {"fp32_output": False} if policy.dtype == torch.bfloat16 else {}
-    iterators = [iter(range(len(micro_batches))) for _ in policy.chunks]
+    in_model_precision = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
+    iterators = [iter(range(len(micro_batches))) for _ in model.chunks]
     outputs: list[Output] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=policy.chunks if len(policy.chunks) > 1 else policy.chunks[0],
+        model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=max(len(micro_batch.token_ids) for micro_batch in micro_batches),
         micro_batch_size=1,
