@@ -71,7 +71,8 @@ class Grids:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         before = _read() if self.current is not None else None
-        _write_groups(self._nothing)
+        # What is filled in place is each layout's own.
+        _write_groups({name: {} if value == {} else value for name, value in self._nothing.items()})
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tp,
             pipeline_model_parallel_size=sizes.pp,
@@ -130,26 +131,21 @@ class Grid:
             grids.current = grids.home
 
 
-def _names() -> list[str]:
-    """Megatron's globals: what the module's own functions assign."""
+def known_globals() -> set[str]:
+    """Names of Megatron's globals that are swapped, and of those that all layouts share."""
     from megatron.core import parallel_state
 
-    return [
+    return {
         name
         for name, value in vars(parallel_state).items()
         if name.startswith("_") and not name.startswith("__") and not callable(value)
-        if name not in _COMMON
-    ]
+    }
 
 
 def _read_groups() -> dict[str, object]:
     from megatron.core import parallel_state
 
-    known = vars(parallel_state)
-    # The one that is filled in place, or two layouts would share it.
-    return {
-        name: dict(value) if isinstance(value := known[name], dict) else value for name in _names()
-    }
+    return {name: vars(parallel_state)[name] for name in known_globals() - _COMMON}
 
 
 def _write_groups(groups: dict[str, object]) -> None:
