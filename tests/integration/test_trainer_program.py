@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -223,17 +224,47 @@ def check_probe(
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_same_batches_give_the_same_bits(tmp_path: Path, model: Path) -> None:
-    digests = []
-    for name in ("first", "second"):
+def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
+    tmp_path: Path, model: Path
+) -> None:
+    digests, metrics = [], {}
+    profiled = {"profile": {"start_step": 1}, "peak_tflops": 0.5}
+    for name, learner in (("plain", {}), ("profiled", profiled)):
         folder = tmp_path / name
         folder.mkdir()
         orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), stop_order()]
         with FakeController(orders) as controller:
-            processes = start_trainer(folder, model, controller.address, export_final=False)
+            processes = start_trainer(
+                folder, model, controller.address, export_final=False, **learner
+            )
             assert finish(processes, folder) == [0]
         digests.append([report.weight_digest for report in controller.steps])
+        metrics[name] = dict(controller.steps[1].metrics)
     assert digests[0] == digests[1]
+    assert not (tmp_path / "plain" / "program" / "profile").exists()
+    (trace,) = (tmp_path / "profiled" / "program" / "profile").iterdir()
+    assert trace.name == "rank-0-steps-1-1.json"
+    assert str(trace) in (tmp_path / "profiled" / "rank-0.log").read_text()
+    check_cost(model, metrics["plain"], metrics["profiled"])
+
+
+def check_cost(model: Path, plain: dict[str, float], with_peak: dict[str, float]) -> None:
+    config = json.loads((model / "config.json").read_text())
+    # Two layers of hidden size 64: queries and outputs 64 x 64, keys and values 64 x 32 each, three
+    # matrices of 64 x MLP, and the vocabulary.
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * config["intermediate_size"])
+    matrices += 64 * config["vocab_size"]
+    lengths = [len(t.token_ids) for t in BATCHES[1].trajectories]
+    flops = 6 * matrices * sum(lengths) + 6 * 2 * 64 * sum(length**2 for length in lengths)
+    assert plain["model_flops"] == with_peak["model_flops"] == flops
+    # On a CPU there is no peak to compare with, unless the settings name one.
+    assert "mfu" not in plain
+    assert with_peak["mfu"] == pytest.approx(with_peak["tflops_per_rank"] / 0.5)
+    assert "gpu_allocated_bytes" not in plain
+    assert plain["trainer_rss_bytes"] > 100e6
+    for stage in ("waiting_s", "export_s", "forward_backward_s", "optimizer_s"):
+        assert plain[stage] > 0
+    assert plain["forward_s"] == plain["publish_s"] == 0
 
 
 def test_sigterm_ends_the_trainer_in_order_while_it_waits(tmp_path: Path, model: Path) -> None:

@@ -8,7 +8,11 @@ from pydantic import model_validator
 from slipstream.protocol.address import address_parts
 from slipstream.protocol.algorithm_section import AlgorithmSection
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
-from slipstream.protocol.measurement_sections import EvaluationSection, TrackingSection
+from slipstream.protocol.measurement_sections import (
+    EvaluationSection,
+    ProfileSection,
+    TrackingSection,
+)
 from slipstream.protocol.section import Section
 from slipstream.protocol.sections import (
     ControllerSection,
@@ -33,6 +37,7 @@ __all__ = [
     "LearnerSection",
     "ModelSection",
     "ParallelSection",
+    "ProfileSection",
     "QueueSection",
     "RolloutServerSection",
     "RunSection",
@@ -113,13 +118,6 @@ class Config(Section):
                 f"beside max_reply_tokens, "
                 f"got {sampling.max_episode_tokens} and {sampling.max_reply_tokens}"
             )
-        for evaluation in self.evaluations:
-            if (evaluation.max_reply_tokens or 1) >= sampling.max_episode_tokens:
-                raise ValueError(
-                    f"sampling.max_episode_tokens must leave room for a prompt beside "
-                    f"max_reply_tokens of evaluation {evaluation.name}, "
-                    f"got {sampling.max_episode_tokens} and {evaluation.max_reply_tokens}"
-                )
         if sampling.max_episode_tokens > self.learner.micro_batch_tokens * self.learner.parallel.cp:
             raise ValueError(
                 f"an episode must fit one micro batch: sampling.max_episode_tokens must be at most "
@@ -149,6 +147,7 @@ class Config(Section):
             )
         check_world(self.learner)
         check_algorithm(self)
+        check_measurement(self)
         return self
 
 
@@ -166,6 +165,28 @@ def check_algorithm(config: Config) -> None:
         raise ValueError(
             f"algorithm.kl.coefficient needs a reference model, got "
             f"{algorithm.kl.coefficient} and none"
+        )
+
+
+def check_measurement(config: Config) -> None:
+    """ValueError when an evaluation or the profile does not fit the run."""
+    sampling, profile = config.sampling, config.learner.profile
+    for evaluation in config.evaluations:
+        if (evaluation.max_reply_tokens or 1) >= sampling.max_episode_tokens:
+            raise ValueError(
+                f"sampling.max_episode_tokens must leave room for a prompt beside "
+                f"max_reply_tokens of evaluation {evaluation.name}, "
+                f"got {sampling.max_episode_tokens} and {evaluation.max_reply_tokens}"
+            )
+    if profile.start_step is not None and profile.start_step >= config.run.steps:
+        raise ValueError(
+            f"learner.profile.start_step must be below run.steps, "
+            f"got {profile.start_step} and {config.run.steps}"
+        )
+    if max(profile.ranks, default=0) >= config.learner.world_size:
+        raise ValueError(
+            f"learner.profile.ranks must be below learner.world_size, "
+            f"got {max(profile.ranks)} and {config.learner.world_size}"
         )
 
 

@@ -75,3 +75,18 @@ class TrackingSection(Section):
     # Server or database of MLflow; None: MLFLOW_TRACKING_URI, and without it a file in the run's
     # folder.
     mlflow_uri: str | None = None
+
+
+class ProfileSection(Section):
+    """A window of steps under torch's profiler: a Chrome trace of each rank in `RUN/profile`."""
+
+    # The first step of the window; none: nothing is profiled.
+    start_step: int | None = Field(None, ge=0)
+    # Steps of the window. A trace has some hundred thousand lines for each.
+    num_steps: Positive = 1
+    # Trainer ranks that are profiled.
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    # Also where in the source each operation was called.
+    with_stack: bool = False
+    # Also what each operation allocates.
+    memory: bool = False

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
+from slipstream.protocol.measurement_sections import ProfileSection
 from slipstream.protocol.section import Address, Positive, Reference, Seconds, Section
 
 
@@ -140,6 +141,11 @@ class LearnerSection(Section):
     optimizer: dict[str, JsonValue] = {}
     # As `ddp`.
     transformer: dict[str, JsonValue] = {}
+    # Dense bfloat16 TFLOP/s of one rank's device, for the metric mfu; None: known for A100, H100,
+    # H200 and B200.
+    peak_tflops: float | None = Field(None, gt=0)
+    # A table of its own, below.
+    profile: ProfileSection = ProfileSection()
     # Write the trained model as a Hugging Face folder at the end.
     export_final: bool = True
     # Silence of a rank after which the trainer stops; also the limit of one collective.

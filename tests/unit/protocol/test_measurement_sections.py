@@ -56,3 +56,26 @@ def test_an_evaluation_that_cannot_work_is_refused(settings: dict, message: str)
 def test_an_evaluation_may_sample_longer_replies_than_training() -> None:
     config = make_config(evaluations=evaluation(max_reply_tokens=63))
     assert config.evaluations[0].max_reply_tokens == 63
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        (
+            {"start_step": 10},
+            "learner.profile.start_step must be below run.steps, got 10 and 10",
+        ),
+        (
+            {"start_step": 0, "ranks": [0, 1]},
+            "learner.profile.ranks must be below learner.world_size, got 1 and 1",
+        ),
+    ],
+)
+def test_a_profile_that_would_never_be_written_is_refused(profile: dict, message: str) -> None:
+    assert refusal(learner={"profile": profile}) == message
+
+
+def test_several_trackers_may_be_chosen_and_unknown_ones_are_refused() -> None:
+    config = make_config(tracking={"trackers": ["tensorboard", "wandb", "mlflow"]})
+    assert config.tracking.trackers == ("tensorboard", "wandb", "mlflow")
+    assert refusal(tracking={"trackers": ["console"]}).startswith("tracking.trackers.0: ")

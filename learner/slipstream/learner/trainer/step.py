@@ -21,6 +21,7 @@ from slipstream.learner.trainer.packing import (
     plan_micro_batches,
 )
 from slipstream.learner.trainer.schedule import forward_backward, forward_logprobs
+from slipstream.learner.trainer.stages import StageTimes
 from slipstream.protocol.config import AlgorithmSection, Config
 from slipstream.protocol.errors import RunFailed
 from torch import Tensor
@@ -60,6 +61,7 @@ class TrainingStep:
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy = policy
         self._config = config
+        self.stages = StageTimes()
         algorithm = config.algorithm
         self._objective = Objective(
             algorithm.clip_low,
@@ -84,10 +86,11 @@ class TrainingStep:
         ]
         old_logprobs: list[list[Tensor]] = [[] for _ in shares]
         if len(shares) > 1:
-            old_logprobs = [
-                forward_logprobs(self._policy, share, temperature=self._temperature)
-                for share in shares
-            ]
+            with self.stages.measure("forward"):
+                old_logprobs = [
+                    forward_logprobs(self._policy, share, temperature=self._temperature)
+                    for share in shares
+                ]
         rate = learning_rate(algorithm, batch.step)
         totals = _Totals()
         for share, old in zip(shares, old_logprobs, strict=True):

@@ -13,6 +13,7 @@ from types import FrameType
 
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.cost import StepCost
 from slipstream.learner.trainer.export import ExportedWeights, export_weights, save_hf_folder
 from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.orders import (
@@ -24,6 +25,7 @@ from slipstream.learner.trainer.orders import (
     unpack_directives,
 )
 from slipstream.learner.trainer.probe import build_probe
+from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.publish import publish
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.weight_sender import GlooWeightSender
@@ -47,6 +49,11 @@ class Trainer:
         self._ranks = policy.ranks
         self._client = client
         self._step = TrainingStep(policy, config)
+        self._stages = self._step.stages
+        self._cost = StepCost(config, policy.ranks)
+        self._profile = ProfileWindow(
+            config.learner.profile, config.run_dir / "profile", rank=policy.ranks.rank
+        )
         self._sender = GlooWeightSender(config.weights)
         self._version = PolicyVersion(0, 0)
         self._last_batch: Batch | None = None
@@ -58,11 +65,14 @@ class Trainer:
         _handle_termination(self._client, is_main=self._ranks.is_main)
         self._register()
         while True:
-            order = self._next_order()
+            with self._stages.measure("waiting"):
+                order = self._next_order()
             if isinstance(order, Batch):
-                self._train(order)
+                with self._profile.step(order.step):
+                    self._train(order)
             elif isinstance(order, weights_pb2.PublishOrder):
-                self._publish(order)
+                with self._stages.measure("publish"):
+                    self._publish(order)
             elif isinstance(order, Stop):
                 self._finish(order)
                 return
@@ -100,7 +110,9 @@ class Trainer:
         result = self._step.run(batch)
         self._version = PolicyVersion(self._version.incarnation, batch.step + 1)
         self._last_batch = batch
+        cost = self._cost.metrics(batch, result.wall_s)
         self._weights = self._export()
+        times = self._stages.take()
         if self._weights is None:
             return
         self._client.report_step(
@@ -109,7 +121,7 @@ class Trainer:
                 batch_id=batch.batch_id,
                 version=version_to_pb(self._version),
                 weight_digest=self._weights.digest,
-                metrics=result.metrics,
+                metrics=result.metrics | cost | times,
                 wall_s=result.wall_s,
             )
         )
@@ -134,6 +146,7 @@ class Trainer:
             )
 
     def _finish(self, order: Stop) -> None:
+        self._profile.close()
         logger.info("stopping with version %s: %s", self._version, order.reason)
         export_path = ""
         if self._config.learner.export_final and order.reason != TERMINATED:
@@ -151,7 +164,8 @@ class Trainer:
     def _export(self) -> ExportedWeights | None:
         """A step's digest needs the exported weights, and the publish that follows sends them."""
         started = time.monotonic()
-        weights = export_weights(self._policy, self._config)
+        with self._stages.measure("export"):
+            weights = export_weights(self._policy, self._config)
         self._export_s = time.monotonic() - started
         return weights
 

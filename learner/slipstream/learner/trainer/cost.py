@@ -1,0 +1,56 @@
+"""What a step costs: arithmetic, and memory of the ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
+from slipstream.learner.trainer.parallel import Ranks
+from slipstream.protocol.config import Config
+
+logger = logging.getLogger(__name__)
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class StepCost:
+    """Of the steps of one trainer."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sizes = model_sizes(json.loads((config.model.path / "config.json").read_text()))
+        self._peak_tflops = config.learner.peak_tflops
+        if self._peak_tflops is None and ranks.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+            self._peak_tflops = peak_tflops(name)
+            if self._peak_tflops is None:
+                logger.warning("no mfu: the peak of %s is not known, set learner.peak_tflops", name)
+
+    def metrics(self, batch: Batch, wall_s: float) -> dict[str, float]:
+        """Of a step that took `wall_s`; collective. What cannot be said here is left out."""
+        flops = training_flops(self._sizes, [len(t.token_ids) for t in batch.trajectories])
+        tflops = flops / wall_s / self._ranks.world_size / 1e12
+        found = {"model_flops": flops, "tflops_per_rank": tflops, **self._memory()}
+        if self._peak_tflops is not None:
+            found["mfu"] = tflops / self._peak_tflops
+        return found
+
+    def _memory(self) -> dict[str, float]:
+        """Of the rank that uses most."""
+        used = {"trainer_rss_bytes": resident_bytes()}
+        if self._ranks.device.type == "cuda":
+            used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            used["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+        values = torch.tensor(list(used.values()), dtype=torch.float64)
+        return dict(zip(used, self._ranks.max(values).tolist(), strict=True))
+
+
+def resident_bytes() -> int:
+    """Main memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES

@@ -1,0 +1,65 @@
+"""A window of steps under torch's profiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from slipstream.protocol.config import ProfileSection
+from torch.profiler import ProfilerActivity, profile
+
+logger = logging.getLogger(__name__)
+
+
+class ProfileWindow:
+    """Profiles the steps that `section` names, on the ranks that it names; else does nothing."""
+
+    def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
+        """Traces are written into `folder`."""
+        self._section = section
+        self._folder = folder
+        self._rank = rank
+        self._profiler: profile | None = None
+        self._steps: list[int] = []
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around all that step does; the trace is written after the last step of the window."""
+        first = self._section.start_step
+        if first is None or self._rank not in self._section.ranks:
+            yield
+            return
+        last = first + self._section.num_steps - 1
+        if first <= step <= last:
+            self._start()
+            self._steps.append(step)
+        yield
+        if step >= last:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace of a window that is still open."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank-{self._rank}-steps-{self._steps[0]}-{self._steps[-1]}.json"
+        profiler.export_chrome_trace(str(path))
+        logger.info("the profile of steps %d to %d is %s", self._steps[0], self._steps[-1], path)
+
+    def _start(self) -> None:
+        if self._profiler is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(
+            activities=activities,
+            with_stack=self._section.with_stack,
+            profile_memory=self._section.memory,
+        )
+        self._profiler.start()
