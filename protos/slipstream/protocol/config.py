@@ -121,8 +121,9 @@ class Config(Section):
         if sampling.max_episode_tokens > self.learner.micro_batch_tokens * self.learner.parallel.cp:
             raise ValueError(
                 f"an episode must fit one micro batch: sampling.max_episode_tokens must be at most "
-                f"learner.micro_batch_tokens, got {sampling.max_episode_tokens} "
-                f"and {self.learner.micro_batch_tokens}"
+                f"learner.micro_batch_tokens * learner.parallel.cp, got "
+                f"{sampling.max_episode_tokens}, {self.learner.micro_batch_tokens} "
+                f"and {self.learner.parallel.cp}"
             )
         if self.max_trajectory_bytes > MAX_TRAJECTORY_BYTES:
             raise ValueError(
@@ -202,6 +203,11 @@ def check_world(learner: LearnerSection) -> None:
     if parallel.ep > 1 and world % expert:
         raise ValueError(
             f"learner.world_size must be a multiple of ep * etp * pp = {expert}, got {world}"
+        )
+    if parallel.cp > 1 and learner.micro_batch_tokens % 2:
+        raise ValueError(
+            f"learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each "
+            f"sequence is cut into 2 * cp equal chunks, got {learner.micro_batch_tokens}"
         )
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ValueError("learner.parallel.sequence_parallel needs tp > 1, got tp = 1")

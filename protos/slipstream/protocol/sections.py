@@ -97,7 +97,7 @@ class ParallelSection(Section):
     tp: Positive = 1
     # Pipeline stages.
     pp: Positive = 1
-    # Context parallel. The trainer refuses more than 1: not there yet.
+    # Context parallel: ranks that share each sequence.
     cp: Positive = 1
     # Expert parallel: ranks over which the experts of a mixture are spread, whatever tp and cp are.
     ep: Positive = 1
@@ -118,7 +118,7 @@ class LearnerSection(Section):
     ranks_per_node: Positive | None = None
     # Where the ranks meet: host of node 0 and a free port there (0: any, on one node).
     master: Address = "127.0.0.1:0"
-    # Tokens of one packed micro batch.
+    # Tokens of one packed micro batch, on each of the context parallel ranks that share it.
     micro_batch_tokens: Positive = 4096
     # CPU threads of each rank; 0: all.
     threads: int = Field(1, ge=0)

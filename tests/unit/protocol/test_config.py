@@ -133,7 +133,13 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
             "learner.micro_batch_tokens",
             63,
             "an episode must fit one micro batch: sampling.max_episode_tokens must be at most "
-            "learner.micro_batch_tokens, got 64 and 63",
+            "learner.micro_batch_tokens * learner.parallel.cp, got 64, 63 and 1",
+        ),
+        (
+            "learner",
+            {"world_size": 2, "micro_batch_tokens": 33, "parallel": {"cp": 2}},
+            "learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each "
+            "sequence is cut into 2 * cp equal chunks, got 33",
         ),
         (
             "queue.max_bytes",
@@ -196,6 +202,15 @@ def test_two_environments_of_one_name_are_refused() -> None:
     table = table_with("environments", [{"name": "a", "reference": "a:B"}])
     table["evaluations"] = [{"name": "a", "reference": "a:C"}]
     assert refusal(table) == "environments and evaluations need different names, got a, a"
+
+
+def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> None:
+    config = config_with(
+        ("learner.world_size", 2),
+        ("learner.micro_batch_tokens", 32),
+        ("learner.parallel", {"cp": 2}),
+    )
+    assert config.sampling.max_episode_tokens == 64
 
 
 def test_expert_parallel_sizes_do_not_depend_on_the_dense_ones() -> None:

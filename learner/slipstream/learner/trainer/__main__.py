@@ -38,11 +38,10 @@ def main() -> int:
 
 def _run_rank(config: Config) -> int:
     from slipstream.learner.trainer.controller_client import ControllerClient
-    from slipstream.learner.trainer.parallel import Launch, check_parallel
+    from slipstream.learner.trainer.parallel import Launch
     from slipstream.v1 import trainer_pb2
 
     try:
-        check_parallel(config.learner)
         launch = Launch.from_environment()
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -36,9 +36,14 @@ class ParallelModel:
     vocab_size: int
 
     @property
+    def sequence_multiple(self) -> int:
+        """What the tokens of a sequence must be a multiple of: two chunks for each part of it."""
+        return 2 * self.parallel.cp if self.parallel.cp > 1 else 1
+
+    @property
     def token_multiple(self) -> int:
         """What the tokens of a micro batch must be a multiple of."""
-        return self.parallel.tp if self.parallel.sequence_parallel else 1
+        return self.sequence_multiple * (self.parallel.tp if self.parallel.sequence_parallel else 1)
 
     @property
     def micro_batch_multiple(self) -> int:

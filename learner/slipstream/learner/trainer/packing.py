@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +127,15 @@ class MicroBatch:
     values: Tensor | None = None
     returns: Tensor | None = None
 
+    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The same with every [tokens] tensor that there is changed."""
+        tensors: dict[str, Any] = {
+            name: change(value)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "cu_seqlens"
+        }
+        return dataclasses.replace(self, **tensors)
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
         if device.type == "cpu":
@@ -135,25 +144,7 @@ class MicroBatch:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        def moved_or_none(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else moved(tensor)
-
-        return dataclasses.replace(
-            self,
-            token_ids=moved(self.token_ids),
-            position_ids=moved(self.position_ids),
-            targets=moved(self.targets),
-            loss_mask=moved(self.loss_mask),
-            loss_weights=moved(self.loss_weights),
-            advantages=moved(self.advantages),
-            behavior_logprobs=moved(self.behavior_logprobs),
-            lags=moved(self.lags),
-            sequence_ids=moved(self.sequence_ids),
-            cu_seqlens=moved(self.cu_seqlens),
-            reference_logprobs=moved_or_none(self.reference_logprobs),
-            values=moved_or_none(self.values),
-            returns=moved_or_none(self.returns),
-        )
+        return dataclasses.replace(self.map_tokens(moved), cu_seqlens=moved(self.cu_seqlens))
 
 
 def plan_micro_batches(
@@ -172,23 +163,29 @@ def plan_micro_batches(
         )
     longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     packed = _first_fit(lengths, longest_first, max_tokens)
-    number = _round_up(max(1, len(packed)), dp_size * multiple)
+    number = round_up(max(1, len(packed)), dp_size * multiple)
     levelled = _level(lengths, longest_first, max_tokens, number)
     chosen = levelled if levelled is not None else packed + [[]] * (number - len(packed))
     return _deal(lengths, chosen, dp_size)
 
 
 def build_micro_batch(
-    sequences: Sequence[TrainingSequence], indices: Sequence[int], *, multiple: int = 1
+    sequences: Sequence[TrainingSequence],
+    indices: Sequence[int],
+    *,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
 ) -> MicroBatch:
     """Packs `sequences[i]` for i in `indices`, and filler up to a multiple of `multiple`.
 
+    Each is padded at its end to a multiple of `sequence_multiple`, which must divide `multiple`;
+    what comes last in a sequence disturbs nobody before it, and has no loss.
     There is filler for no sequence at all, too: a micro batch is never empty. `sequences` are all
     of the step's, and what is estimated of them is estimated of filler too: as 0.
     """
-    chosen = [sequences[index] for index in indices]
+    chosen = [_padded(sequences[index], sequence_multiple) for index in indices]
     total = sum(len(sequence) for sequence in chosen)
-    filler = _round_up(max(1, total), multiple) - total
+    filler = round_up(max(1, total), multiple) - total
     if filler:
         like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
         chosen.append(_filler(filler, like))
@@ -217,11 +214,34 @@ def build_micro_batch(
     )
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
 def _predicted(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
     """Moves what belongs to token i + 1 to position i; the last position gets 0."""
     moved = np.zeros_like(values)
     moved[:-1] = values[1:]
     return moved
+
+
+def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
+    missing = -len(sequence) % multiple
+    if not missing:
+        return sequence
+
+    def pad(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
+        return np.pad(values, (0, missing))
+
+    return dataclasses.replace(
+        sequence,
+        token_ids=pad(sequence.token_ids),
+        loss_mask=pad(sequence.loss_mask),
+        behavior_logprobs=pad(sequence.behavior_logprobs),
+        lags=pad(sequence.lags),
+        estimates=sequence.estimates.map(pad),
+    )
 
 
 def _filler(length: int, like: TokenEstimates) -> TrainingSequence:
@@ -283,7 +303,3 @@ def _deal(lengths: Sequence[int], bins: list[list[int]], dp_size: int) -> Plan:
         turn, rank = divmod(place, dp_size)
         ranks[rank if turn % 2 == 0 else dp_size - 1 - rank].append(sorted(members))
     return ranks
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

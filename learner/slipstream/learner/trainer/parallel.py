@@ -110,13 +110,29 @@ class Ranks:
         return group
 
     @property
+    def cp_rank(self) -> int:
+        """Which part of each sequence this rank holds."""
+        return int(self._groups.get_context_parallel_rank())
+
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks that share each sequence."""
+        return int(self._groups.get_context_parallel_world_size())
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        """The ranks that share each sequence."""
+        group: dist.ProcessGroup = self._groups.get_context_parallel_group()
+        return group
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes log-probabilities and losses."""
         return bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's statistics enter a sum over all: one rank of each replica does."""
+        """Whether this rank's statistics enter a sum over all: each token of a replica once."""
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -148,6 +164,7 @@ class Ranks:
             [
                 groups.get_pipeline_model_parallel_rank(),
                 groups.get_data_parallel_rank(),
+                groups.get_context_parallel_rank(),
                 groups.get_tensor_model_parallel_rank(),
             ],
             dtype=_INT64,
@@ -157,11 +174,11 @@ class Ranks:
         pp = groups.get_pipeline_model_parallel_world_size()
         lines = [
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''} on {self.device.type}: "
-            f"tp {self.tp_size}, pp {pp}, dp {self.dp_size}"
+            f"tp {self.tp_size}, pp {pp}, cp {self.cp_size}, dp {self.dp_size}"
         ]
         lines += [
-            f"rank {rank}: pp {p}, dp {d}, tp {t}"
-            for rank, (p, d, t) in enumerate(x.tolist() for x in places)
+            f"rank {rank}: pp {p}, dp {d}, cp {c}, tp {t}"
+            for rank, (p, d, c, t) in enumerate(x.tolist() for x in places)
         ]
         return "\n".join(lines)
 
@@ -169,16 +186,6 @@ class Ranks:
         """Leaves all groups."""
         self._grids.close()
         dist.destroy_process_group()
-
-
-def check_parallel(learner: LearnerSection) -> None:
-    """ConfigError for what the trainer cannot do yet, before anything is loaded."""
-    parallel = learner.parallel
-    if parallel.cp > 1:
-        raise ConfigError(
-            "learner.parallel.cp must be 1: packed sequences cannot be split over ranks yet, "
-            f"got {parallel.cp}"
-        )
 
 
 def _start(launch: Launch, learner: LearnerSection) -> torch.device:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from slipstream.learner.trainer.context_parallel import share_of_rank, zigzag
 from slipstream.learner.trainer.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.loss import TokenLoss
 from slipstream.learner.trainer.model import ParallelModel, TrainedModel
@@ -16,6 +17,7 @@ from slipstream.learner.trainer.packing import (
     TrainingSequence,
     build_micro_batch,
     plan_micro_batches,
+    round_up,
 )
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.types import LogprobArray, TokenArray
@@ -90,28 +92,36 @@ def sequence_logprobs(
     On every rank, one array for each sequence.
     """
     prepared = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]
+    ranks, sequence_multiple = model.ranks, model.sequence_multiple
     # Every replica computes all of them; one counts.
     plan = plan_micro_batches(
-        [len(sequence) for sequence in prepared],
-        max_tokens=max_tokens,
+        [round_up(len(sequence), sequence_multiple) for sequence in prepared],
+        max_tokens=max_tokens * ranks.cp_size,
         dp_size=1,
         multiple=model.micro_batch_multiple,
     )[0]
-    micro_batches = [
-        build_micro_batch(prepared, members, multiple=model.token_multiple) for members in plan
+    wholes = [
+        build_micro_batch(
+            prepared, members, multiple=model.token_multiple, sequence_multiple=sequence_multiple
+        )
+        for members in plan
     ]
-    logprobs = forward_logprobs(model, micro_batches, temperature=1.0)
+    shares = [share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes]
+    logprobs = forward_logprobs(model, shares, temperature=1.0)
     starts = [0]
     for sequence in prepared:
         starts.append(starts[-1] + len(sequence) - 1)
     found = torch.zeros(starts[-1], dtype=torch.float32)
-    if model.ranks.counts and model.ranks.dp_rank == 0:
-        for micro_batch, values in zip(micro_batches, logprobs, strict=True):
-            bounds = micro_batch.cu_seqlens.tolist()
-            for place, index in enumerate(micro_batch.indices):
-                row = values[bounds[place] : bounds[place + 1] - 1]
-                found[starts[index] : starts[index + 1]] = row.cpu()
-    model.ranks.sum(found)
+    if ranks.counts and ranks.dp_rank == 0:
+        for whole, values in zip(wholes, logprobs, strict=True):
+            bounds = whole.cu_seqlens.tolist()
+            # Each context parallel rank knows some; the sum over all ranks completes them.
+            row = torch.zeros(bounds[-1], dtype=torch.float32)
+            row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.cpu()
+            for start, index in zip(bounds, whole.indices, strict=False):
+                length = starts[index + 1] - starts[index]
+                found[starts[index] : starts[index + 1]] = row[start : start + length]
+    ranks.sum(found)
     return [found[a:b].numpy() for a, b in itertools.pairwise(starts)]
 
 
@@ -142,6 +152,9 @@ def run_schedule(
             max_seqlen_q=micro_batch.max_seqlen,
             max_seqlen_kv=micro_batch.max_seqlen,
         )
+        if model.ranks.cp_size > 1:
+            # TransformerEngine asks for them; padding at the ends needs no mask of its own.
+            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro_batch.cu_seqlens
         output = chunk(
             micro_batch.token_ids[None],
             micro_batch.position_ids[None],

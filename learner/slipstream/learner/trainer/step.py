@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from slipstream.learner.trainer.advantage import group_advantages, shuffled
 from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.context_parallel import share_of_rank
 from slipstream.learner.trainer.loss import Objective, Sum, TokenLoss, clipped_loss
 from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.packing import (
@@ -19,6 +20,7 @@ from slipstream.learner.trainer.packing import (
     TrainingSequence,
     build_micro_batch,
     plan_micro_batches,
+    round_up,
 )
 from slipstream.learner.trainer.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.stages import StageTimes
@@ -121,22 +123,25 @@ class TrainingStep:
     def _micro_batches(
         self, sequences: Sequence[TrainingSequence], members: Sequence[int]
     ) -> list[MicroBatch]:
-        """This replica's part of a mini-batch."""
+        """This rank's part of a mini-batch."""
         ranks = self._policy.ranks
+        sequence_multiple = self._policy.sequence_multiple
         plan = plan_micro_batches(
-            [len(sequences[index]) for index in members],
-            max_tokens=self._config.learner.micro_batch_tokens,
+            [round_up(len(sequences[index]), sequence_multiple) for index in members],
+            max_tokens=self._config.learner.micro_batch_tokens * ranks.cp_size,
             dp_size=ranks.dp_size,
             multiple=self._policy.micro_batch_multiple,
         )
-        return [
+        wholes = [
             build_micro_batch(
                 sequences,
                 [members[place] for place in places],
                 multiple=self._policy.token_multiple,
+                sequence_multiple=sequence_multiple,
             )
             for places in plan[ranks.dp_rank]
         ]
+        return [share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes]
 
     def _train(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], rate: float, totals: _Totals

@@ -134,6 +134,25 @@ def test_what_models_estimate_of_sampled_tokens_stands_where_they_are_predicted(
     assert found.sequence_ids.tolist()[-1] == 1
 
 
+def test_every_sequence_is_padded_at_its_end_without_loss() -> None:
+    first = sequence([5, 6, 7], [False, True, True], 0.5)
+    second = sequence([8, 9], [False, True], -1.0)
+    found = build_micro_batch([first, second], [0, 1], multiple=8, sequence_multiple=4)
+    assert found.token_ids.tolist() == [5, 6, 7, 0, 8, 9, 0, 0]
+    assert found.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert found.targets.tolist() == [6, 7, 0, 0, 9, 0, 0, 0]
+    assert found.loss_mask.tolist() == [True, True, False, False, True, False, False, False]
+    assert found.behavior_logprobs.tolist() == [-0.5, -0.5, 0, 0, -0.5, 0, 0, 0]
+    assert found.lags.tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
+    assert found.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert found.cu_seqlens.tolist() == [0, 4, 8]
+    assert found.max_seqlen == 4
+    assert found.indices == (0, 1)
+    assert found.advantages[found.loss_mask].tolist() == [0.5, 0.5, -1.0]
+    filled = build_micro_batch([first], [0], multiple=8, sequence_multiple=4)
+    assert filled.cu_seqlens.tolist() == [0, 4, 8]
+
+
 def test_empty_micro_batch_is_one_token_of_filler() -> None:
     found = build_micro_batch([], [])
     assert found.token_ids.tolist() == [0]

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 from slipstream.learner.trainer import compat
-from slipstream.learner.trainer.parallel import Launch, check_parallel
-from slipstream.protocol.config import LearnerSection, ParallelSection
+from slipstream.learner.trainer.parallel import Launch
 from slipstream.protocol.errors import ConfigError
 
 
@@ -18,17 +17,6 @@ def test_missing_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(compat.TESTED_VERSIONS, "megatron-absent", "1.0")
     with pytest.raises(ConfigError, match=r"megatron-absent 1\.0 is required"):
         compat.check_versions()
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        (ParallelSection(cp=2), r"learner\.parallel\.cp must be 1.*got 2"),
-    ],
-)
-def test_layout_that_is_not_there_yet_is_refused(parallel: ParallelSection, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_parallel(LearnerSection(world_size=4, parallel=parallel))
 
 
 def test_rank_without_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
