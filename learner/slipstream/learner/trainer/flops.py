@@ -26,6 +26,11 @@ class ModelSizes:
     matrix_parameters: int
     attention_width: int
 
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sequence whose attention takes as much as its matrix products."""
+        return self.matrix_parameters / self.attention_width
+
 
 def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
     """The sizes of a decoder with gated MLPs, dense or a mixture of experts (Llama, Qwen, Mixtral).

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from slipstream.learner.trainer import compat, cpu
+from slipstream.learner.trainer.flops import model_sizes
 from slipstream.learner.trainer.logprobs import defer_projection, output_weight
 from slipstream.learner.trainer.parallel import Launch, Ranks
 from slipstream.learner.trainer.settings import Megatron, passed_through
@@ -34,6 +35,8 @@ class ParallelModel:
     dtype: torch.dtype
     max_positions: int
     vocab_size: int
+    # Tokens of a sequence whose attention costs as much as its matrix products.
+    attention_length: float
 
     @property
     def sequence_multiple(self) -> int:
@@ -178,6 +181,7 @@ def _load(
         dtype=provider.params_dtype,
         max_positions=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
+        attention_length=model_sizes(hf_config.to_dict()).attention_length,
     )
 
 

@@ -8,7 +8,6 @@ log-probabilities and lags stand where the prediction is made.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.batch import token_lags
-from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.types import TokenArray, Trajectory
 from torch import Tensor
 
 Item = TypeVar("Item", bound=np.generic)
 FloatArray = npt.NDArray[np.float32]
 _NOTHING: FloatArray = np.zeros(0, dtype=np.float32)
-
-# Micro batches of each data-parallel rank: each a list of sequence indices, possibly empty.
-Plan = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -147,28 +142,6 @@ class MicroBatch:
         return dataclasses.replace(self.map_tokens(moved), cu_seqlens=moved(self.cu_seqlens))
 
 
-def plan_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, dp_size: int, multiple: int = 1
-) -> Plan:
-    """Deals sequences to micro batches of at most `max_tokens`, as many for each rank.
-
-    Longest first: as few micro batches as first fit finds, then their sizes levelled, then dealt so
-    that the ranks get about equal work. Micro batches that only make the number equal, and a
-    multiple of `multiple`, are empty.
-    """
-    too_long = max(lengths, default=0)
-    if too_long > max_tokens:
-        raise ConfigError(
-            f"a sequence of {too_long} tokens does not fit learner.micro_batch_tokens {max_tokens}"
-        )
-    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    packed = _first_fit(lengths, longest_first, max_tokens)
-    number = round_up(max(1, len(packed)), dp_size * multiple)
-    levelled = _level(lengths, longest_first, max_tokens, number)
-    chosen = levelled if levelled is not None else packed + [[]] * (number - len(packed))
-    return _deal(lengths, chosen, dp_size)
-
-
 def build_micro_batch(
     sequences: Sequence[TrainingSequence],
     indices: Sequence[int],
@@ -264,42 +237,3 @@ def _joined_or_none(arrays: Sequence[FloatArray | None]) -> Tensor | None:
         return None
     assert len(known) == len(arrays), "all sequences of a step are estimated, or none"
     return _joined(known)
-
-
-def _first_fit(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index in order:
-        place = next((b for b, room in enumerate(free) if room >= lengths[index]), None)
-        if place is None:
-            place = len(bins)
-            bins.append([])
-            free.append(max_tokens)
-        bins[place].append(index)
-        free[place] -= lengths[index]
-    return bins
-
-
-def _level(
-    lengths: Sequence[int], order: Sequence[int], max_tokens: int, number: int
-) -> list[list[int]] | None:
-    """Each sequence to the emptiest of `number` micro batches; None when one would overflow."""
-    bins: list[list[int]] = [[] for _ in range(number)]
-    heap = [(0, place) for place in range(number)]
-    for index in order:
-        used, place = heapq.heappop(heap)
-        if used + lengths[index] > max_tokens:
-            return None
-        bins[place].append(index)
-        heapq.heappush(heap, (used + lengths[index], place))
-    return bins
-
-
-def _deal(lengths: Sequence[int], bins: list[list[int]], dp_size: int) -> Plan:
-    """Equal numbers of micro batches to the ranks, the largest ones first, back and forth."""
-    largest_first = sorted(bins, key=lambda members: -sum(lengths[index] for index in members))
-    ranks: Plan = [[] for _ in range(dp_size)]
-    for place, members in enumerate(largest_first):
-        turn, rank = divmod(place, dp_size)
-        ranks[rank if turn % 2 == 0 else dp_size - 1 - rank].append(sorted(members))
-    return ranks

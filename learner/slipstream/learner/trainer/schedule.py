@@ -16,9 +16,9 @@ from slipstream.learner.trainer.packing import (
     MicroBatch,
     TrainingSequence,
     build_micro_batch,
-    plan_micro_batches,
     round_up,
 )
+from slipstream.learner.trainer.planner import plan_micro_batches
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.types import LogprobArray, TokenArray
 from torch import Tensor

@@ -19,9 +19,9 @@ from slipstream.learner.trainer.packing import (
     TokenEstimates,
     TrainingSequence,
     build_micro_batch,
-    plan_micro_batches,
     round_up,
 )
+from slipstream.learner.trainer.planner import plan_micro_batches
 from slipstream.learner.trainer.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.stages import StageTimes
 from slipstream.protocol.config import AlgorithmSection, Config
@@ -131,6 +131,7 @@ class TrainingStep:
             max_tokens=self._config.learner.micro_batch_tokens * ranks.cp_size,
             dp_size=ranks.dp_size,
             multiple=self._policy.micro_batch_multiple,
+            attention_length=self._policy.attention_length,
         )
         wholes = [
             build_micro_batch(

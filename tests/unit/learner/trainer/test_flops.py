@@ -101,3 +101,10 @@ def test_a_config_without_a_size_is_refused_by_its_name():
 )
 def test_the_peak_is_known_of_some_devices_and_never_guessed(name: str, peak: float | None):
     assert peak_tflops(name) == peak
+
+
+def test_sequence_of_the_attention_length_spends_half_of_its_flops_on_attention() -> None:
+    sizes = model_sizes(LLAMA_3_8B)
+    length = round(sizes.attention_length)
+    attention = 6 * sizes.attention_width * length**2
+    assert attention / training_flops(sizes, [length]) == pytest.approx(0.5, abs=1e-4)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from fake_controller import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,59 +8,7 @@ from slipstream.learner.trainer.packing import (
     TokenEstimates,
     TrainingSequence,
     build_micro_batch,
-    plan_micro_batches,
 )
-from slipstream.protocol.errors import ConfigError
-
-MAX_TOKENS = 50
-
-
-@settings(deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, MAX_TOKENS), max_size=60),
-    dp_size=st.integers(1, 5),
-    multiple=st.integers(1, 3),
-)
-def test_plan_deals_every_sequence_once_within_the_budget_and_equally_often(
-    lengths: list[int], dp_size: int, multiple: int
-) -> None:
-    plan = plan_micro_batches(lengths, max_tokens=MAX_TOKENS, dp_size=dp_size, multiple=multiple)
-    assert len(plan) == dp_size
-    assert len({len(share) for share in plan}) == 1
-    assert len(plan[0]) % multiple == 0
-    assert len(plan[0]) >= 1
-    members = [index for share in plan for micro_batch in share for index in micro_batch]
-    assert sorted(members) == list(range(len(lengths)))
-    for share in plan:
-        for micro_batch in share:
-            assert sum(lengths[index] for index in micro_batch) <= MAX_TOKENS
-
-
-@settings(deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60),
-    dp_size=st.integers(1, 4),
-)
-def test_plan_needs_at_most_twice_the_fewest_possible_micro_batches(
-    lengths: list[int], dp_size: int
-) -> None:
-    plan = plan_micro_batches(lengths, max_tokens=MAX_TOKENS, dp_size=dp_size)
-    assert len(plan[0]) <= -(-2 * sum(lengths) // MAX_TOKENS // dp_size) + 1
-
-
-def test_plan_levels_the_ranks() -> None:
-    plan = plan_micro_batches([30, 20, 20, 10, 5, 5], max_tokens=50, dp_size=2)
-    loads = [sum([30, 20, 20, 10, 5, 5][i] for m in share for i in m) for share in plan]
-    assert loads == [45, 45]
-
-
-def test_plan_of_fewer_sequences_than_ranks_leaves_empty_micro_batches() -> None:
-    assert sorted(plan_micro_batches([7], max_tokens=10, dp_size=3)) == [[[]], [[]], [[0]]]
-
-
-def test_sequence_that_no_micro_batch_can_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match="51 tokens does not fit"):
-        plan_micro_batches([3, 51], max_tokens=50, dp_size=1)
 
 
 def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> TrainingSequence:
