@@ -10,7 +10,8 @@ import numpy as np
 import parity_ranks
 import pytest
 import torch
-from parity_ranks import LAYOUTS, STEPS, batches, config_of, layouts_of, make_models, probe
+from parity_layouts import LAYOUTS, STEPS, batches, config_of, layouts_of, probe
+from parity_models import make_models
 from rank_pool import RankPool
 from slipstream.learner.trainer.batch import Batch, token_lags
 from slipstream.protocol.config import Config
@@ -47,6 +48,16 @@ def four_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
     return run_layouts(rank_pool, folder, 4, layouts_of(4))
 
 
+@pytest.fixture(scope="module")
+def eight_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 8, layouts_of(8))
+
+
+@pytest.fixture(scope="module")
+def sixteen_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 16, layouts_of(16))
+
+
 def run_layouts(pool: RankPool, folder: Path, world_size: int, names: list[str]) -> dict[str, dict]:
     pool.run(Path(parity_ranks.__file__), names, world_size=world_size, folder=folder)
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in names}
@@ -76,7 +87,7 @@ class Plain:
 
     def probe(self) -> torch.Tensor:
         with torch.no_grad():
-            return torch.cat([self.logprobs(token_ids, 1.0) for token_ids in probe()])
+            return torch.cat([self.logprobs(token_ids, 1.0) for token_ids in probe(self.config)])
 
     def step(self, batch: Batch) -> dict[str, float]:
         algorithm = self.config.algorithm
@@ -128,7 +139,7 @@ def test_one_rank_trains_like_plain_transformers(
     plain = Plain(folder / LAYOUTS[layout].model, config_of(layout, folder))
     found = one_rank[layout]
     torch.testing.assert_close(found["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5)
-    for step, batch in enumerate(batches()):
+    for step, batch in enumerate(batches(plain.config)):
         expected = plain.step(batch)
         for name, value in expected.items():
             assert found["metrics"][step][name] == pytest.approx(value, rel=1e-5, abs=2e-6), (
@@ -165,12 +176,26 @@ def test_two_ranks_train_like_one(
     check_layout(layout, one_rank, two_ranks[layout])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts_of(4))
 def test_four_ranks_train_like_one(
-    layout: str, folder: Path, one_rank: dict[str, dict], four_ranks: dict[str, dict]
+    layout: str, one_rank: dict[str, dict], four_ranks: dict[str, dict]
 ) -> None:
     check_layout(layout, one_rank, four_ranks[layout])
+
+
+@pytest.mark.parametrize("layout", layouts_of(8))
+def test_eight_ranks_train_like_one(
+    layout: str, one_rank: dict[str, dict], eight_ranks: dict[str, dict]
+) -> None:
+    check_layout(layout, one_rank, eight_ranks[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts_of(16))
+def test_sixteen_ranks_train_like_one(
+    layout: str, one_rank: dict[str, dict], sixteen_ranks: dict[str, dict]
+) -> None:
+    check_layout(layout, one_rank, sixteen_ranks[layout])
 
 
 def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
@@ -195,6 +220,8 @@ def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
         torch.testing.assert_close(
             found["logprobs"][step], expected["logprobs"][step], rtol=1e-5, atol=2e-5
         )
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("layout", ["one", "one-tied", "one-qwen3", "one-moe"])
@@ -219,8 +246,8 @@ def test_a_load_brings_every_tensor_of_the_folder_unchanged(
     assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
-def test_statistics_are_those_of_the_batch(one_rank: dict[str, dict]) -> None:
-    for step, batch in enumerate(batches()):
+def test_statistics_are_those_of_the_batch(folder: Path, one_rank: dict[str, dict]) -> None:
+    for step, batch in enumerate(batches(config_of("one", folder))):
         metrics = one_rank["one"]["metrics"][step]
         assert metrics["trained_tokens"] == sum(t.num_sampled_tokens for t in batch.trajectories)
         fresh = sum(int((token_lags(t, step) == 0).sum()) for t in batch.trajectories)

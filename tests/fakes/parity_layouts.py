@@ -1,0 +1,193 @@
+"""Parallel layouts that must all train alike, and what they train.
+
+A name says the sizes of a layout, what else differs, and the model where it is not the Llama.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from fake_controller import make_batch
+from parity_models import VOCAB
+from slipstream.learner.trainer.batch import Batch
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+
+STEPS = 3
+SETTINGS = {
+    "run": {"name": "parity", "steps": STEPS},
+    "model": {"dtype": "float32"},
+    "algorithm": {
+        "group_size": 4,
+        "groups_per_step": 4,
+        "max_staleness": 1,
+        "learning_rate": 1e-3,
+        "warmup_steps": 2,
+        "correction": {"cap": 1.2},
+    },
+    "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40, "temperature": 0.8},
+    # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
+    "learner": {
+        "micro_batch_tokens": 96,
+        "weight_decay": 0.01,
+        "adam_eps": 1e-3,
+        "timeout_s": 300.0,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks, which model, and what differs from `SETTINGS`."""
+
+    world_size: int
+    model: str = "llama"
+    parallel: dict = field(default_factory=dict)
+    learner: dict = field(default_factory=dict)
+    algorithm: dict = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """The layout of one rank that does the same."""
+        return next(
+            name
+            for name, layout in LAYOUTS.items()
+            if layout.world_size == 1
+            and (layout.model, layout.algorithm) == (self.model, self.algorithm)
+        )
+
+
+SP = {"tp": 2, "sequence_parallel": True}
+VPP = {"pp": 2, "vpp": 2}
+DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
+OVERLAP = DISTRIBUTED_OPTIMIZER | {
+    "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}
+}
+FULL_RECOMPUTE = {
+    "transformer": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+}
+SELECTIVE_RECOMPUTE = {"transformer": {"recompute_granularity": "selective"}}
+TWO_MINI_BATCHES = {"mini_batches": 2}
+# Fewer sequences than replicas.
+FEW = {"groups_per_step": 1, "group_size": 3}
+BEHAVIOR_RATIO = {"ratio": "behavior", "correction": {"weight": "none"}}
+
+LAYOUTS = {
+    "one": Layout(1),
+    "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
+    "one-few": Layout(1, algorithm=FEW),
+    "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
+    "one-qwen3": Layout(1, "qwen3"),
+    "one-tied": Layout(1, "tied"),
+    "one-odd": Layout(1, "odd"),
+    "one-moe": Layout(1, "moe"),
+    "one-moe-softmax": Layout(1, "moe-softmax"),
+    "dp2": Layout(2),
+    "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
+    "dp2-overlap": Layout(2, learner=OVERLAP),
+    "tp2": Layout(2, parallel={"tp": 2}),
+    "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
+    "tp2-sp": Layout(2, parallel=SP),
+    "tp2-sp-qwen3": Layout(2, "qwen3", parallel=SP),
+    "tp2-sp-recompute": Layout(2, parallel=SP, learner=FULL_RECOMPUTE),
+    "pp2": Layout(2, parallel={"pp": 2}),
+    "pp2-vpp2": Layout(2, parallel=VPP),
+    "pp2-tied": Layout(2, "tied", parallel={"pp": 2}),
+    "cp2": Layout(2, parallel={"cp": 2}),
+    "cp2-qwen3": Layout(2, "qwen3", parallel={"cp": 2}),
+    "cp2-tied": Layout(2, "tied", parallel={"cp": 2}),
+    "cp2-mini-batches": Layout(2, parallel={"cp": 2}, algorithm=TWO_MINI_BATCHES),
+    "cp2-recompute": Layout(2, parallel={"cp": 2}, learner=FULL_RECOMPUTE),
+    "cp2-selective": Layout(2, parallel={"cp": 2}, learner=SELECTIVE_RECOMPUTE),
+    "cp2-overlap": Layout(2, parallel={"cp": 2}, learner=OVERLAP),
+    "cp2-moe": Layout(2, "moe", parallel={"cp": 2}),
+    "ep2-cp2-moe": Layout(2, "moe", parallel={"ep": 2, "cp": 2}),
+    "dp2-moe": Layout(2, "moe"),
+    "ep2-moe": Layout(2, "moe", parallel={"ep": 2}),
+    "ep2-distopt-moe": Layout(2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "ep2-overlap-moe": Layout(2, "moe", parallel={"ep": 2}, learner=OVERLAP),
+    "etp2-moe": Layout(2, "moe", parallel={"etp": 2}),
+    "tp2-sp-moe": Layout(2, "moe", parallel=SP),
+    "tp2-sp-etp1-moe": Layout(2, "moe", parallel=SP | {"etp": 1}),
+    "tp2-sp-etp1-ep2-moe": Layout(2, "moe", parallel=SP | {"etp": 1, "ep": 2}),
+    "tp2-sp-recompute-moe": Layout(2, "moe", parallel=SP, learner=FULL_RECOMPUTE),
+    "pp2-moe": Layout(2, "moe", parallel={"pp": 2}),
+    "dp4": Layout(4),
+    "dp4-distopt": Layout(4, learner=DISTRIBUTED_OPTIMIZER),
+    "dp4-few": Layout(4, algorithm=FEW),
+    "dp2-tp2-sp-distopt": Layout(4, parallel=SP, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-tp2-qwen3": Layout(4, "qwen3", parallel={"tp": 2}),
+    "dp2-pp2-overlap": Layout(4, parallel={"pp": 2}, learner=OVERLAP),
+    "dp2-pp2-tied": Layout(4, "tied", parallel={"pp": 2}),
+    "dp2-cp2-distopt": Layout(4, parallel={"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-cp2-few": Layout(4, parallel={"cp": 2}, algorithm=FEW),
+    "cp4": Layout(4, parallel={"cp": 4}),
+    "tp2-cp2": Layout(4, parallel={"tp": 2, "cp": 2}),
+    "tp2-sp-cp2-recompute": Layout(4, parallel=SP | {"cp": 2}, learner=FULL_RECOMPUTE),
+    "tp2-sp-cp2-tied": Layout(4, "tied", parallel=SP | {"cp": 2}),
+    "pp2-cp2": Layout(4, parallel={"pp": 2, "cp": 2}),
+    "pp2-vpp2-cp2-qwen3": Layout(4, "qwen3", parallel=VPP | {"cp": 2}),
+    "tp2-sp-pp2-vpp2": Layout(4, parallel=SP | VPP),
+    "tp2-pp2-tied": Layout(4, "tied", parallel={"tp": 2, "pp": 2}),
+    "dp4-ep2-distopt-moe": Layout(4, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "tp2-sp-ep2-moe": Layout(4, "moe", parallel=SP | {"ep": 2}),
+    "tp2-sp-etp1-ep4-moe": Layout(4, "moe", parallel=SP | {"ep": 4, "etp": 1}),
+    "tp2-sp-cp2-etp1-ep4-moe": Layout(4, "moe", parallel=SP | {"cp": 2, "ep": 4, "etp": 1}),
+    "pp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2}),
+    "pp2-vpp2-ep2-moe": Layout(4, "moe", parallel=VPP | {"ep": 2}),
+    "pp2-cp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2, "cp": 2}),
+    # All kinds at once; there is no room for replicas.
+    "tp2-sp-pp2-cp2": Layout(8, parallel=SP | {"pp": 2, "cp": 2}),
+    "tp2-sp-pp2-cp2-ep2-moe": Layout(8, "moe", parallel=SP | {"pp": 2, "cp": 2, "ep": 2}),
+    "tp2-sp-pp2-vpp2-cp2-ep2-moe": Layout(8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}),
+    "tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe": Layout(
+        8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 4, "etp": 1}
+    ),
+    "dp2-tp2-sp-cp2-distopt": Layout(8, parallel=SP | {"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-tp2-sp-pp2-vpp2-cp2-ep2-overlap-moe": Layout(
+        16, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}, learner=OVERLAP
+    ),
+    "dp2-tp2-sp-pp2-vpp2-cp2-qwen3": Layout(16, "qwen3", parallel=SP | VPP | {"cp": 2}),
+}
+# A learning rate with which the second step cannot be finite.
+OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
+
+
+def layouts_of(world_size: int) -> list[str]:
+    return [name for name, layout in LAYOUTS.items() if layout.world_size == world_size]
+
+
+def config_of(name: str, folder: Path) -> Config:
+    layout = OVERFLOW if name == "overflow" else LAYOUTS[name]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"]["path"] = str(folder / layout.model)
+    table["algorithm"] |= layout.algorithm
+    table["learner"] |= layout.learner
+    table["learner"] |= {"world_size": layout.world_size, "parallel": layout.parallel}
+    return parse_config(table, source=name)
+
+
+def batches(config: Config) -> list[Batch]:
+    algorithm = config.algorithm
+    return [
+        make_batch(
+            step,
+            num_groups=algorithm.groups_per_step,
+            group_size=algorithm.group_size,
+            vocab_size=VOCAB,
+            max_tokens=config.sampling.max_episode_tokens,
+        )
+        for step in range(STEPS)
+    ]
+
+
+def probe(config: Config) -> list[np.ndarray]:
+    return [trajectory.token_ids for trajectory in batches(config)[0].trajectories[:6]]

@@ -1,0 +1,63 @@
+"""Tiny models of every family that is trained, as Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+VOCAB = 64
+
+
+def make_models(folder: Path) -> None:
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "dtype": "float32",
+    }
+    rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    mixture = {
+        **sizes,
+        **rope,
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    }
+    torch.manual_seed(0)
+    models = {
+        "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
+        "tied": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
+        # A vocabulary that two ranks do not divide.
+        "odd": LlamaForCausalLM(
+            LlamaConfig(**sizes | {"vocab_size": VOCAB + 1}, tie_word_embeddings=True)
+        ),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, **rope, tie_word_embeddings=False)),
+        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=True)),
+        "moe-softmax": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=False)),
+    }
+    for name, model in models.items():
+        # Larger weights than a fresh model's, so that attention and norms matter.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(3.0)
+                else:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)
