@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from documented_metrics import tables  # noqa: E402
 from run_processes import (  # noqa: E402
     check_ledger,
     copy_environments,
@@ -86,6 +87,34 @@ def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
     assert all(0 < share <= 1 for share in summary["busy"].values())
     assert summary["wall_s"] > 0
     assert len(summary["weight_digest"]) == 32
+
+
+def test_every_metric_is_documented_and_every_documented_metric_is_there(run: Path) -> None:
+    always, sometimes = tables("A step in metrics.jsonl")
+    rows = [row for row in rows_of(run) if "step" in row]
+    own = {name for row in rows for name in row if name.split("/")[0] in ("echo", "repeat")}
+    assert {"echo/reward", "echo/right", "repeat/reward"} <= own
+    for row in rows:
+        rest = set(row) - own
+        assert {name for name in always if "/" not in name} <= rest
+        assert rest <= {*always, *sometimes}
+        assert rest.isdisjoint({"mfu", "gpu_allocated_bytes", "gpu_reserved_bytes"})
+
+
+def test_every_number_of_an_evaluation_is_documented(run: Path) -> None:
+    shared, own = tables("An evaluation round in metrics.jsonl")
+    (row, *_) = (row for row in rows_of(run) if "evaluation_step" in row)
+    measured = {name.split("/", 1)[1] for name in row if "/" in name}
+    assert {name for name in row if "/" not in name} == set(shared)
+    assert {name.replace("_K", "_1") for name in own} <= measured
+
+
+def test_the_summary_is_documented(summary: dict) -> None:
+    (names,) = tables("summary.json")
+    assert set(summary) == set(names)
+    assert summary["resources"]["trainer_ranks"] == summary["resources"]["rollout_servers"] == 1
+    assert 0 < summary["resources"]["training_s"] < summary["wall_s"]
+    assert summary["resources"]["rollout_rss_bytes"] > 100e6
 
 
 def test_no_trained_token_is_older_than_promised(run: Path, summary: dict) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from slipstream.rollout_server.generation import EngineUse
+from slipstream.rollout_server.memory import ProcessMemory
 from slipstream.v1 import fleet_pb2
 
 
@@ -24,6 +25,7 @@ class TokenLedger:
         self.recorded_tokens = 0
         self.open_episodes = 0
         self.waiting_episodes = 0
+        self._memory = ProcessMemory()
 
     def opened(self) -> None:
         """An episode began."""
@@ -58,6 +60,7 @@ class TokenLedger:
             busy_s=use.busy_s - self._start.busy_s,
             uptime_s=time.monotonic() - self._started_s,
             paused_s=paused_s,
+            resident_bytes=self._memory.resident_bytes(),
             busy_intervals=[
                 fleet_pb2.BusyInterval(start_s=start_s, end_s=end_s)
                 for start_s, end_s in use.busy_intervals

@@ -236,7 +236,7 @@ class Controller:
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
                 "pause_s": self._publisher.totals.last_paused_s,
-                "servers_serving": float(len(self._fleet.serving())),
+                **self._fleet.gauges(),
             },
         )
         self._progress.events.add(
@@ -294,7 +294,7 @@ class Controller:
         if not self._failed:
             progress.state = status_pb2.RUN_STATE_FINISHED
         totals = self._publisher.totals
-        goodbye = self._trainer.goodbye
+        hello, goodbye = self._trainer.hello, self._trainer.goodbye
         self._recorder.summary(
             ledger=self._ledger.snapshot(),
             evaluations=self._evaluator.results,
@@ -306,6 +306,7 @@ class Controller:
                 "published_bytes": totals.bytes_sent,
             },
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
+            trainer_ranks=hello.world_size if hello is not None else 0,
             state="failed" if self._failed else "finished",
             cause=progress.cause,
         )

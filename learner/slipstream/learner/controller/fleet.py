@@ -92,6 +92,17 @@ class Fleet:
         """The servers that may be leased groups."""
         return [session for session in self.sessions.values() if session.is_serving]
 
+    def gauges(self) -> dict[str, float]:
+        """What the servers told last; docs/metrics.md says what each name means."""
+        reports = [session.report for session in self.sessions.values()]
+        return {
+            "servers_serving": float(len(self.serving())),
+            "open_episodes": float(sum(report.open_episodes for report in reports)),
+            "waiting_episodes": float(sum(report.waiting_episodes for report in reports)),
+            "queued_bytes": float(sum(report.queued_bytes for report in reports)),
+            "rollout_rss_bytes": float(max((r.resident_bytes for r in reports), default=0)),
+        }
+
     def find(self, key: ServerKey | None) -> ServerSession | None:
         """The session of that very life of a server."""
         session = None if key is None else self.sessions.get(key.server_id)

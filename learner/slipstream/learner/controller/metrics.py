@@ -7,15 +7,17 @@ import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from pydantic import JsonValue
+from slipstream.learner.controller.batch_statistics import batch_statistics, environment_means
 from slipstream.learner.controller.batches import Batch
 from slipstream.learner.controller.busy import Interval, busy_shares, union
 from slipstream.learner.controller.evaluation import EvaluationResult
+from slipstream.learner.controller.resources import run_resources
 from slipstream.learner.controller.trackers.writers import Trackers
 from slipstream.protocol.config import Config
 from slipstream.protocol.types import Trajectory
@@ -92,6 +94,7 @@ class RunRecorder:
         row = {
             "step": float(batch.step),
             "wall_s": now - self._started_s,
+            **batch_statistics(batch.trajectories),
             **metrics,
             **gauges,
             "step_s": elapsed,
@@ -136,6 +139,7 @@ class RunRecorder:
         evaluations: list[EvaluationResult],
         publish: Mapping[str, float],
         weight_digest: str,
+        trainer_ranks: int,
         state: str,
         cause: str,
     ) -> dict[str, JsonValue]:
@@ -173,6 +177,7 @@ class RunRecorder:
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
             "logprob_gap_tokens": facts.gap_tokens,
             "busy": dict(busy_shares(facts.generation, facts.training, window)),
+            "resources": run_resources(self.rows, trainer_ranks=trainer_ranks),
             "weight_digest": weight_digest,
             "wall_s": time.time() - self._started_s,
         }
@@ -207,16 +212,6 @@ class RunRecorder:
         for group in batch.groups[:SAMPLED_GROUPS]:
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 self._samples.write(json.dumps(_readable(batch.step, trajectory)) + "\n")
-
-
-def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean reward, and mean of each metric, of the episodes of each environment."""
-    values: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        measured = {**trajectory.metrics, "reward": trajectory.reward}
-        for name, value in measured.items():
-            values.setdefault(f"{trajectory.environment}/{name}", []).append(value)
-    return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
 
 
 def _readable(step: int, trajectory: Trajectory) -> dict[str, JsonValue]:

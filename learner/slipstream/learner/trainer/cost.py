@@ -11,6 +11,7 @@ import torch
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
 from slipstream.learner.trainer.parallel import Ranks
+from slipstream.learner.trainer.step import StepResult
 from slipstream.protocol.config import Config
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,17 @@ class StepCost:
             if self._peak_tflops is None:
                 logger.warning("no mfu: the peak of %s is not known, set learner.peak_tflops", name)
 
-    def metrics(self, batch: Batch, wall_s: float) -> dict[str, float]:
-        """Of a step that took `wall_s`; collective. What cannot be said here is left out."""
+    def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
+        """Of the step that trained `batch`; collective. What cannot be said here is left out."""
         flops = training_flops(self._sizes, [len(t.token_ids) for t in batch.trajectories])
-        tflops = flops / wall_s / self._ranks.world_size / 1e12
-        found = {"model_flops": flops, "tflops_per_rank": tflops, **self._memory()}
+        tflops = flops / result.wall_s / self._ranks.world_size / 1e12
+        found = {
+            "tokens_per_micro_batch": result.metrics["num_tokens"]
+            / result.metrics["num_micro_batches"],
+            "model_flops": flops,
+            "tflops_per_rank": tflops,
+            **self._memory(),
+        }
         if self._peak_tflops is not None:
             found["mfu"] = tflops / self._peak_tflops
         return found

@@ -110,7 +110,7 @@ class Trainer:
         result = self._step.run(batch)
         self._version = PolicyVersion(self._version.incarnation, batch.step + 1)
         self._last_batch = batch
-        cost = self._cost.metrics(batch, result.wall_s)
+        cost = self._cost.metrics(batch, result)
         self._weights = self._export()
         times = self._stages.take()
         if self._weights is None:

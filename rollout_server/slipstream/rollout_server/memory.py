@@ -1,0 +1,36 @@
+"""Main memory of a rollout server: of its own process, the engine's and the workers'."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+# Looking through all processes of a machine takes too long for every heartbeat.
+_LOOK_S = 5.0
+
+
+class ProcessMemory:
+    """Resident bytes of this process and all below it; pages that several share count for each."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._looked_s = -_LOOK_S
+        self._bytes = 0
+
+    def resident_bytes(self) -> int:
+        """As of the last look, at most 5 s ago."""
+        now = time.monotonic()
+        if now - self._looked_s >= _LOOK_S:
+            self._looked_s = now
+            below = self._process.children(recursive=True)
+            self._bytes = sum(_resident(process) for process in (self._process, *below))
+        return self._bytes
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        # It ended since it was listed.
+        return 0
