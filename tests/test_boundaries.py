@@ -39,6 +39,8 @@ OWNERS = {
     "torch": ("slipstream.learner.trainer", "slipstream.rollout_server"),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
+# The one reader of a pickle that torch insists on; it lets only plain records out.
+UNPICKLER = "slipstream.learner.trainer.restricted_pickle"
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "yaml.load", "os.system", "os.popen"}
 ALL_INTERFACES = ".".join("0000")
 
@@ -162,7 +164,7 @@ def test_nothing_unpickles_or_runs_text_as_code() -> None:
         wrong += [
             f"{where(path, line)}: {name}"
             for line, name in imports(path)
-            if name.split(".")[0] in FORBIDDEN_MODULES
+            if name.split(".")[0] in FORBIDDEN_MODULES and module_name(path) != UNPICKLER
         ]
         for call in calls(path):
             name = dotted(call.func)

@@ -45,6 +45,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.steps: list[pb.StepReport] = []
         self.starts: list[pb.PublishStart] = []
         self.results: list[pb.PublishResult] = []
+        self.checkpoints: list[pb.CheckpointReport] = []
         self.failures: list[pb.TrainerFailure] = []
         self.goodbye: pb.TrainerGoodbye | None = None
 
@@ -90,6 +91,12 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.PublishReceipt:
         self.results.append(request)
         return pb.PublishReceipt(serving=["server"], discard_communicator=bool(request.error))
+
+    def ReportCheckpoint(
+        self, request: pb.CheckpointReport, context: grpc.ServicerContext
+    ) -> pb.CheckpointReceipt:
+        self.checkpoints.append(request)
+        return pb.CheckpointReceipt()
 
     def ReportFailure(
         self, request: pb.TrainerFailure, context: grpc.ServicerContext

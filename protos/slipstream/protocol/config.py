@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import model_validator
 from slipstream.protocol.address import address_parts
 from slipstream.protocol.algorithm_section import AlgorithmSection
+from slipstream.protocol.checkpoint_section import CheckpointSection
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
 from slipstream.protocol.measurement_sections import (
     EvaluationSection,
@@ -30,6 +31,7 @@ from slipstream.protocol.sections import (
 
 __all__ = [
     "AlgorithmSection",
+    "CheckpointSection",
     "Config",
     "ControllerSection",
     "EnvironmentSection",
@@ -69,6 +71,7 @@ class Config(Section):
     rollout_server: RolloutServerSection = RolloutServerSection()
     queue: QueueSection = QueueSection()
     weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     security: SecuritySection = SecuritySection()
     tracking: TrackingSection = TrackingSection()
 

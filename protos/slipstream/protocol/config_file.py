@@ -69,6 +69,14 @@ def check_model(config: Config) -> None:
         raise ConfigError(
             f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
         )
+    files = config.checkpoint.load
+    if files is not None and not any(
+        (files / p / "metadata.json").is_file() for p in ("", "state")
+    ):
+        raise ConfigError(
+            f"checkpoint.load must be a folder of Megatron's distributed checkpoint files, "
+            f"got {files}, which has no metadata.json"
+        )
     try:
         sizes = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:

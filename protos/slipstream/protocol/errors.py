@@ -6,6 +6,7 @@ SlipstreamError
 ├── QueueError
 │   └── TrajectoryQueueFull         no free place within the limit
 ├── StalenessError                  a trained token would be older than the promise
+├── CheckpointError                 a checkpoint is damaged, not there, or not of this run
 ├── WeightSyncError                 new weights could not be delivered or proved
 ├── EnvironmentFailed               an environment gave no usable answer
 └── RunFailed                       the run cannot go on
@@ -38,6 +39,10 @@ class TrajectoryQueueFull(QueueError):
 
 class StalenessError(SlipstreamError):
     """A token of a batch is older than `max_staleness` allows: it means a bug."""
+
+
+class CheckpointError(SlipstreamError):
+    """A checkpoint is damaged, not there, or does not fit the run."""
 
 
 class WeightSyncError(SlipstreamError):

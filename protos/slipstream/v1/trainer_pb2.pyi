@@ -153,6 +153,24 @@ class PublishReceipt(_message.Message):
     discard_communicator: bool
     def __init__(self, serving: _Optional[_Iterable[str]] = ..., discard_communicator: bool = ...) -> None: ...
 
+class CheckpointReport(_message.Message):
+    __slots__ = ("version", "weight_digest", "path", "num_bytes", "wall_s")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WALL_S_FIELD_NUMBER: _ClassVar[int]
+    version: _trajectory_pb2.PolicyVersion
+    weight_digest: bytes
+    path: str
+    num_bytes: int
+    wall_s: float
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., wall_s: _Optional[float] = ...) -> None: ...
+
+class CheckpointReceipt(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TrainerFailure(_message.Message):
     __slots__ = ("message", "rank")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]

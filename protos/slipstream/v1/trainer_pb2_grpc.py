@@ -59,6 +59,11 @@ class TrainerServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.PublishResult.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_trainer__pb2.PublishReceipt.FromString,
                 _registered_method=True)
+        self.ReportCheckpoint = channel.unary_unary(
+                '/slipstream.v1.TrainerService/ReportCheckpoint',
+                request_serializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.FromString,
+                _registered_method=True)
         self.ReportFailure = channel.unary_unary(
                 '/slipstream.v1.TrainerService/ReportFailure',
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.TrainerFailure.SerializeToString,
@@ -106,6 +111,12 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportCheckpoint(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportFailure(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -145,6 +156,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.FinishPublish,
                     request_deserializer=slipstream_dot_v1_dot_trainer__pb2.PublishResult.FromString,
                     response_serializer=slipstream_dot_v1_dot_trainer__pb2.PublishReceipt.SerializeToString,
+            ),
+            'ReportCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportCheckpoint,
+                    request_deserializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.FromString,
+                    response_serializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.SerializeToString,
             ),
             'ReportFailure': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportFailure,
@@ -292,6 +308,33 @@ class TrainerService(object):
             '/slipstream.v1.TrainerService/FinishPublish',
             slipstream_dot_v1_dot_trainer__pb2.PublishResult.SerializeToString,
             slipstream_dot_v1_dot_trainer__pb2.PublishReceipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.TrainerService/ReportCheckpoint',
+            slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.SerializeToString,
+            slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,6 +80,16 @@ class BatchFormer:
         self._ledger.end(End.TRAINED, sampled_tokens(batch.trajectories))
         return batch
 
+    def saved(self, report: trainer_pb2.CheckpointReport) -> None:
+        """A checkpoint covers the batches of all steps before its version."""
+        self._journal.append(
+            "checkpoint",
+            version=[report.version.incarnation, report.version.step],
+            digest=report.weight_digest.hex(),
+            path=report.path,
+        )
+        self._journal.sync()
+
 
 def record(batch: Batch) -> trainer_pb2.RecordedBatch:
     """The batch as the journal keeps it."""

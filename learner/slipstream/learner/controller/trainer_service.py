@@ -113,6 +113,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """The trainer has sent."""
         return await self._publisher.finish(request)
 
+    async def ReportCheckpoint(  # noqa: N802
+        self, request: trainer_pb2.CheckpointReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.CheckpointReceipt:
+        """A checkpoint is complete."""
+        self._former.saved(request)
+        self._progress.events.add(
+            f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
+            f"{request.wall_s:.1f} s"
+        )
+        return trainer_pb2.CheckpointReceipt()
+
     async def ReportFailure(  # noqa: N802
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerFailureReceipt:

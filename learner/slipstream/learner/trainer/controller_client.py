@@ -98,6 +98,10 @@ class ControllerClient:
         )
         return receipt
 
+    def report_checkpoint(self, report: pb.CheckpointReport) -> None:
+        """Tells that a checkpoint is complete."""
+        self._call("ReportCheckpoint", self._stub.ReportCheckpoint, report)
+
     def report_failure(self, failure: pb.TrainerFailure) -> None:
         """Tells why a rank fails; a controller that cannot be reached is only logged."""
         try:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from slipstream.learner.trainer import compat, cpu
+from slipstream.learner.trainer.checkpoint import load_starting_weights
 from slipstream.learner.trainer.flops import model_sizes
 from slipstream.learner.trainer.logprobs import defer_projection, output_weight
 from slipstream.learner.trainer.parallel import Launch, Ranks
@@ -116,7 +118,7 @@ def open_policy(config: Config, launch: Launch) -> Policy:
     cpu.install()
     compat.install()
     ranks = Ranks(launch, config.learner, seed=config.run.seed)
-    return Policy(**vars(load_trained(config, ranks)))
+    return Policy(**vars(load_trained(config, ranks, weights=config.checkpoint.load)))
 
 
 def unwrapped(chunk: Megatron) -> Megatron:
@@ -126,16 +128,22 @@ def unwrapped(chunk: Megatron) -> Megatron:
     return chunk
 
 
-def load_trained(config: Config, ranks: Ranks, *, change: Change | None = None) -> TrainedModel:
+def load_trained(
+    config: Config, ranks: Ranks, *, change: Change | None = None, weights: Path | None = None
+) -> TrainedModel:
     """`config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
-    The layout of `ranks` must be that one, and in force.
+    The layout of `ranks` must be that one, and in force. `weights`: files of a distributed
+    checkpoint in place of those of the model's folder.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
     model = _load(config, ranks, ddp_config=_ddp_config(config), change=change)
     chunks = model.chunks
+    if weights is not None:
+        # The optimizer copies the weights.
+        load_starting_weights(chunks, weights)
     optimizer = get_megatron_optimizer(_optimizer_config(config), chunks)
     # Without it the schedule leaves out the sum over replicas and the gradients of shared
     # parameters, silently.

@@ -147,6 +147,18 @@ class Ranks:
             dist.broadcast(buffer, src=0, group=self._control)
         return data if data is not None else buffer.numpy().tobytes()
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, in the order of the ranks, on every rank."""
+        sizes = torch.zeros(self.world_size, dtype=_INT64)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(sizes, group=self._control)
+        longest = max(1, int(sizes.max()))
+        own = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own, group=self._control)
+        lengths = sizes.tolist()
+        return [part.numpy().tobytes()[:size] for part, size in zip(parts, lengths, strict=True)]
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks of a CPU tensor."""
         dist.all_reduce(values, group=self._control)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 # Told of every step, also where they took no time.
-ALWAYS = ("waiting", "forward", "export", "publish")
+ALWAYS = ("waiting", "forward", "export", "publish", "checkpoint")
 
 
 class StageTimes:

@@ -12,6 +12,7 @@ import time
 from types import FrameType
 
 from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.cost import StepCost
 from slipstream.learner.trainer.export import ExportedWeights, export_weights, save_hf_folder
@@ -28,6 +29,7 @@ from slipstream.learner.trainer.probe import build_probe
 from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.publish import publish
 from slipstream.learner.trainer.step import TrainingStep
+from slipstream.learner.trainer.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.weight_sender import GlooWeightSender
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.config import Config
@@ -55,7 +57,10 @@ class Trainer:
             config.learner.profile, config.run_dir / "profile", rank=policy.ranks.rank
         )
         self._sender = GlooWeightSender(config.weights)
-        self._version = PolicyVersion(0, 0)
+        models = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
+        self._checkpointer = Checkpointer(config, self._ranks, models)
+        loaded = self._checkpointer.load_newest()
+        self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._last_batch: Batch | None = None
         self._export_s = 0.0
         self._weights = self._export()
@@ -67,6 +72,8 @@ class Trainer:
         while True:
             with self._stages.measure("waiting"):
                 order = self._next_order()
+            with self._stages.measure("checkpoint"):
+                self._tell(self._checkpointer.poll())
             if isinstance(order, Batch):
                 with self._profile.step(order.step):
                     self._train(order)
@@ -113,18 +120,36 @@ class Trainer:
         cost = self._cost.metrics(batch, result)
         self._weights = self._export()
         times = self._stages.take()
-        if self._weights is None:
-            return
-        self._client.report_step(
-            trainer_pb2.StepReport(
-                step=batch.step,
-                batch_id=batch.batch_id,
-                version=version_to_pb(self._version),
-                weight_digest=self._weights.digest,
-                metrics=result.metrics | cost | times,
-                wall_s=result.wall_s,
+        if self._weights is not None:
+            self._client.report_step(
+                trainer_pb2.StepReport(
+                    step=batch.step,
+                    batch_id=batch.batch_id,
+                    version=version_to_pb(self._version),
+                    weight_digest=self._weights.digest,
+                    metrics=result.metrics | cost | times,
+                    wall_s=result.wall_s,
+                )
             )
-        )
+        if self._checkpointer.is_due(self._version.step):
+            with self._stages.measure("checkpoint"):
+                self._save()
+
+    def _save(self) -> None:
+        digest = self._weights.digest if self._weights is not None else b""
+        self._tell(self._checkpointer.save(self._version, digest))
+
+    def _tell(self, saved: Saved | None) -> None:
+        if saved is not None:
+            self._client.report_checkpoint(
+                trainer_pb2.CheckpointReport(
+                    version=version_to_pb(saved.manifest.version),
+                    weight_digest=bytes.fromhex(saved.manifest.weight_digest),
+                    path=str(saved.path),
+                    num_bytes=saved.manifest.num_bytes,
+                    wall_s=saved.wall_s,
+                )
+            )
 
     def _publish(self, order: weights_pb2.PublishOrder) -> None:
         if version_from_pb(order.version) != self._version:
@@ -148,6 +173,9 @@ class Trainer:
     def _finish(self, order: Stop) -> None:
         self._profile.close()
         logger.info("stopping with version %s: %s", self._version, order.reason)
+        if self._checkpointer.is_wanted_at_the_end(self._version.step):
+            self._save()
+        self._tell(self._checkpointer.finish())
         export_path = ""
         if self._config.learner.export_final and order.reason != TERMINATED:
             target = self._config.run_dir / "checkpoints" / "final"

@@ -1,0 +1,73 @@
+"""Reads the index of a torch_dist checkpoint, which torch keeps as a pickle, and nothing else.
+
+The one module that may unpickle: only the plain records of `torch.distributed.checkpoint` can come
+out, so a file that somebody else wrote cannot run code here. Tensors and objects of a checkpoint
+are read by `torch.load` with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from slipstream.protocol.errors import CheckpointError
+from torch.distributed.checkpoint.metadata import Metadata
+
+_ALLOWED = {
+    "collections": {"OrderedDict"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata"},
+    "pathlib": {"Path", "PosixPath"},
+    "torch": {"Size", "device"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch.serialization": {"_get_layout"},
+}
+_DTYPES = {
+    "bfloat16",
+    "bool",
+    "float16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int16",
+    "int32",
+    "int64",
+    "int8",
+    "uint8",
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if name in _ALLOWED.get(module, ()) or (module == "torch" and name in _DTYPES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
+
+
+def read_index(path: Path) -> Metadata:
+    """The index in `path`; CheckpointError for anything else than the records of an index."""
+    try:
+        with path.open("rb") as file:
+            index = _Unpickler(file).load()
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(index, Metadata):
+        raise CheckpointError(f"{path} holds a {type(index).__name__}, not the index")
+    return index

@@ -1,0 +1,196 @@
+"""The checkpoints of a run, as folders: what says that one is whole, and which of them are kept.
+
+`RUN/checkpoints/step-000012` holds the weights of version 12 with everything that the next step
+needs. It appears by a rename, when it is whole, and never changes; `manifest.json` is its last
+file. What a crash left behind ends in `.partial`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from slipstream.protocol.errors import CheckpointError
+from slipstream.protocol.types import PolicyVersion
+
+MANIFEST_NAME = "manifest.json"
+PARTIAL_SUFFIX = ".partial"
+_NAME_FORM = re.compile(r"step-(\d{6,})")
+_READ_BYTES = 8 << 20
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileEntry(_Record):
+    """One file of a checkpoint."""
+
+    # Relative to the checkpoint's folder.
+    path: str
+    num_bytes: int
+    # BLAKE2b, 16 bytes, in hexadecimal.
+    digest: str
+
+
+class Layout(_Record):
+    """Sizes of the parallel groups that wrote a checkpoint."""
+
+    world_size: int
+    tp: int
+    pp: int
+    vpp: int | None
+    cp: int
+    ep: int
+    etp: int
+    distributed_optimizer: bool
+
+
+class Manifest(_Record):
+    """What a checkpoint is: written last, so a folder with one is whole."""
+
+    format: Literal[1] = 1
+    incarnation: int
+    # The version that the weights are, and so the first step that the journal has to train again.
+    step: int
+    # Digest of the weights as they travel; see `buckets.weight_digest`.
+    weight_digest: str
+    # Of the settings of the run that wrote it.
+    config_digest: str
+    layout: Layout
+    # Names of the models, each with its optimizer if it has one.
+    models: tuple[str, ...]
+    # Package -> version that wrote the files.
+    packages: dict[str, str]
+    saved_unix_s: float
+    files: tuple[FileEntry, ...]
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The policy version of the weights."""
+        return PolicyVersion(self.incarnation, self.step)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of version `step` lies in the folder of checkpoints."""
+    return folder / f"step-{step:06d}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The versions with a whole checkpoint, ascending."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        match = _NAME_FORM.fullmatch(path.name)
+        if match and (path / MANIFEST_NAME).is_file():
+            found.append(int(match[1]))
+    return sorted(found)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint folder; CheckpointError when there is none that can be read."""
+    try:
+        return Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+    except (OSError, ValidationError) as error:
+        cause = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} is no whole checkpoint: {MANIFEST_NAME}: {cause}") from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the last file of a checkpoint, durably."""
+    with (folder / MANIFEST_NAME).open("w") as file:
+        file.write(manifest.model_dump_json(indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def describe_file(folder: Path, path: str) -> FileEntry:
+    """Size and digest of a file below `folder`, whose bytes are made durable."""
+    digest = hashlib.blake2b(digest_size=16)
+    num_bytes = 0
+    with (folder / path).open("rb") as file:
+        os.fsync(file.fileno())
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+            num_bytes += len(block)
+    return FileEntry(path=path, num_bytes=num_bytes, digest=digest.hexdigest())
+
+
+def check_files(folder: Path, files: Iterable[FileEntry]) -> None:
+    """CheckpointError naming the first file that is not what the manifest says."""
+    for expected in files:
+        problem = ""
+        try:
+            found = describe_file(folder, expected.path)
+        except OSError as error:
+            problem = error.strerror or "it cannot be read"
+        else:
+            if found.num_bytes != expected.num_bytes:
+                problem = f"it has {found.num_bytes} bytes instead of {expected.num_bytes}"
+            elif found.digest != expected.digest:
+                problem = "its bytes are not those that were written"
+        if problem:
+            raise CheckpointError(
+                f"{folder} is damaged: {expected.path}: {problem}; remove that folder to go on "
+                "from an older checkpoint"
+            )
+
+
+def publish_folder(partial: Path) -> Path:
+    """Gives a folder with its manifest its final name, durably."""
+    sync_folder(partial)
+    path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
+    partial.rename(path)
+    sync_folder(path.parent)
+    return path
+
+
+def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
+    """Which whole checkpoints may go: never the newest, the `keep_last` newest, or a milestone.
+
+    Every `keep_every`-th version is a milestone; 0: none is.
+    """
+    ordered = sorted(steps)
+    old = ordered[: -max(1, keep_last)]
+    return [step for step in old if not (keep_every and step % keep_every == 0)]
+
+
+def remove_checkpoint(folder: Path, step: int) -> None:
+    """Removes a checkpoint; a crash in between leaves nothing that looks whole."""
+    path = checkpoint_path(folder, step)
+    doomed = path.with_name(path.name + PARTIAL_SUFFIX)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_partial(folder: Path) -> list[str]:
+    """Removes what an interrupted save or removal left; the names of what was there."""
+    if not folder.is_dir():
+        return []
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(PARTIAL_SUFFIX))
+    for path in found:
+        shutil.rmtree(path)
+    return [path.name for path in found]
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

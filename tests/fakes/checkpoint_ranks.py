@@ -1,0 +1,137 @@
+"""Ranks that save and load checkpoints: a program of `rank_pool`.
+
+What a job does stands in FOLDER/JOB.json: the run and its settings, whether to load the newest
+checkpoint, until which version to train, and which versions to save. What came of it lies in
+FOLDER/JOB.pt afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from fake_controller import make_batch
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion
+
+VOCAB = 64
+STEPS = 4
+BATCHES = [
+    make_batch(step, num_groups=4, group_size=4, vocab_size=VOCAB, max_tokens=40)
+    for step in range(STEPS)
+]
+
+
+def config_of(folder: Path, job: dict) -> Config:
+    table = {
+        "run": {"name": job["run"], "steps": STEPS, "dir": str(folder / "runs")},
+        "model": {"path": str(folder / job.get("model", "llama")), "dtype": "float32"},
+        "algorithm": {
+            "group_size": 4,
+            "groups_per_step": 4,
+            "max_staleness": 1,
+            "learning_rate": 1e-3,
+            **job.get("algorithm", {}),
+        },
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40},
+        "learner": {
+            "micro_batch_tokens": 96,
+            "weight_decay": 0.01,
+            "adam_eps": 1e-3,
+            "timeout_s": 100.0,
+            **job.get("learner", {}),
+        },
+        "checkpoint": job.get("checkpoint", {}),
+    }
+    table["model"]["dtype"] = job.get("dtype", "float32")
+    return parse_config(table, source="checkpoint job")
+
+
+def make_models(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "head_dim": 16,
+        "dtype": "float32",
+    }
+    torch.manual_seed(0)
+    for name, is_tied in (("llama", False), ("tied", True)):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=is_tied))
+        model.save_pretrained(folder / name)
+
+
+def run_rank(folder: Path, name: str) -> None:
+    from slipstream.learner.trainer.checkpoint import Checkpointer
+    from slipstream.learner.trainer.distributed_files import begin_save, load_models
+    from slipstream.learner.trainer.export import export_weights, hf_tensors
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.stored_model import POLICY, StoredModel
+    from slipstream.protocol.errors import SlipstreamError
+
+    job = json.loads((folder / f"{name}.json").read_text())
+    config = config_of(folder, job)
+    policy = open_policy(config, Launch.from_environment())
+    training = TrainingStep(policy, config)
+    models = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
+    checkpointer = Checkpointer(config, policy.ranks, models)
+    result: dict = {"metrics": [], "saved": [], "error": ""}
+    step = 0
+    try:
+        loaded = checkpointer.load_newest() if job.get("resume") else None
+    except SlipstreamError as error:
+        result["error"] = str(error)
+        loaded = None
+    if loaded is not None:
+        step = loaded.step
+        result["loaded_digest"] = loaded.weight_digest
+    result["loaded"] = step
+    probe = [t.token_ids for t in BATCHES[0].trajectories[:6]]
+    found = sequence_logprobs(policy, probe, max_tokens=64)
+    result["logprobs"] = torch.from_numpy(np.concatenate(found))
+    weights = export_weights(policy, config)
+    result["digest"] = weights.digest.hex() if weights is not None else ""
+    if job.get("late"):
+        # Training changes the tensors after the copy and before the write.
+        state = folder / f"{name}-late"
+        if policy.ranks.is_main:
+            state.mkdir()
+        policy.ranks.broadcast_bytes(b"" if policy.ranks.is_main else None)
+        pending = begin_save(models, state, copy=True)
+        training.run(BATCHES[step])
+        pending.write()
+        policy.ranks.gather_bytes(b"")
+        pending.finish()
+        load_models(models, state)
+        late = export_weights(policy, config)
+        result["late_digest"] = late.digest.hex() if late is not None else ""
+    while step < job["until"]:
+        result["metrics"].append(training.run(BATCHES[step]).metrics)
+        step += 1
+        weights = export_weights(policy, config)
+        digest = weights.digest if weights is not None else b""
+        if step in job.get("save", []):
+            result["saved"].append(checkpointer.save(PolicyVersion(0, step), digest))
+    result["saved"].append(checkpointer.finish())
+    result["saved"] = [saved.manifest.step for saved in result["saved"] if saved is not None]
+    result["weights"] = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    result["groups"] = [
+        {key: group.get(key, 0) for key in ("lr", "max_lr", "betas", "step")}
+        for group in policy.optimizer.param_groups
+    ]
+    result["random"] = torch.rand(4)
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"{name}.pt")
+    policy.ranks.close()

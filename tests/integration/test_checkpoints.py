@@ -1,0 +1,225 @@
+"""Checkpoints of the trainer: saved in one layout, loaded in others, with all that a step needs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import checkpoint_ranks  # noqa: E402
+from rank_pool import RankPool  # noqa: E402
+from slipstream.protocol.checkpoints import (  # noqa: E402
+    checkpoint_path,
+    complete_steps,
+    read_manifest,
+)
+
+PROGRAM = Path(checkpoint_ranks.__file__)
+TP2 = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
+PP2 = {"world_size": 2, "parallel": {"pp": 2}}
+DP2 = {"world_size": 2}
+VPP2 = {"world_size": 2, "parallel": {"pp": 2, "vpp": 2}}
+DISTOPT = {"world_size": 2, "use_distributed_optimizer": True}
+# Where each run is saved, after two of three steps.
+SAVED = {
+    "one": {"learner": {}},
+    "tp2": {"learner": TP2},
+    "pp2-tied": {"learner": PP2, "model": "tied"},
+    "distopt": {"learner": DISTOPT},
+    "bf16": {"learner": {}, "dtype": "bfloat16"},
+}
+# job -> the run that it loads, and in which layout
+LOADED = {
+    "one-again": ("one", {}),
+    "one-from-tp2": ("tp2", {}),
+    "one-from-pp2-tied": ("pp2-tied", {}),
+    "one-bf16-again": ("bf16", {}),
+    "one-from-distopt-1": ("distopt", {"use_distributed_optimizer": True}),
+    "tp2-again": ("tp2", TP2),
+    "pp2-from-tp2": ("tp2", PP2),
+    "dp2-from-tp2": ("tp2", DP2),
+    "vpp2-from-tp2": ("tp2", VPP2),
+    "tp2-from-one": ("one", TP2),
+    "pp2-tied-again": ("pp2-tied", PP2),
+    "tp2-from-pp2-tied": ("pp2-tied", TP2),
+    "distopt-again": ("distopt", DISTOPT),
+    "tp2-from-distopt": ("distopt", {**TP2, "use_distributed_optimizer": True}),
+}
+AGAIN = [name for name in LOADED if name.endswith("-again")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    checkpoint_ranks.make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+    """What every job saw and made: first those that save, then those that load."""
+    first, second = {}, {}
+    for name, changes in SAVED.items():
+        first[name] = changes | {"run": name, "save": [2], "until": 3}
+    for name, (run, learner) in LOADED.items():
+        second[name] = SAVED[run] | {"run": run, "learner": learner, "resume": True, "until": 3}
+        second[name]["late"] = name in ("one-again", "tp2-again", "distopt-again")
+    second["one-loads-weights"] = {
+        "run": "new",
+        "until": 1,
+        "learner": {},
+        "checkpoint": {"load": str(folder / "runs" / "tp2" / "checkpoints" / "step-000002")},
+    }
+    second["tp2-loads-files"] = {
+        "run": "other",
+        "until": 1,
+        "learner": TP2,
+        "dtype": "bfloat16",
+        "checkpoint": {"load": str(folder / "runs/tp2/checkpoints/step-000002/state")},
+    }
+    second["one-other-rate"] = {
+        "run": "one",
+        "resume": True,
+        "until": 3,
+        "algorithm": {"learning_rate": 1e-4},
+        "learner": {"adam_betas": [0.5, 0.9]},
+    }
+    second["one-other-optimizer"] = SAVED["distopt"] | {
+        "run": "distopt",
+        "learner": {},
+        "resume": True,
+        "until": 0,
+    }
+    for jobs in (first, second):
+        for name, job in jobs.items():
+            (folder / f"{name}.json").write_text(json.dumps(job))
+        for world_size in (1, 2):
+            names = [
+                name
+                for name, job in jobs.items()
+                if job["learner"].get("world_size", 1) == world_size
+            ]
+            rank_pool.run(PROGRAM, names, world_size=world_size, folder=folder)
+    return {
+        name: torch.load(folder / f"{name}.pt", weights_only=True) for name in (*first, *second)
+    }
+
+
+def test_a_save_is_published_with_its_manifest(folder: Path, results: dict[str, dict]) -> None:
+    assert results["tp2"]["saved"] == [2]
+    checkpoints = folder / "runs" / "tp2" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000002"]
+    manifest = read_manifest(checkpoint_path(checkpoints, 2))
+    assert (manifest.step, manifest.incarnation, manifest.models) == (2, 0, ("policy",))
+    assert (manifest.layout.tp, manifest.layout.pp, manifest.layout.world_size) == (2, 1, 2)
+    names = [file.path for file in manifest.files]
+    assert names == [
+        "random-00000.safetensors",
+        "random-00001.safetensors",
+        "state/.metadata",
+        "state/__0_0.distcp",
+        "state/__1_0.distcp",
+        "state/common.pt",
+        "state/metadata.json",
+    ]
+    sizes = [(checkpoint_path(checkpoints, 2) / name).stat().st_size for name in names]
+    assert [file.num_bytes for file in manifest.files] == sizes
+
+
+@pytest.mark.parametrize("job", LOADED)
+def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(
+    job: str, results: dict[str, dict]
+) -> None:
+    found, saved = results[job], results[LOADED[job][0]]
+    assert found["error"] == ""
+    assert found["loaded"] == 2
+    assert found["digest"] == found["loaded_digest"]
+    expected, metrics = saved["metrics"][2], found["metrics"][0]
+    for name in ("loss", "grad_norm", "entropy", "kl"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+    if job != "one-bf16-again":
+        for name, weight in saved["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("job", AGAIN)
+def test_a_load_in_the_same_layout_goes_on_bit_for_bit(job: str, results: dict[str, dict]) -> None:
+    found, saved = results[job], results[LOADED[job][0]]
+    exact = [name for name in saved["metrics"][2] if not name.endswith("_s")]
+    assert [found["metrics"][0][name] for name in exact] == [
+        saved["metrics"][2][name] for name in exact
+    ]
+    assert all(torch.equal(found["weights"][name], w) for name, w in saved["weights"].items())
+
+
+def test_a_save_beside_training_holds_the_weights_of_its_own_version(
+    results: dict[str, dict],
+) -> None:
+    for job in ("one-again", "tp2-again", "distopt-again"):
+        assert results[job]["late_digest"] == results[job]["digest"], job
+    assert results["one"]["digest"] != results["one-again"]["digest"]
+
+
+def test_random_numbers_go_on_where_the_checkpoint_was(results: dict[str, dict]) -> None:
+    assert torch.equal(results["one-again"]["random"], results["one"]["random"])
+
+
+def test_settings_of_the_optimizer_are_those_of_now(results: dict[str, dict]) -> None:
+    before, after = results["one-again"], results["one-other-rate"]
+    assert after["digest"] == before["digest"]
+    assert after["metrics"][0]["grad_norm"] == before["metrics"][0]["grad_norm"]
+    for group in after["groups"]:
+        assert group == {"lr": 1e-4, "max_lr": 1e-4, "betas": (0.5, 0.9), "step": 3}
+
+
+def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer(
+    results: dict[str, dict],
+) -> None:
+    found = results["one-loads-weights"]
+    assert found["digest"] == results["one-from-tp2"]["loaded_digest"]
+    assert found["loaded"] == 0
+    assert [group["step"] for group in found["groups"]] == [1, 1]
+    # The optimizer's own copy of the weights is made of the loaded ones, too.
+    rounded = results["tp2-loads-files"]["weights"]
+    for name, weight in found["weights"].items():
+        torch.testing.assert_close(rounded[name], weight, rtol=1e-2, atol=5e-3)
+
+
+def test_the_other_kind_of_optimizer_is_refused(results: dict[str, dict]) -> None:
+    error = results["one-other-optimizer"]["error"]
+    assert error.startswith("learner.use_distributed_optimizer must be true, as in ")
+
+
+@pytest.fixture
+def copy_of(folder: Path, results: dict[str, dict], tmp_path: Path) -> Callable[[], Path]:
+    def copy() -> Path:
+        shutil.copytree(folder / "runs" / "one", folder / "runs" / tmp_path.name)
+        return folder / "runs" / tmp_path.name / "checkpoints"
+
+    return copy
+
+
+def test_a_damaged_file_is_named_and_nothing_is_loaded(
+    copy_of: Callable[[], Path], folder: Path, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    checkpoints = copy_of()
+    path = checkpoint_path(checkpoints, 2) / "state" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    left = checkpoints / "step-000003.partial"
+    left.mkdir()
+    job = {"run": tmp_path.name, "learner": {}, "resume": True, "until": 0}
+    (folder / "damaged.json").write_text(json.dumps(job))
+    rank_pool.run(PROGRAM, ["damaged"], world_size=1, folder=folder)
+    found = torch.load(folder / "damaged.pt", weights_only=True)
+    assert "state/__0_0.distcp: its bytes are not those that were written" in found["error"]
+    assert found["loaded"] == 0
+    assert complete_steps(checkpoints) == [2]
+    assert not left.exists()

@@ -1,0 +1,133 @@
+"""Which checkpoints are whole, which are kept, and what a damaged one says."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from slipstream.protocol import checkpoints
+from slipstream.protocol.checkpoints import (
+    FileEntry,
+    Layout,
+    Manifest,
+    check_files,
+    checkpoint_path,
+    complete_steps,
+    describe_file,
+    publish_folder,
+    read_manifest,
+    remove_checkpoint,
+    remove_partial,
+    steps_to_remove,
+    write_manifest,
+)
+from slipstream.protocol.errors import CheckpointError
+from slipstream.protocol.types import PolicyVersion
+
+LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
+
+
+def save(folder: Path, step: int, data: bytes = b"weights") -> Path:
+    partial = folder / f"step-{step:06d}.partial"
+    partial.mkdir(parents=True)
+    (partial / "tensors").write_bytes(data)
+    entry = describe_file(partial, "tensors")
+    write_manifest(partial, manifest(step, (entry,)))
+    return publish_folder(partial)
+
+
+def manifest(step: int, files: tuple[FileEntry, ...]) -> Manifest:
+    return Manifest(
+        incarnation=1,
+        step=step,
+        weight_digest="d",
+        config_digest="c",
+        layout=LAYOUT,
+        models=("policy",),
+        packages={"torch": "2"},
+        saved_unix_s=1.0,
+        files=files,
+    )
+
+
+def test_a_manifest_is_read_back(tmp_path: Path) -> None:
+    path = save(tmp_path, 12)
+    assert path == checkpoint_path(tmp_path, 12)
+    found = read_manifest(path)
+    assert found.version == PolicyVersion(1, 12)
+    assert found.num_bytes == 7
+    check_files(path, found.files)
+
+
+def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+    assert complete_steps(tmp_path / "nowhere") == []
+    for step in (20, 3, 1_000_000):
+        save(tmp_path, step)
+    (tmp_path / "step-000021.partial").mkdir()
+    (tmp_path / "step-000022").mkdir()
+    (tmp_path / "final").mkdir()
+    assert complete_steps(tmp_path) == [3, 20, 1_000_000]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 2}', "[1]"])
+def test_a_manifest_that_cannot_be_read_is_no_checkpoint(tmp_path: Path, text: str) -> None:
+    path = save(tmp_path, 1)
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="is no whole checkpoint"):
+        read_manifest(path)
+
+
+def test_every_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    for place in range(7 * 8):
+        data = bytearray(b"weights")
+        data[place // 8] ^= 1 << place % 8
+        (path / "tensors").write_bytes(data)
+        with pytest.raises(CheckpointError, match="tensors: its bytes are not those"):
+            check_files(path, read_manifest(path).files)
+
+
+def test_a_shortened_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "tensors").write_bytes(b"weight")
+    with pytest.raises(CheckpointError, match="tensors: it has 6 bytes instead of 7"):
+        check_files(path, read_manifest(path).files)
+    (path / "tensors").unlink()
+    with pytest.raises(CheckpointError, match="tensors: No such file"):
+        check_files(path, read_manifest(path).files)
+
+
+def test_the_last_n_and_the_milestones_are_kept() -> None:
+    steps = [10, 20, 30, 40, 50, 60]
+    assert steps_to_remove(steps, keep_last=2, keep_every=0) == [10, 20, 30, 40]
+    assert steps_to_remove(steps, keep_last=2, keep_every=20) == [10, 30]
+    assert steps_to_remove(steps, keep_last=9, keep_every=0) == []
+    assert steps_to_remove([], keep_last=1, keep_every=0) == []
+
+
+def test_retention_never_touches_the_newest() -> None:
+    for size in range(1, 6):
+        for steps in itertools.combinations(range(1, 8), size):
+            for keep_last, keep_every in itertools.product(range(4), range(4)):
+                removed = steps_to_remove(steps, keep_last=keep_last, keep_every=keep_every)
+                assert max(steps) not in removed
+                assert len(steps) - len(removed) >= min(size, keep_last)
+
+
+def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def crash(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", crash)
+        with pytest.raises(KeyboardInterrupt):
+            remove_checkpoint(tmp_path, 1)
+    assert complete_steps(tmp_path) == [2]
+    assert remove_partial(tmp_path) == ["step-000001.partial"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
