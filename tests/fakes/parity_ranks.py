@@ -37,6 +37,8 @@ def run_rank(folder: Path, job: str) -> None:
         torch.save(overflow(policy, step, config), folder / f"{job}.pt")
         policy.ranks.close()
         return
+    # It compares Megatron's groups with the arithmetic of the dry run.
+    policy.ranks.describe(has_experts=True)
     finalized = count_finalizations(policy)
     exported = export_weights(policy, config)
     before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import shutil
 import socket
 import statistics
@@ -35,6 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     (folder / "token").write_text("short")
     weightless = folder / "weightless"
     shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    (folder / "mixture").mkdir()
+    (folder / "mixture" / "config.json").write_text(json.dumps(sizes))
     return folder
 
 
@@ -73,6 +77,12 @@ SETTINGS = {
     "heads": ("learner={world_size=2, parallel={tp=2}}", "1 key-value heads, got 2"),
     "layers": ("learner={world_size=4, parallel={pp=4}}", "2 layers, got 4"),
     "batch and mini-batches": ("algorithm.mini_batches=3", "multiple of mini_batches", "16 and 3"),
+    "experts of none": ("learner={world_size=2, parallel={ep=2}}", "no experts, got 2"),
+    "overlap without its optimizer": (
+        "learner.ddp={overlap_param_gather=true}",
+        "learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true",
+    ),
+    "architecture": ('model.path="mixture"', "MixtralForCausalLM", "cannot be loaded"),
     "episode too long": ("sampling.max_episode_tokens=1000", "max_position_embeddings"),
     "queue too small": ("queue.max_bytes=1000", "queue.max_bytes must hold"),
     "no model folder": ('model.path="nowhere"', "model.path", "nowhere", "does not exist"),
@@ -201,6 +211,28 @@ def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> N
     assert load_config(printed) == load_config(folder / "config.toml", [override])
     assert load_config(printed).algorithm.max_staleness == 5
     assert not (folder / "run" / "journal").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "learner"])
+def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
+    command: str, folder: Path
+) -> None:
+    override = "learner={world_size=4, parallel={pp=2}}"
+    result = run_command(
+        command, "config.toml", override, 'model.path="weightless"', "--dry-run", cwd=folder
+    )
+    assert result.returncode == 0, result.stderr
+    assert tomllib.loads(result.stdout)["learner"]["world_size"] == 4
+    notes = [line for line in result.stdout.splitlines() if line.startswith("#")]
+    assert notes == [
+        "# The trainer's ranks:",
+        "# 4 ranks: tp 1, pp 2, cp 1, dp 2",
+        "# dp: 2 x 2: [0 1] [2 3]",
+        "# pp: 2 x 2: [0 2] [1 3]",
+        "#",
+        "# Only sizes were checked. Before a run can start:",
+        "# model.path must hold safetensors weights, but weightless has none",
+    ]
 
 
 @pytest.mark.parametrize("command", ["learner", "rollout-server"])

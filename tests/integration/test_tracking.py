@@ -37,8 +37,9 @@ async def test_a_tracker_that_cannot_be_opened_is_an_event_and_the_run_goes_on(t
 def test_a_missing_package_is_refused_before_anything_starts(tmp_path, command):
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+    for name in ("tokenizer_config.json", "model.safetensors"):
         (model / name).write_text("{}")
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     config = write_config(tmp_path, model, tracking__trackers=["wandb"])
     done = run_command(command, config, cwd=tmp_path)
     assert done.returncode == 2

@@ -333,7 +333,7 @@ def test_both_learner_hosts_train(cluster: Cluster) -> None:
         for host, rank in places.items()
     }
     assert all(path.exists() for path in logs.values())
-    assert "2 ranks on cpu: tp 1, pp 1, dp 2" in logs["learner-0"].read_text()
+    assert "on cpu, 2 ranks: tp 1, pp 1, cp 1, dp 2" in logs["learner-0"].read_text()
 
 
 def test_both_rollout_servers_have_a_share(cluster: Cluster, summary: dict[str, Any]) -> None:

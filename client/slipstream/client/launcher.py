@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from slipstream.client.children import start_child
+from slipstream.client.dry_run import describe_dry_run
 from slipstream.client.preflight import (
     check_controller,
     check_environments,
@@ -38,13 +39,13 @@ REPLAY = "slipstream.learner.trainer.replay"
 async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     config = load_config(path, overrides)
-    credentials = check_settings(config)
+    credentials = check_settings(config, dry_run=dry_run)
     check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
     check_trackers(config.tracking)
     check_new_run(config)
     check_port(config.controller.address)
     if dry_run:
-        print(dump_config(config), end="")
+        print(describe_dry_run(config), end="")
         return 0
     logs = config.run_dir / "logs"
     await check_environments(config, logs / "preflight.log")
@@ -69,7 +70,7 @@ async def run_learner(
     if master is not None:
         overrides = [*overrides, f'learner.master="{master}"']
     config = load_config(path, overrides)
-    credentials = check_settings(config)
+    credentials = check_settings(config, dry_run=dry_run)
     check_installed("torch", "megatron.core", *_queue_packages(config))
     per_node = config.learner.ranks_per_node or config.learner.world_size
     num_nodes = config.learner.world_size // per_node
@@ -84,7 +85,7 @@ async def run_learner(
         check_new_run(config)
         check_port(config.controller.address)
     if dry_run:
-        print(dump_config(config), end="")
+        print(describe_dry_run(config), end="")
         return 0
     if node_rank == 0:
         await check_environments(config, config.run_dir / "logs" / "preflight.log")

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.config_file import check_model
+from slipstream.protocol.config_file import check_model, check_sizes
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.security import (
     Credentials,
@@ -42,9 +42,15 @@ NEEDED_BY = {
 }
 
 
-def check_settings(config: Config) -> Credentials:
-    """Checks what can be checked without starting anything; ConfigError."""
-    check_model(config)
+def check_settings(config: Config, *, dry_run: bool = False) -> Credentials:
+    """Checks what can be checked without starting anything; ConfigError.
+
+    For a dry run the model's config.json is enough.
+    """
+    if dry_run:
+        check_sizes(config)
+    else:
+        check_model(config)
     credentials = Credentials.load(config.security)
     check_address(config.controller.address, credentials, what="controller.address")
     if config.queue.kind == "redis" and config.queue.redis_url is not None:

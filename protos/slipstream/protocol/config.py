@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from pydantic import model_validator
@@ -14,6 +15,7 @@ from slipstream.protocol.measurement_sections import (
     ProfileSection,
     TrackingSection,
 )
+from slipstream.protocol.parallel_rules import table_problems, world_problems
 from slipstream.protocol.section import Section
 from slipstream.protocol.sections import (
     ControllerSection,
@@ -49,7 +51,6 @@ __all__ = [
     "TrackingSection",
     "WeightsSection",
     "address_parts",
-    "check_world",
 ]
 
 # What a trajectory occupies in a queue beside its tokens: names, metrics, texts.
@@ -149,7 +150,8 @@ class Config(Section):
                 f"controller.heartbeat_timeout_s must be at least 3 * heartbeat_s, got "
                 f"{self.controller.heartbeat_timeout_s} and {self.controller.heartbeat_s}"
             )
-        check_world(self.learner)
+        for problem in itertools.chain(world_problems(self.learner), table_problems(self.learner)):
+            raise ValueError(problem)
         check_algorithm(self)
         check_measurement(self)
         return self
@@ -191,33 +193,4 @@ def check_measurement(config: Config) -> None:
         raise ValueError(
             f"learner.profile.ranks must be below learner.world_size, "
             f"got {max(profile.ranks)} and {config.learner.world_size}"
-        )
-
-
-def check_world(learner: LearnerSection) -> None:
-    """ValueError with the rule when the parallel sizes cannot fill the world."""
-    parallel, world = learner.parallel, learner.world_size
-    dense = parallel.tp * parallel.pp * parallel.cp
-    if world % dense:
-        raise ValueError(
-            f"learner.world_size must be a multiple of tp * pp * cp = {dense}, got {world}"
-        )
-    expert = parallel.ep * (parallel.etp or parallel.tp) * parallel.pp
-    if parallel.ep > 1 and world % expert:
-        raise ValueError(
-            f"learner.world_size must be a multiple of ep * etp * pp = {expert}, got {world}"
-        )
-    if parallel.cp > 1 and learner.micro_batch_tokens % 2:
-        raise ValueError(
-            f"learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each "
-            f"sequence is cut into 2 * cp equal chunks, got {learner.micro_batch_tokens}"
-        )
-    if parallel.sequence_parallel and parallel.tp == 1:
-        raise ValueError("learner.parallel.sequence_parallel needs tp > 1, got tp = 1")
-    if parallel.vpp is not None and parallel.pp == 1:
-        raise ValueError(f"learner.parallel.vpp needs pp > 1, got vpp = {parallel.vpp} and pp = 1")
-    if learner.ranks_per_node is not None and world % learner.ranks_per_node:
-        raise ValueError(
-            f"learner.world_size must be a multiple of ranks_per_node, "
-            f"got {world} and {learner.ranks_per_node}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
+import itertools
 import tomllib
 import types
 import typing
@@ -14,8 +14,10 @@ from typing import TypeAlias
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
-from slipstream.protocol.config import Config, LearnerSection
+from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.model_sizes import ModelSizes, missing_files, read_model_sizes
+from slipstream.protocol.parallel_rules import layout_problems, model_problems
 
 Table: TypeAlias = dict[str, JsonValue]
 
@@ -54,66 +56,51 @@ def dump_config(config: Config) -> str:
 
 def check_model(config: Config) -> None:
     """Checks the model folder and what depends on it, before anything is loaded; ConfigError."""
-    folder = config.model.path
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.path must be a Hugging Face folder, got {folder}, which does not exist"
-        )
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path must be a Hugging Face folder, but {folder} has no config.json"
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path must hold safetensors weights, but {folder} has none")
-    if not (folder / "tokenizer_config.json").is_file():
-        raise ConfigError(
-            f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
-        )
-    files = config.checkpoint.load
-    if files is not None and not any(
-        (files / p / "metadata.json").is_file() for p in ("", "state")
-    ):
-        raise ConfigError(
-            f"checkpoint.load must be a folder of Megatron's distributed checkpoint files, "
-            f"got {files}, which has no metadata.json"
-        )
-    try:
-        sizes = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
-    check_heads(config.learner, sizes)
-    longest = sizes.get("max_position_embeddings")
-    if isinstance(longest, int) and config.sampling.max_episode_tokens > longest:
+    missing = check_sizes(config)
+    if missing:
+        raise ConfigError(missing[0])
+
+
+def check_sizes(config: Config) -> list[str]:
+    """Checks all that the model's config.json decides; ConfigError.
+
+    Returns what the folder lacks to be loaded, one clause for each.
+    """
+    sizes = read_model_sizes(config.model.path)
+    _check_layout(config, sizes)
+    longest = sizes.max_positions
+    if longest and config.sampling.max_episode_tokens > longest:
         raise ConfigError(
             f"sampling.max_episode_tokens must be at most the model's max_position_embeddings, "
             f"got {config.sampling.max_episode_tokens} and {longest}"
         )
-    heads, groups = sizes.get("num_attention_heads", 1), sizes.get("num_key_value_heads", 1)
     rollout_tp = config.rollout_server.tensor_parallel_size
+    heads, groups = sizes.heads, max(1, sizes.kv_heads)
     if heads % rollout_tp or (groups % rollout_tp and rollout_tp % groups):
         raise ConfigError(
             f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, "
             f"got {rollout_tp}"
         )
+    return [*missing_files(config.model.path), *_missing_checkpoint(config)]
 
 
-def check_heads(learner: LearnerSection, sizes: Mapping[str, JsonValue]) -> None:
-    """ConfigError when tensor or pipeline parallelism does not divide the model."""
-    tp, pp, vpp = learner.parallel.tp, learner.parallel.pp, learner.parallel.vpp or 1
-    for key, noun in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key-value heads"),
-    ):
-        number = sizes.get(key)
-        if isinstance(number, int) and number % tp:
-            raise ConfigError(
-                f"learner.parallel.tp must divide the model's {number} {noun}, got {tp}"
-            )
-    layers = sizes.get("num_hidden_layers")
-    if isinstance(layers, int) and layers % (pp * vpp):
-        raise ConfigError(
-            f"learner.parallel.pp * vpp must divide the model's {layers} layers, got {pp * vpp}"
-        )
+def _missing_checkpoint(config: Config) -> list[str]:
+    files = config.checkpoint.load
+    if files is None or any((files / p / "metadata.json").is_file() for p in ("", "state")):
+        return []
+    return [
+        f"checkpoint.load must be a folder of Megatron's distributed checkpoint files, "
+        f"got {files}, which has no metadata.json"
+    ]
+
+
+def _check_layout(config: Config, sizes: ModelSizes) -> None:
+    learner = config.learner
+    problems = itertools.chain(
+        model_problems(sizes), layout_problems(sizes, learner.parallel, learner.transformer)
+    )
+    for problem in problems:
+        raise ConfigError(problem)
 
 
 def _apply_override(table: Table, override: str) -> None:

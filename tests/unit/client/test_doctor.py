@@ -23,7 +23,12 @@ from slipstream.protocol.queue.redis import EmbeddedServer
 def config_of(tmp_path: Path, **sections: dict) -> Config:
     model = tmp_path / "model"
     model.mkdir(exist_ok=True)
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
     (model / "config.json").write_text(json.dumps(sizes | {"vocab_size": 64, "hidden_size": 64}))
     (model / "tokenizer_config.json").write_text("{}")
     header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 500], "data_offsets": [0, 0]}})

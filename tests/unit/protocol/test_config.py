@@ -46,7 +46,9 @@ def refusal(table: Table) -> str:
 
 def model_folder(folder: Path, **sizes: JsonValue) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(sizes))
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], **sizes})
+    )
     (folder / "model.safetensors").touch()
     (folder / "tokenizer_config.json").touch()
     return folder
@@ -349,13 +351,15 @@ def test_a_model_folder_must_be_whole(tmp_path: Path) -> None:
         f"model.path must be a Hugging Face folder, but {folder} has no config.json"
     )
     (folder / "config.json").write_text("{")
+    assert problem().startswith(f"{folder}/config.json: Expecting property name")
+    (folder / "config.json").write_text("[]")
+    assert problem() == f"{folder}/config.json must hold a table, got a list"
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert problem() == f"model.path must hold safetensors weights, but {folder} has none"
     (folder / "model.safetensors").touch()
     assert problem() == (
         f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
     )
-    (folder / "tokenizer_config.json").touch()
-    assert problem().startswith(f"{folder}/config.json: Expecting property name")
     model_folder(folder, num_attention_heads=2)
     check_model(config)
 

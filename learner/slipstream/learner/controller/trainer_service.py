@@ -71,10 +71,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.hello = request
         self._progress.trainer_registered = True
         self._progress.state = status_pb2.RUN_STATE_RUNNING
-        self._progress.events.add(
-            f"the trainer has {request.num_parameters:,} parameters on {request.world_size} "
-            f"rank{'s' if request.world_size > 1 else ''}"
-        )
+        sizes, *groups = request.layout_description.splitlines()
+        self._progress.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
+        for line in groups:
+            self._progress.events.add(f"  {line}")
         self._progress.moved()
         return trainer_pb2.TrainerWelcome(run_id=self._progress.run_id)
 

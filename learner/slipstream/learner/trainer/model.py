@@ -271,11 +271,6 @@ def _rotary_base(hf_config: Megatron) -> float:
     base = rope.get("rope_theta", sizes.get("rope_theta"))
     if base is None:
         raise ConfigError("the model's config.json names no rope_theta")
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        raise ConfigError(
-            f"the model's rope_type {kind!r} was not tested, known are default, llama3"
-        )
     return float(base)
 
 

@@ -17,6 +17,7 @@ from slipstream.learner.trainer.grid import Grids
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.config import LearnerSection, ParallelSection
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.rank_layout import RankLayout
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -57,6 +58,7 @@ class Ranks:
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.device = _start(launch, learner)
+        self._parallel = learner.parallel
         self._grids = Grids(learner.parallel, timeout_s=learner.timeout_s, seed=seed)
         self._grid = self._grids.home
         # Decisions travel over gloo on every device: they are small and need no stream.
@@ -69,7 +71,7 @@ class Ranks:
     def placed(self, parallel: ParallelSection) -> Ranks:
         """The same ranks in another layout, whose groups are made if they are new."""
         other = copy.copy(self)
-        other._grid = self._grids.of(parallel)
+        other._parallel, other._grid = parallel, self._grids.of(parallel)
         return other
 
     def in_force(self) -> AbstractContextManager[None]:
@@ -169,30 +171,22 @@ class Ranks:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return values
 
-    def describe(self) -> str:
-        """One line on the groups, and one on each rank's place in them."""
-        groups = self._groups
-        place = torch.tensor(
-            [
-                groups.get_pipeline_model_parallel_rank(),
-                groups.get_data_parallel_rank(),
-                groups.get_context_parallel_rank(),
-                groups.get_tensor_model_parallel_rank(),
-            ],
-            dtype=_INT64,
-        )
-        places = [torch.empty_like(place) for _ in range(self.world_size)]
-        dist.all_gather(places, place, group=self._control)
-        pp = groups.get_pipeline_model_parallel_world_size()
-        lines = [
-            f"{self.world_size} rank{'s' if self.world_size > 1 else ''} on {self.device.type}: "
-            f"tp {self.tp_size}, pp {pp}, cp {self.cp_size}, dp {self.dp_size}"
-        ]
-        lines += [
-            f"rank {rank}: pp {p}, dp {d}, cp {c}, tp {t}"
-            for rank, (p, d, c, t) in enumerate(x.tolist() for x in places)
-        ]
-        return "\n".join(lines)
+    def describe(self, *, has_experts: bool) -> str:
+        """The parallel groups of all ranks; not collective."""
+        layout = RankLayout.of(self._parallel, self.world_size)
+        found, groups = layout.groups(), self._groups
+        for name, ours in {
+            "tp": groups.get_tensor_model_parallel_group(),
+            "cp": groups.get_context_parallel_group(),
+            "dp": groups.get_data_parallel_group(),
+            "pp": groups.get_pipeline_model_parallel_group(),
+            "etp": groups.get_expert_tensor_parallel_group(),
+            "ep": groups.get_expert_model_parallel_group(),
+            "expert_dp": groups.get_expert_data_parallel_group(),
+        }.items():
+            ranks = tuple(dist.get_process_group_ranks(ours))
+            assert ranks in found[name], f"Megatron's {name} group of rank {self.rank} is {ranks}"
+        return f"on {self.device.type}, {layout.describe(has_experts=has_experts)}"
 
     def close(self) -> None:
         """Leaves all groups."""

@@ -87,7 +87,8 @@ class Trainer:
                 assert isinstance(order, Wait)
 
     def _register(self) -> None:
-        layout = self._ranks.describe()
+        has_experts = self._policy.chunks[0].config.num_moe_experts is not None
+        layout = self._ranks.describe(has_experts=has_experts)
         if self._weights is None:
             return
         logger.info("%s", layout)

@@ -1,0 +1,95 @@
+"""What a model's config.json says that the parallel layout depends on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a decoder; 0 where config.json says nothing."""
+
+    architecture: str
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    max_positions: int
+    # A mixture of experts: how many there are, how many a token goes to, their intermediate size.
+    experts: int
+    experts_per_token: int
+    expert_ffn: int
+    # Whether the weights of a token's experts add up to 1.
+    normalizes_experts: bool
+    # Whether some layers of a mixture of experts have none.
+    has_dense_layers: bool
+    rope_type: str
+    uses_sliding_window: bool
+    is_quantized: bool
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ModelSizes:
+        """From the table of a config.json, as transformers 4 or 5 writes it."""
+
+        def number(*names: str) -> int:
+            found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
+            return int(found)
+
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        names = values.get("architectures") or [""]
+        heads = number("num_attention_heads")
+        return cls(
+            architecture=str(names[0]),
+            layers=number("num_hidden_layers"),
+            heads=heads,
+            kv_heads=number("num_key_value_heads") or heads,
+            ffn=number("intermediate_size"),
+            max_positions=number("max_position_embeddings"),
+            experts=number("num_experts", "num_local_experts", "n_routed_experts"),
+            experts_per_token=number("num_experts_per_tok"),
+            expert_ffn=number("moe_intermediate_size", "intermediate_size"),
+            normalizes_experts=bool(values.get("norm_topk_prob", False)),
+            has_dense_layers=bool(values.get("mlp_only_layers"))
+            or values.get("decoder_sparse_step", 1) != 1,
+            rope_type=str(rope.get("rope_type", rope.get("type", "default"))),
+            uses_sliding_window=bool(values.get("use_sliding_window", False)),
+            is_quantized="quantization_config" in values,
+        )
+
+
+def read_model_sizes(folder: Path) -> ModelSizes:
+    """Of a Hugging Face folder; ConfigError when there is none, or no readable config.json."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder, got {folder}, which does not exist"
+        )
+    if not path.is_file():
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder, but {folder} has no config.json"
+        )
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a table, got a {type(values).__name__}")
+    return ModelSizes.of(values)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a folder with config.json lacks to be loaded: one clause for each."""
+    missing = []
+    if not any(folder.glob("*.safetensors")):
+        missing.append(f"model.path must hold safetensors weights, but {folder} has none")
+    if not (folder / "tokenizer_config.json").is_file():
+        missing.append(
+            f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
+        )
+    return missing

@@ -1,0 +1,37 @@
+"""Program of one rank: the groups that Megatron's generator of ranks makes, as a JSON file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+# world size, sizes
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2-pp4": (8, {"tp": 2, "pp": 4}),
+    "tp2-cp2-pp2": (16, {"tp": 2, "pp": 2, "cp": 2}),
+    "tp4-ep4-etp1": (16, {"tp": 4, "ep": 4, "etp": 1}),
+    "tp2-cp2-pp2-ep4-etp1": (16, {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "etp": 1}),
+    "tp2-ep8": (32, {"tp": 2, "ep": 8}),
+    "tp2-cp4-ep8": (32, {"tp": 2, "cp": 4, "ep": 8}),
+    "tp8-pp16-cp2": (256, {"tp": 8, "pp": 16, "cp": 2}),
+}
+
+
+def run_rank(folder: Path, job: str) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    world_size, sizes = LAYOUTS[job]
+    tp, cp, pp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "pp", "ep"))
+    etp = sizes.get("etp", tp)
+    # As initialize_model_parallel makes its two generators.
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=tp, ep=1, dp=world_size // (tp * cp * pp), pp=pp, cp=cp, order=order)
+    replicas = world_size // (etp * ep * pp)
+    expert = RankGenerator(tp=etp, ep=ep, dp=replicas, pp=pp, cp=1, order=order)
+    groups = {name: dense.get_ranks(name) for name in ("tp", "cp", "dp", "pp")} | {
+        "etp": expert.get_ranks("tp"),
+        "ep": expert.get_ranks("ep"),
+        "expert_dp": expert.get_ranks("dp"),
+    }
+    (folder / f"{job}.json").write_text(json.dumps(groups))
