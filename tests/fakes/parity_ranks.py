@@ -72,7 +72,7 @@ def run_rank(folder: Path, job: str) -> None:
 
 @contextmanager
 def recorded_inputs(policy: Policy) -> Iterator[dict]:
-    """What enters the first chunk of this rank, one micro batch after the other, and where it is."""
+    """What enters this rank's first chunk, one micro batch after the other, and where it is."""
     ranks = policy.ranks
     found: dict = {
         "dp": ranks.dp_rank,
