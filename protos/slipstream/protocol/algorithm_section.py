@@ -104,7 +104,10 @@ class DynamicSamplingSection(Section):
 
 
 class AlgorithmSection(Section):
-    """How a step learns from its episodes; by default GRPO with truncated importance sampling."""
+    """How a step learns from its episodes; by default GRPO with truncated importance sampling.
+
+    [Algorithms](algorithms.md) has the formulas and the published methods.
+    """
 
     # Episodes of one task.
     group_size: Positive

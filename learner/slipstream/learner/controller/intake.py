@@ -20,6 +20,7 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.protocol.codec import decode_trajectory
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery, TrajectoryReceiver
+from slipstream.protocol.rewards import has_variance
 from slipstream.protocol.types import Failure, FailureKind, Purpose, Trajectory, TrajectoryId
 from slipstream.v1 import fleet_pb2
 
@@ -130,8 +131,8 @@ class Intake:
         if entry is not None:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
-        equal = max(rewards) == min(rewards)
-        if equal and self._progress.config.algorithm.dynamic_sampling.enabled:
+        config = self._progress.config
+        if config.algorithm.dynamic_sampling.enabled and not has_variance(group.in_order(), config):
             self._book.remove(group.group_id)
             self._environments.group_ended(group.environment, cause=None)
             for trajectory in group.in_order():

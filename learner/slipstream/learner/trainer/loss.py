@@ -1,38 +1,19 @@
-"""The clipped objective on packed tokens."""
+"""The loss of a packed micro batch: objective, correction, divergence and entropy put together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
+import torch.distributed as dist
+from slipstream.learner.trainer.correction import correct
+from slipstream.learner.trainer.kl import kl_estimate
+from slipstream.learner.trainer.objectives import token_losses
 from slipstream.learner.trainer.packing import MicroBatch
+from slipstream.learner.trainer.sequence_sums import SequenceSums
+from slipstream.learner.trainer.statistics import TokenStatistics, token_statistics
+from slipstream.protocol.algorithm_section import AlgorithmSection
 from torch import Tensor
-
-MAX_LOG_RATIO = 20.0
-
-
-class Sum(IntEnum):
-    """What `TokenLoss.sums` holds: sums over the trained tokens."""
-
-    LOSS = 0
-    TOKENS = 1
-    ENTROPY = 2
-    CLIPPED = 3
-    WEIGHT = 4
-    CAPPED = 5
-    KL = 6
-    GAP = 7
-    GAP_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The numbers of the objective; `AlgorithmSection` says what they mean."""
-
-    clip_low: float
-    clip_high: float
-    importance_cap: float
 
 
 @dataclass(frozen=True)
@@ -42,59 +23,51 @@ class TokenLoss:
     # Sum over the trained tokens; the caller divides by their number in the whole mini-batch.
     loss: Tensor
     num_tokens: Tensor
-    # float64, indexed by `Sum`.
-    sums: Tensor
-    # Largest gap of the log-probabilities among tokens of lag 0; 0 without any.
-    max_gap: Tensor
+    statistics: TokenStatistics
 
 
-def clipped_loss(
+def policy_loss(
     policy_logprobs: Tensor,
     entropy: Tensor,
     old_logprobs: Tensor | None,
     micro_batch: MicroBatch,
-    objective: Objective,
+    algorithm: AlgorithmSection,
+    *,
+    group: dist.ProcessGroup | None,
 ) -> TokenLoss:
-    """Sum over `loss_mask` of -weight * min(ratio * advantage, clip(ratio) * advantage).
+    """Sum over `loss_mask` of the loss of each token, times its `loss_weights`.
 
-    `old_logprobs` are those of the policy before the first mini-batch; None: the policy is still
-    that one, and the ratio is 1 in value. The weight min(exp(old - behavior), cap) corrects for
-    what sampled the tokens, without a gradient. With a cap of 0 there is no weight, and the ratio
-    is taken against the behavior log-probabilities instead. Log ratios are limited to 20 before
-    exp. Source: PPO eq. 7 (arXiv:1707.06347) with GRPO's advantages (arXiv:2402.03300).
+    The loss of a token is weight * (objective + kl.coefficient * divergence) - entropy_coefficient
+    * entropy, where the weight corrects for what sampled the token and is 0 for masked ones. It
+    holds for the divergence, too: that is a mean over tokens of the policy.
+
+    `old_logprobs` are those of the policy before the first mini-batch, the proximal policy; None:
+    the policy is still that one. REINFORCE knows no proximal policy: its weight leads from the
+    behavior policy to the present one. `entropy` carries a gradient if its coefficient is not 0.
+    Collective over `group`, the context parallel ranks, or None.
     """
-    mask = micro_batch.loss_mask
-    behavior, advantages = micro_batch.behavior_logprobs, micro_batch.advantages
-    old = policy_logprobs.detach() if old_logprobs is None else old_logprobs
-    anchor, weight = behavior, torch.ones_like(behavior)
-    if objective.importance_cap > 0:
-        anchor, weight = old, _ratio(old - behavior)
-    capped = weight > objective.importance_cap if objective.importance_cap > 0 else weight < 0
-    weight = torch.where(capped, objective.importance_cap, weight)
-    ratio = _ratio(policy_logprobs - anchor)
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    losses = torch.where(mask, -weight * surrogate, 0.0)
-    loss = losses.sum()
-    with torch.no_grad():
-        log_ratio = (policy_logprobs - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        gap = (old - behavior).abs()
-        is_fresh = mask & (micro_batch.lags == 0)
-        columns = {
-            Sum.LOSS: losses,
-            Sum.TOKENS: mask,
-            Sum.ENTROPY: entropy * mask,
-            Sum.CLIPPED: (clipped * advantages < ratio * advantages) & mask,
-            Sum.WEIGHT: weight * mask,
-            Sum.CAPPED: capped & mask,
-            Sum.KL: (log_ratio.exp() - 1 - log_ratio) * mask,
-            Sum.GAP: gap * is_fresh,
-            Sum.GAP_TOKENS: is_fresh,
-        }
-        sums = torch.stack([columns[name].sum(dtype=torch.float64) for name in Sum])
-        max_gap = (gap * is_fresh).max()
-    return TokenLoss(loss, mask.sum(), sums, max_gap)
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    mask, behavior = micro_batch.loss_mask, micro_batch.behavior_logprobs
+    proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
+    sequences = SequenceSums(micro_batch, group)
+    correction = correct(
+        policy_logprobs if algorithm.loss == "reinforce" else proximal,
+        behavior,
+        algorithm.correction,
+        sequences,
+    )
+    anchor = behavior if algorithm.ratio == "behavior" else proximal
+    parts = token_losses(policy_logprobs, anchor, micro_batch.advantages, algorithm, sequences)
+    losses = correction.weights * parts.losses
+    kl = algorithm.kl
+    if kl.coefficient and kl.placement == "loss":
+        reference = micro_batch.reference_logprobs
+        assert reference is not None, "the divergence needs the reference model's log-probabilities"
+        divergence = kl_estimate(policy_logprobs, reference, kl.estimator)
+        losses = losses + kl.coefficient * correction.weights * divergence
+    if algorithm.entropy_coefficient:
+        losses = losses - algorithm.entropy_coefficient * entropy
+    losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
+    statistics = token_statistics(
+        losses, parts, correction, (policy_logprobs, proximal), entropy, micro_batch
+    )
+    return TokenLoss(losses.sum(), mask.sum(), statistics)

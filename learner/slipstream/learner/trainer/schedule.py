@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,7 @@ def forward_backward(
             hidden[0], model.output_weight, micro_batch.targets, rows, projection
         )
         found = loss(place, micro_batch, logprobs, entropy)
-        kept = TokenLoss(found.loss.detach(), found.num_tokens, found.sums, found.max_gap)
+        kept = dataclasses.replace(found, loss=found.loss.detach())
         return found.loss, found.num_tokens.to(torch.int), kept
 
     projection = Projection(

@@ -7,23 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-from slipstream.learner.trainer.advantage import group_advantages, shuffled
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.context_parallel import share_of_rank
-from slipstream.learner.trainer.loss import Objective, Sum, TokenLoss, clipped_loss
+from slipstream.learner.trainer.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.packing import (
     MicroBatch,
-    TokenEstimates,
     TrainingSequence,
     build_micro_batch,
     round_up,
 )
 from slipstream.learner.trainer.planner import plan_micro_batches
 from slipstream.learner.trainer.schedule import forward_backward, forward_logprobs
+from slipstream.learner.trainer.sequences import training_sequences, weighted
 from slipstream.learner.trainer.stages import StageTimes
+from slipstream.learner.trainer.statistics import StepStatistics
 from slipstream.protocol.config import AlgorithmSection, Config
 from slipstream.protocol.errors import RunFailed
 from torch import Tensor
@@ -39,17 +37,13 @@ class StepResult:
 
 @dataclass
 class _Totals:
-    """Sums over the tokens of all mini-batches and all ranks, and what each mini-batch adds."""
+    """What the mini-batches of a step add up to."""
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(len(Sum), dtype=torch.float64))
-    max_gap: float = 0.0
+    statistics: StepStatistics = field(default_factory=StepStatistics)
     grad_norms: list[float] = field(default_factory=list)
     num_micro_batches: int = 0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
-
-    def mean(self, name: Sum, over: Sum = Sum.TOKENS) -> float:
-        return float(self.sums[name]) / max(1.0, float(self.sums[over]))
 
 
 def learning_rate(algorithm: AlgorithmSection, step: int) -> float:
@@ -64,12 +58,6 @@ class TrainingStep:
         self._policy = policy
         self._config = config
         self.stages = StageTimes()
-        algorithm = config.algorithm
-        self._objective = Objective(
-            algorithm.clip_low,
-            algorithm.clip_high,
-            algorithm.correction.cap if algorithm.ratio == "proximal" else 0.0,
-        )
 
     def run(self, batch: Batch) -> StepResult:
         """Trains the batch; collective, and every rank passes the same batch.
@@ -81,11 +69,9 @@ class TrainingStep:
         started = time.monotonic()
         algorithm = self._config.algorithm
         batch.check(algorithm.max_staleness)
-        sequences = self._sequences(batch)
-        shares = [
-            self._micro_batches(sequences, members)
-            for members in batch.mini_batches(algorithm.mini_batches)
-        ]
+        mini_batches = batch.mini_batches(algorithm.mini_batches)
+        sequences = weighted(training_sequences(batch, self._config), mini_batches, self._config)
+        shares = [self._micro_batches(sequences, members) for members in mini_batches]
         old_logprobs: list[list[Tensor]] = [[] for _ in shares]
         if len(shares) > 1:
             with self.stages.measure("forward"):
@@ -103,22 +89,6 @@ class TrainingStep:
     @property
     def _temperature(self) -> float:
         return self._config.sampling.temperature
-
-    def _sequences(self, batch: Batch) -> list[TrainingSequence]:
-        algorithm, rewards = self._config.algorithm, batch.rewards()
-        if algorithm.shuffle_rewards:
-            rewards = shuffled(rewards, seed=self._config.run.seed, step=batch.step)
-        advantages = group_advantages(
-            rewards, batch.group_ids, normalize_by_std=algorithm.advantage == "grpo"
-        )
-        return [
-            TrainingSequence.of_trajectory(
-                trajectory,
-                TokenEstimates(np.full(trajectory.num_sampled_tokens, advantage, dtype=np.float32)),
-                step=batch.step,
-            )
-            for trajectory, advantage in zip(batch.trajectories, advantages, strict=True)
-        ]
 
     def _micro_batches(
         self, sequences: Sequence[TrainingSequence], members: Sequence[int]
@@ -147,49 +117,38 @@ class TrainingStep:
     def _train(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], rate: float, totals: _Totals
     ) -> None:
+        algorithm, ranks = self._config.algorithm, self._policy.ranks
+
         def loss(
             place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
         ) -> TokenLoss:
             before = old[place] if old else None
-            return clipped_loss(logprobs, entropy, before, micro_batch, self._objective)
+            return policy_loss(
+                logprobs, entropy, before, micro_batch, algorithm, group=ranks.cp_group
+            )
 
         started = time.monotonic()
         self._policy.zero_grad()
-        losses = forward_backward(self._policy, share, loss, temperature=self._temperature)
-        sums, max_gap = self._reduce(losses)
+        losses = forward_backward(
+            self._policy,
+            share,
+            loss,
+            temperature=self._temperature,
+            entropy_gradient=algorithm.entropy_coefficient > 0,
+        )
+        total = totals.statistics.add([one.statistics for one in losses], ranks)
         totals.forward_backward_s += time.monotonic() - started
-        if not math.isfinite(float(sums[Sum.LOSS])):
-            raise RunFailed(f"the loss is {float(sums[Sum.LOSS])}; the weights were not changed")
+        if not math.isfinite(total):
+            raise RunFailed(f"the loss is {total}; the weights were not changed")
         started = time.monotonic()
         totals.grad_norms.append(self._policy.optimizer_step(rate))
         totals.optimizer_s += time.monotonic() - started
-        totals.sums += sums
-        totals.max_gap = max(totals.max_gap, max_gap)
-        totals.num_micro_batches += len(share) * self._policy.ranks.dp_size
-
-    def _reduce(self, losses: Sequence[TokenLoss]) -> tuple[Tensor, float]:
-        ranks = self._policy.ranks
-        sums = torch.zeros(len(Sum), dtype=torch.float64)
-        max_gap = torch.zeros(1)
-        if ranks.counts:
-            sums += sum(loss.sums.cpu() for loss in losses)
-            max_gap = max(loss.max_gap.cpu() for loss in losses).reshape(1)
-        return ranks.sum(sums), float(ranks.max(max_gap))
+        totals.num_micro_batches += len(share) * ranks.dp_size
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
-        return {
-            "loss": totals.mean(Sum.LOSS),
+        return totals.statistics.metrics() | {
             "grad_norm": sum(totals.grad_norms) / len(totals.grad_norms),
             "learning_rate": rate,
-            "entropy": totals.mean(Sum.ENTROPY),
-            "clip_fraction": totals.mean(Sum.CLIPPED),
-            "importance_weight_mean": totals.mean(Sum.WEIGHT),
-            "importance_capped_fraction": totals.mean(Sum.CAPPED),
-            "kl": totals.mean(Sum.KL),
-            "logprob_gap_mean": totals.mean(Sum.GAP, over=Sum.GAP_TOKENS),
-            "logprob_gap_max": totals.max_gap,
-            "logprob_gap_tokens": float(totals.sums[Sum.GAP_TOKENS]),
-            "trained_tokens": float(totals.sums[Sum.TOKENS]),
             "num_micro_batches": float(totals.num_micro_batches),
             "forward_backward_s": totals.forward_backward_s,
             "optimizer_s": totals.optimizer_s,

@@ -1,0 +1,180 @@
+"""What each sampled token is worth, from the rewards of a batch: pure functions, float64.
+
+Sequence-level estimators give one number for each episode, token-level ones one for each sampled
+token. The context between the replies of an episode is no step: the tokens that the model sampled
+follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.algorithm_section import AlgorithmSection, GaeSection
+
+FloatArray = npt.NDArray[np.float64]
+
+STD_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What is known of an episode; arrays are [sampled tokens]."""
+
+    group_id: str
+    # Penalties on the whole episode included.
+    reward: float
+    # What each token costs, its divergence from the reference model say.
+    token_costs: FloatArray
+    # The critic's estimate before each token was sampled.
+    values: FloatArray | None = None
+
+    @property
+    def score(self) -> float:
+        """The reward of the episode, less what its tokens cost."""
+        return self.reward - float(self.token_costs.sum())
+
+    def token_rewards(self) -> FloatArray:
+        """The reward at the last token, less what each token costs."""
+        rewards = -self.token_costs
+        if len(rewards):
+            rewards[-1] += self.reward
+        return rewards
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Of one episode, [sampled tokens]; `returns` are what a critic should have said."""
+
+    advantages: FloatArray
+    returns: FloatArray | None = None
+
+
+def token_advantages(
+    episodes: Sequence[Episode], algorithm: AlgorithmSection
+) -> list[TokenAdvantages]:
+    """The advantages of all tokens of a batch, by `algorithm.advantage`.
+
+    `episodes` are those that count: a filtered one is in no statistic.
+    """
+    groups = [episode.group_id for episode in episodes]
+    scores = np.array([episode.score for episode in episodes], dtype=np.float64)
+    match algorithm.advantage:
+        case "grpo":
+            return _spread(group_advantages(scores, groups, normalize_by_std=True), episodes)
+        case "dr_grpo":
+            return _spread(group_advantages(scores, groups, normalize_by_std=False), episodes)
+        case "rloo":
+            return _spread(leave_one_out_advantages(scores, groups), episodes)
+        case "reinforce_pp":
+            returns = [returns_to_go(episode.token_rewards()) for episode in episodes]
+            return [TokenAdvantages(values) for values in whitened(returns)]
+        case "reinforce_pp_baseline":
+            centred = _spread(group_advantages(scores, groups, normalize_by_std=False), episodes)
+            return [TokenAdvantages(a) for a in whitened([c.advantages for c in centred])]
+        case "gae":
+            return _gae_of(episodes, algorithm.gae)
+
+
+def group_advantages(
+    scores: FloatArray, group_ids: Sequence[str], *, normalize_by_std: bool
+) -> FloatArray:
+    """Each score less its group's mean, over its group's deviation + 1e-6 if asked for.
+
+    The deviation is that of the group itself (its mean square, no correction of the degrees of
+    freedom), so rewards 0 and 1 in equal numbers give -1 and 1. A group of equal rewards gives 0.
+    Source: GRPO (arXiv:2402.03300); without the deviation Dr. GRPO (arXiv:2503.20783), which
+    shows that dividing by it favours tasks that are nearly always or nearly never solved.
+    """
+    advantages = np.zeros(len(scores), dtype=np.float64)
+    for members in _groups(group_ids):
+        centred = scores[members] - scores[members].mean()
+        if normalize_by_std:
+            centred = centred / (np.sqrt(np.mean(centred**2)) + STD_EPS)
+        advantages[members] = centred
+    return advantages
+
+
+def leave_one_out_advantages(scores: FloatArray, group_ids: Sequence[str]) -> FloatArray:
+    """Each score less the mean of the others of its group; 0 for one that is alone.
+
+    Source: RLOO (arXiv:2402.14740). It is n / (n - 1) times the score less the group's mean.
+    """
+    advantages = np.zeros(len(scores), dtype=np.float64)
+    for members in _groups(group_ids):
+        number = int(members.sum())
+        if number > 1:
+            others = (scores[members].sum() - scores[members]) / (number - 1)
+            advantages[members] = scores[members] - others
+    return advantages
+
+
+def returns_to_go(rewards: FloatArray) -> FloatArray:
+    """The sum of the rewards of each token and of all after it; not discounted."""
+    return np.cumsum(rewards[::-1])[::-1]
+
+
+def whitened(values: Sequence[FloatArray]) -> list[FloatArray]:
+    """The same with mean 0 and deviation 1 over all tokens of the batch.
+
+    Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global batch instead of
+    within groups. Equal values give 0.
+    """
+    joined = np.concatenate(list(values)) if values else np.zeros(0)
+    if not joined.size:
+        return list(values)
+    mean = joined.mean()
+    deviation = np.sqrt(np.mean((joined - mean) ** 2))
+    return [(array - mean) / (deviation + STD_EPS) for array in values]
+
+
+def gae(
+    rewards: FloatArray, values: FloatArray, *, gamma: float, lam: float
+) -> tuple[FloatArray, FloatArray]:
+    """Advantages and returns (advantage + value) of one episode, both [sampled tokens].
+
+    With d(t) = r(t) + gamma * V(t + 1) - V(t) and V = 0 behind the last token, the advantage is
+    A(t) = d(t) + gamma * lam * A(t + 1). An episode that a limit cut ends like any other: its
+    environment has judged it. Source: generalised advantage estimation (arXiv:1506.02438), as in
+    PPO (arXiv:1707.06347).
+    """
+    advantages = np.zeros(len(rewards), dtype=np.float64)
+    following_value, following_advantage = 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * following_value - values[t]
+        following_advantage = delta + gamma * lam * following_advantage
+        advantages[t] = following_advantage
+        following_value = values[t]
+    return advantages, advantages + values
+
+
+def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
+    """The same rewards in another order, which `seed` and `step` alone decide: a control."""
+    return np.random.default_rng([seed, step]).permutation(rewards)
+
+
+def _gae_of(episodes: Sequence[Episode], settings: GaeSection) -> list[TokenAdvantages]:
+    advantages, returns = [], []
+    for episode in episodes:
+        assert episode.values is not None, "gae needs the values of a critic"
+        found = gae(episode.token_rewards(), episode.values, gamma=settings.gamma, lam=settings.lam)
+        advantages.append(found[0])
+        returns.append(found[1])
+    if settings.normalize:
+        advantages = whitened(advantages)
+    return [TokenAdvantages(a, r) for a, r in zip(advantages, returns, strict=True)]
+
+
+def _spread(advantages: FloatArray, episodes: Sequence[Episode]) -> list[TokenAdvantages]:
+    return [
+        TokenAdvantages(np.full(len(episode.token_costs), advantage))
+        for advantage, episode in zip(advantages, episodes, strict=True)
+    ]
+
+
+def _groups(group_ids: Sequence[str]) -> list[npt.NDArray[np.bool_]]:
+    """The members of each group, in the order in which groups appear first."""
+    ids = np.asarray(group_ids)
+    return [ids == group_id for group_id in dict.fromkeys(group_ids)]

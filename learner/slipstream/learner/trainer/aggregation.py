@@ -1,0 +1,33 @@
+"""How the losses of tokens add up to one number: what a token of each sequence counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.protocol.algorithm_section import AggregationKind
+
+
+def loss_weights(
+    num_trained: Sequence[int], kind: AggregationKind, *, fixed_tokens: int
+) -> list[float]:
+    """The weight of each token of each sequence of one mini-batch.
+
+    `num_trained` are the trained tokens of all sequences of the mini-batch, over all ranks. The sum
+    of weight * loss over all tokens, divided by all trained tokens N, is
+    - `token_mean`: the mean over tokens, DAPO's (arXiv:2503.14476): weight 1;
+    - `sequence_mean`: the mean over the S sequences with a trained token of their means, GRPO's
+      (arXiv:2402.03300): N / (S * n) for a sequence with n of them;
+    - `fixed`: the sum over tokens / (all sequences * `fixed_tokens`), with which the length of no
+      reply matters to another, Dr. GRPO's (arXiv:2503.20783): N / (all sequences * `fixed_tokens`).
+    Every rank knows the whole mini-batch, so the weights are the same in every layout, and the
+    schedule divides by N in every case.
+    """
+    total = sum(num_trained)
+    match kind:
+        case "token_mean":
+            return [1.0] * len(num_trained)
+        case "sequence_mean":
+            counted = sum(number > 0 for number in num_trained)
+            return [total / (counted * number) if number else 0.0 for number in num_trained]
+        case "fixed":
+            return [total / (len(num_trained) * fixed_tokens)] * len(num_trained)

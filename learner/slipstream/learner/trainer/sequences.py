@@ -1,0 +1,127 @@
+"""From a batch to sequences to train: rewards, advantages, and what leaves the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from slipstream.learner.trainer.advantages import (
+    Episode,
+    FloatArray,
+    TokenAdvantages,
+    shuffled,
+    token_advantages,
+)
+from slipstream.learner.trainer.aggregation import loss_weights
+from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.kl import kl_estimate
+from slipstream.learner.trainer.packing import TokenEstimates, TrainingSequence
+from slipstream.protocol.config import Config
+from slipstream.protocol.rewards import is_counted, shaped_reward
+from slipstream.protocol.types import LogprobArray, Trajectory
+
+
+@dataclass(frozen=True)
+class ModelEstimates:
+    """What other models say of the sampled tokens of one trajectory, [sampled tokens] each."""
+
+    # Natural logarithm, at the sampling temperature.
+    reference_logprobs: LogprobArray | None = None
+    # Before each token was sampled.
+    values: LogprobArray | None = None
+
+
+NO_ESTIMATES = ModelEstimates()
+
+
+def training_sequences(
+    batch: Batch, config: Config, estimates: Sequence[ModelEstimates] | None = None
+) -> list[TrainingSequence]:
+    """One sequence for each trajectory, in order; the same on every rank.
+
+    `estimates` has one entry for each trajectory, None without other models. What overlong
+    filtering leaves out has no trained token and is in no statistic of the advantages.
+    """
+    known = estimates if estimates is not None else [NO_ESTIMATES] * len(batch.trajectories)
+    rewards = np.array([shaped_reward(t, config) for t in batch.trajectories], dtype=np.float64)
+    if config.algorithm.shuffle_rewards:
+        rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
+    counted = [
+        index
+        for index, trajectory in enumerate(batch.trajectories)
+        if is_counted(trajectory, config.algorithm)
+    ]
+    episodes = [
+        Episode(
+            batch.trajectories[index].group_id,
+            float(rewards[index]),
+            _token_costs(batch.trajectories[index], known[index], config),
+            _float64(known[index].values),
+        )
+        for index in counted
+    ]
+    found = dict(zip(counted, token_advantages(episodes, config.algorithm), strict=True))
+    return [
+        _sequence(trajectory, found.get(index), known[index], batch.step)
+        for index, trajectory in enumerate(batch.trajectories)
+    ]
+
+
+def weighted(
+    sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]], config: Config
+) -> list[TrainingSequence]:
+    """The same sequences with the loss weights that they have in their mini-batch."""
+    algorithm = config.algorithm
+    changed = list(sequences)
+    for members in mini_batches:
+        weights = loss_weights(
+            [int(sequences[index].loss_mask.sum()) for index in members],
+            algorithm.aggregation,
+            fixed_tokens=algorithm.fixed_tokens or config.sampling.max_reply_tokens,
+        )
+        for index, weight in zip(members, weights, strict=True):
+            changed[index] = dataclasses.replace(changed[index], loss_weight=weight)
+    return changed
+
+
+def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, config: Config) -> FloatArray:
+    kl = config.algorithm.kl
+    if not kl.coefficient or kl.placement != "reward":
+        return np.zeros(trajectory.num_sampled_tokens)
+    assert estimates.reference_logprobs is not None, "a cost of divergence needs a reference model"
+    # The behavior policy sampled the tokens: it is its divergence that the reward can charge.
+    divergence = kl_estimate(
+        torch.from_numpy(trajectory.behavior_logprobs.astype(np.float64)),
+        torch.from_numpy(estimates.reference_logprobs.astype(np.float64)),
+        kl.estimator,
+    )
+    return kl.coefficient * divergence.numpy()
+
+
+def _sequence(
+    trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates, step: int
+) -> TrainingSequence:
+    """`found` is None for an episode that does not count."""
+    zeros = np.zeros(trajectory.num_sampled_tokens)
+    worth = found if found is not None else TokenAdvantages(zeros, zeros)
+    estimates = TokenEstimates(
+        advantages=worth.advantages.astype(np.float32),
+        reference_logprobs=known.reference_logprobs,
+        values=known.values,
+        # Without a critic nobody asks what it should have said.
+        returns=None
+        if known.values is None or worth.returns is None
+        else worth.returns.astype(np.float32),
+    )
+    sequence = TrainingSequence.of_trajectory(trajectory, estimates, step=step)
+    if found is None:
+        nothing = np.zeros_like(sequence.loss_mask)
+        sequence = dataclasses.replace(sequence, loss_mask=nothing)
+    return sequence
+
+
+def _float64(values: LogprobArray | None) -> FloatArray | None:
+    return None if values is None else values.astype(np.float64)

@@ -1,0 +1,54 @@
+"""Rewards as the trainer and the filter of groups see them: pure functions of trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from slipstream.protocol.algorithm_section import AlgorithmSection
+from slipstream.protocol.config import Config
+from slipstream.protocol.types import Status, Trajectory
+
+
+def overlong_penalty(reply_tokens: int, *, limit: int, cache_tokens: int) -> float:
+    """0 up to `limit` - `cache_tokens`, then rising linearly to 1 at `limit` and beyond.
+
+    Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), with its sign turned.
+    """
+    if cache_tokens == 0:
+        return 0.0
+    return min(max((reply_tokens - (limit - cache_tokens)) / cache_tokens, 0.0), 1.0)
+
+
+def shaped_reward(trajectory: Trajectory, config: Config) -> float:
+    """The environment's reward less the penalty for the longest reply."""
+    overlong = config.algorithm.overlong
+    if not overlong.penalty:
+        return trajectory.reward
+    share = overlong_penalty(
+        max(trajectory.run_lengths[1::2], default=0),
+        limit=config.sampling.max_reply_tokens,
+        cache_tokens=overlong.cache_tokens,
+    )
+    return trajectory.reward - overlong.penalty * share
+
+
+def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
+    """Whether overlong filtering leaves the episode in the loss and in its group's statistics.
+
+    Source: overlong filtering of DAPO (arXiv:2503.14476, section 3.4).
+    """
+    return not (algorithm.overlong.filter and trajectory.status is Status.TRUNCATED)
+
+
+def has_variance(group: Iterable[Trajectory], config: Config) -> bool:
+    """Whether two episodes of a group that count have different rewards, penalties included.
+
+    Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups
+    without.
+    """
+    rewards = {
+        shaped_reward(trajectory, config)
+        for trajectory in group
+        if is_counted(trajectory, config.algorithm)
+    }
+    return len(rewards) > 1

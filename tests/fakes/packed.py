@@ -1,0 +1,46 @@
+"""Micro batches and settings of the algorithm, from lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import JsonValue
+from slipstream.learner.trainer.packing import MicroBatch
+from slipstream.protocol.algorithm_section import AlgorithmSection
+
+
+def algorithm(**changes: JsonValue) -> AlgorithmSection:
+    settings = {"group_size": 4, "groups_per_step": 2, "learning_rate": 1e-3}
+    return AlgorithmSection.model_validate(settings | changes)
+
+
+def micro_batch(
+    behavior: Sequence[float],
+    advantages: Sequence[float] | None = None,
+    mask: Sequence[bool] | None = None,
+    *,
+    lags: Sequence[int] | None = None,
+    sequence_ids: Sequence[int] | None = None,
+    loss_weights: Sequence[float] | None = None,
+    reference: Sequence[float] | None = None,
+) -> MicroBatch:
+    """One sequence unless `sequence_ids` says otherwise; every token is trained unless `mask`."""
+    number = len(behavior)
+    nothing = torch.zeros(number, dtype=torch.int64)
+    ids = torch.tensor(sequence_ids if sequence_ids is not None else [0] * number)
+    return MicroBatch(
+        token_ids=nothing,
+        position_ids=nothing,
+        targets=nothing,
+        loss_mask=torch.tensor(mask if mask is not None else [True] * number),
+        loss_weights=torch.tensor(loss_weights if loss_weights is not None else [1.0] * number),
+        advantages=torch.tensor(advantages if advantages is not None else [1.0] * number),
+        behavior_logprobs=torch.tensor(behavior),
+        lags=torch.tensor(lags if lags is not None else [0] * number),
+        sequence_ids=ids,
+        cu_seqlens=torch.tensor([0, number], dtype=torch.int32),
+        max_seqlen=number,
+        indices=tuple(range(int(ids.max()) + 1)),
+        reference_logprobs=None if reference is None else torch.tensor(reference),
+    )

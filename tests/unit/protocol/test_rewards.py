@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from fake_trajectories import make_trajectory
+from pydantic import JsonValue
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.rewards import has_variance, is_counted, overlong_penalty, shaped_reward
+from slipstream.protocol.types import Status, Trajectory
+
+PENALTY: JsonValue = {"penalty": 0.5, "cache_tokens": 4}
+
+
+def config(**algorithm: JsonValue) -> Config:
+    table: dict[str, JsonValue] = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3} | algorithm,
+        "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
+    }
+    return parse_config(table, source="test.toml")
+
+
+def trajectory(reward: float, *, reply: int = 1, truncated: bool = False) -> Trajectory:
+    status = Status.TRUNCATED if truncated else Status.COMPLETED
+    return dataclasses.replace(make_trajectory(3, reply), reward=reward, status=status)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (99, 1.0)]
+)
+def test_overlong_penalty_rises_linearly_over_the_last_tokens(tokens: int, penalty: float) -> None:
+    assert overlong_penalty(tokens, limit=10, cache_tokens=4) == penalty
+
+
+def test_reward_is_the_environments_without_a_penalty() -> None:
+    assert shaped_reward(trajectory(0.7, reply=10), config()) == 0.7
+
+
+def test_penalty_is_taken_off_the_reward_by_the_longest_reply() -> None:
+    settings = config(overlong=PENALTY)
+    assert shaped_reward(trajectory(1.0, reply=8), settings) == 1.0 - 0.5 * 0.5
+    turns = dataclasses.replace(trajectory(1.0, reply=15), run_lengths=(3, 7, 0, 8))
+    assert shaped_reward(turns, settings) == 0.75
+
+
+def test_truncated_episodes_count_unless_they_are_filtered() -> None:
+    cut = trajectory(1.0, truncated=True)
+    assert is_counted(cut, config().algorithm)
+    assert not is_counted(cut, config(overlong={"filter": True}).algorithm)
+    assert is_counted(trajectory(1.0), config(overlong={"filter": True}).algorithm)
+
+
+def test_group_has_variance_when_two_rewards_differ() -> None:
+    assert has_variance([trajectory(1.0), trajectory(0.0)], config())
+    assert not has_variance([trajectory(1.0), trajectory(1.0)], config())
+
+
+def test_variance_is_that_of_the_rewards_with_their_penalties() -> None:
+    alike = [trajectory(1.0, reply=2), trajectory(1.0, reply=10)]
+    assert not has_variance(alike, config())
+    assert has_variance(alike, config(overlong=PENALTY))
+    # 1.0 - 0.5 and 0.5: the penalty takes the difference away.
+    evened = [trajectory(1.0, reply=10), trajectory(0.5, reply=2)]
+    assert not has_variance(evened, config(overlong=PENALTY))
+
+
+def test_filtered_episodes_give_no_variance() -> None:
+    group = [trajectory(1.0), trajectory(1.0), trajectory(0.0, truncated=True)]
+    assert has_variance(group, config())
+    assert not has_variance(group, config(overlong={"filter": True}))
+    assert not has_variance(group[2:], config(overlong={"filter": True}))
