@@ -69,8 +69,17 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
         "learner", help="the trainer ranks of this node; on node 0 the controller too"
     )
     _add_config(learner)
-    learner.add_argument("--node-rank", type=int, default=0, help="0: the node of the controller")
-    learner.add_argument("--master", metavar="HOST:PORT", help="where the ranks of all nodes meet")
+    learner.add_argument(
+        "--node-rank",
+        type=int,
+        default=os.environ.get("NODE_RANK", "0"),
+        help="0: the node of the controller; default: NODE_RANK of the environment",
+    )
+    learner.add_argument(
+        "--master",
+        metavar="HOST:PORT",
+        help="where the ranks of all nodes meet; default: MASTER_ADDR and MASTER_PORT",
+    )
     learner.set_defaults(execute=_learner)
 
     replay = commands.add_parser("replay", help="train a run again from its journal and compare")

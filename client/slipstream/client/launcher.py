@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -67,9 +68,11 @@ async def run_learner(
     path: Path, overrides: Sequence[str], *, node_rank: int, master: str | None, dry_run: bool
 ) -> int:
     """`slipstream learner`: the trainer ranks of this node, and on node 0 the controller."""
+    master_overrides = _master_overrides(os.environ)
     if master is not None:
-        overrides = [*overrides, f'learner.master="{master}"']
-    config = load_config(path, overrides)
+        master_overrides = [f'learner.master="{master}"']
+    # What stands on the command line as a setting goes before the environment, too.
+    config = load_config(path, [*master_overrides, *overrides])
     credentials = check_settings(config, dry_run=dry_run)
     check_installed("torch", "megatron.core", *_queue_packages(config))
     per_node = config.learner.ranks_per_node or config.learner.world_size
@@ -162,6 +165,15 @@ async def run_replay(folder: Path) -> int:
     if failed:
         raise RunFailed(failed[0].describe_end())
     return int(any(rank.process.returncode for rank in ranks))
+
+
+def _master_overrides(environ: Mapping[str, str]) -> list[str]:
+    """The ranks' meeting place as torchrun and cluster schedulers name it, if they do."""
+    if "MASTER_ADDR" not in environ:
+        return []
+    if "MASTER_PORT" not in environ:
+        raise ConfigError(f"MASTER_ADDR is {environ['MASTER_ADDR']}, but MASTER_PORT is not set")
+    return [f'learner.master="{environ["MASTER_ADDR"]}:{environ["MASTER_PORT"]}"']
 
 
 def _queue_packages(config: Config) -> list[str]:

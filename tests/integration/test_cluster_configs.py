@@ -1,0 +1,154 @@
+"""The configurations for large models, checked against the sizes that their makers published."""
+
+from __future__ import annotations
+
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from run_processes import run_command
+
+CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def write_model(name: str, folder: Path) -> None:
+    """config.json alone, as transformers writes it for the published sizes."""
+    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+    qwen = {
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    }
+    llama = {
+        "vocab_size": 128256,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_parameters": LLAMA3_ROPE,
+    }
+    config = {
+        "qwen3-8b": lambda: Qwen3Config(
+            **qwen,
+            architectures=["Qwen3ForCausalLM"],
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        ),
+        "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
+            **qwen,
+            architectures=["Qwen3MoeForCausalLM"],
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+        "llama-70b": lambda: LlamaConfig(
+            **llama,
+            architectures=["LlamaForCausalLM"],
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+        ),
+        "llama-405b": lambda: LlamaConfig(
+            **llama,
+            architectures=["LlamaForCausalLM"],
+            hidden_size=16384,
+            intermediate_size=53248,
+            num_hidden_layers=126,
+            num_attention_heads=128,
+        ),
+    }[name]()
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+
+
+# configuration, number of nodes, sizes, and the groups of pipeline stages
+LAYOUTS = {
+    "qwen3-8b": (
+        1,
+        "8 ranks: tp 2, pp 4, cp 1, dp 1",
+        "pp: 2 x 4: [0 2 4 6] [1 3 5 7]",
+    ),
+    "qwen3-30b-a3b": (
+        4,
+        "32 ranks: tp 2, pp 1, cp 4, dp 4; experts: ep 8, etp 2, dp 2",
+        "ep: 4 x 8: [0 2 4 .. 14] [1 3 5 .. 15] [16 18 20 .. 30] [17 19 21 .. 31]",
+    ),
+    "llama-70b": (
+        4,
+        "32 ranks: tp 8, pp 2, cp 1, dp 2",
+        "tp: 4 x 8: [0-7] [8-15] [16-23] [24-31]",
+    ),
+    "llama-405b": (
+        32,
+        "256 ranks: tp 8, pp 16, cp 2, dp 1",
+        "cp: 128 x 2: [0 8] [1 9] [2 10] [3 11] [4 12] [5 13] [6 14] ... [247 255]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(
+    name: str, tmp_path: Path
+) -> None:
+    write_model(name, tmp_path / "models" / name)
+    num_nodes, sizes, groups = LAYOUTS[name]
+    result = run_command(
+        "learner",
+        CONFIGS / f"{name}.toml",
+        f"--node-rank={num_nodes - 1}",
+        "--master=10.0.0.10:29500",
+        "--dry-run",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert tomllib.loads(result.stdout)["run"]["name"] == name
+    lines = result.stdout.splitlines()
+    assert f"# {sizes}" in lines
+    assert f"# {groups}" in lines
+    assert "# Only sizes were checked. Before a run can start:" in lines
+
+
+def test_nodes_are_told_apart_by_the_environment_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model("llama-70b", tmp_path / "models" / "llama-70b")
+
+    def dry_run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        config = CONFIGS / "llama-70b.toml"
+        return run_command("learner", config, "--dry-run", *overrides, cwd=tmp_path)
+
+    def master(result: subprocess.CompletedProcess[str]) -> str:
+        assert result.returncode == 0, result.stderr
+        found: str = tomllib.loads(result.stdout)["learner"]["master"]
+        return found
+
+    monkeypatch.setenv("NODE_RANK", "3")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.10")
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert master(dry_run()) == "10.0.0.10:29501"
+    assert master(dry_run("--master=10.0.0.11:29502")) == "10.0.0.11:29502"
+    assert master(dry_run('learner.master="10.0.0.12:29503"')) == "10.0.0.12:29503"
+    monkeypatch.setenv("NODE_RANK", "4")
+    assert dry_run().stderr == "slipstream: --node-rank must be 0 to 3, got 4\n"
+    monkeypatch.delenv("MASTER_PORT")
+    assert dry_run().stderr == "slipstream: MASTER_ADDR is 10.0.0.10, but MASTER_PORT is not set\n"
