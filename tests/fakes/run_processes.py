@@ -80,6 +80,16 @@ def make_model_folder(
     return folder
 
 
+def empty_model(folder: Path) -> Path:
+    """A model folder that passes all checks of its files, and that nothing can load."""
+    model = folder / "empty-model"
+    model.mkdir(parents=True)
+    for name in ("tokenizer_config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    return model
+
+
 def write_config(folder: Path, model: Path, **changes: object) -> Path:
     """The quickstart's settings as a file in `folder`; `algorithm__max_staleness=0` changes one.
 

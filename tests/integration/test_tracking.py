@@ -8,7 +8,7 @@ import pytest
 from controller_runs import make_config, play
 from fake_server import FakeServer
 from fake_trainer import FakeTrainer
-from run_processes import run_command, write_config
+from run_processes import empty_model, run_command, write_config
 
 without_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is not None, reason="wandb is installed"
@@ -35,12 +35,7 @@ async def test_a_tracker_that_cannot_be_opened_is_an_event_and_the_run_goes_on(t
 @without_wandb
 @pytest.mark.parametrize("command", ["run", "learner"])
 def test_a_missing_package_is_refused_before_anything_starts(tmp_path, command):
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("tokenizer_config.json", "model.safetensors"):
-        (model / name).write_text("{}")
-    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    config = write_config(tmp_path, model, tracking__trackers=["wandb"])
+    config = write_config(tmp_path, empty_model(tmp_path), tracking__trackers=["wandb"])
     done = run_command(command, config, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (

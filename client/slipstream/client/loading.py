@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from slipstream.client.environment import AnyEnvironment, Environment
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.errors import ConfigError, EnvironmentFailed
 from slipstream.v1 import trajectory_pb2
 
 MAX_CAUSE_CHARACTERS = 500
@@ -73,6 +73,9 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
         raise environment_failed(f"the arguments must be a JSON object, got {args_json}")
     try:
         return found(**args)
+    except ConfigError as error:
+        # It says all itself.
+        raise environment_failed(str(error)) from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise environment_failed(f"{class_name}(...) failed: {describe(error)}") from error
 

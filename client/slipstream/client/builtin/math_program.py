@@ -1,0 +1,51 @@
+"""Compares answers with math-verify: a JSON object on stdin, one on stdout, line by line.
+
+{"answer": "1/2", "reply": "It is 0.5."}
+{"known": true, "readable": true, "right": true}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+
+from slipstream.protocol.process import die_with_parent
+
+# Enough for sympy; 9^9^9 shall end this process and no other.
+MAX_MEMORY_BYTES = 4 << 30
+
+
+def main() -> None:
+    """Answers until stdin ends."""
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    # It warns of the missing limit at the first call.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # What the packages print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answers.write(json.dumps(compare(request["answer"], request["reply"])) + "\n")
+
+
+def compare(answer: str, reply: str) -> dict[str, bool]:
+    """`known`: the answer is mathematics; `readable`: the reply has some; `right`: it is that."""
+    from math_verify import parse, verify
+
+    # The caller has a limit of its own, and threads would be needed for this one.
+    no_limit = {"parsing_timeout": None}
+    # The right answer is one formula as a whole: of "x^2 + 1" as plain text only the 1 is read.
+    is_marked = "$" in answer or "\\boxed" in answer
+    gold = [] if is_marked else parse(f"${answer}$", **no_limit)
+    gold = gold or parse(answer, **no_limit)
+    found = parse(reply, **no_limit)
+    right = bool(gold and found) and verify(gold, found, timeout_seconds=None)
+    return {"known": bool(gold), "readable": bool(found), "right": bool(right)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Questions and answers from parquet and JSON-lines files, and what is wrong with such a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from slipstream.client.environment import Message
+from slipstream.protocol.errors import ConfigError
+
+# A cell: text, or what JSON knows.
+Cell: TypeAlias = Any
+Row: TypeAlias = Mapping[str, Cell]
+
+MAX_SHOWN_COLUMNS = 20
+
+
+class Question(NamedTuple):
+    """One row: what the model reads, and the right answer as text."""
+
+    messages: tuple[Message, ...]
+    answer: str
+
+
+def read_questions(
+    path: Path, question: str, answer: str, *, duplicates: Literal["refuse", "drop"]
+) -> list[Question]:
+    """The questions of a file in its order, each once.
+
+    `question` and `answer` name columns; a dot leads into a column of objects. A question is a
+    text, or a list of messages with role and content. ConfigError, with the row or with the columns
+    that there are, for a file that cannot be used.
+    """
+    found: dict[tuple[Message, ...], tuple[int, Question]] = {}
+    for number, row in enumerate(_rows(path), start=1):
+        where = f"{path}, row {number}"
+        messages = _messages(_cell(row, question, path), f"{where}: column {question!r}")
+        right = _text(_cell(row, answer, path), f"{where}: column {answer!r}")
+        if messages not in found:
+            found[messages] = (number, Question(messages, right))
+        elif duplicates == "refuse":
+            raise ConfigError(
+                f"{path}: rows {found[messages][0]} and {number} ask the same question; "
+                f"duplicates='drop' keeps the first"
+            )
+    if not found:
+        raise ConfigError(f"{path} has no rows")
+    return [one for _, one in found.values()]
+
+
+def _rows(path: Path) -> Iterable[Row]:
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; the working directory is {Path.cwd()}")
+    match path.suffix:
+        case ".jsonl":
+            return _json_lines(path)
+        case ".parquet":
+            return _parquet(path)
+    raise ConfigError(f"the name of a file of questions ends in .jsonl or .parquet, got {path}")
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number} is no JSON object")
+            yield row
+
+
+def _parquet(path: Path) -> Sequence[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{path} needs the package pyarrow: pip install 'slipstream-rl[data]'"
+        ) from error
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    return rows
+
+
+def _cell(row: Row, column: str, path: Path) -> Cell:
+    if column in row:
+        return row[column]
+    place: Cell = row
+    for part in column.split("."):
+        if not isinstance(place, Mapping) or part not in place:
+            names = [repr(name) for name in list(row)[:MAX_SHOWN_COLUMNS]]
+            raise ConfigError(
+                f"{path} has no column {column!r}; its columns are {', '.join(names)}"
+            )
+        place = place[part]
+    return place
+
+
+def _messages(cell: Cell, where: str) -> tuple[Message, ...]:
+    if not isinstance(cell, list):
+        return (Message("user", _text(cell, where)),)
+    if not cell:
+        raise ConfigError(f"{where} is empty")
+    messages = []
+    for message in cell:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise ConfigError(f"{where} must hold messages with role and content")
+        messages.append(Message(str(message["role"]), str(message["content"])))
+    return tuple(messages)
+
+
+def _text(cell: Cell, where: str) -> str:
+    text = "" if cell is None else str(cell).strip()
+    if not text:
+        raise ConfigError(f"{where} is empty")
+    return text

@@ -1,0 +1,28 @@
+"""Files of questions, as the command line sees them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from run_processes import empty_model, run_command, write_config
+
+QUESTIONS = "slipstream.client.builtin.questions:Questions"
+
+
+def test_a_missing_column_is_one_line_before_anything_starts(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
+    environment = {
+        "name": "sums",
+        "reference": QUESTIONS,
+        "args": {"path": "train.jsonl", "judge": "exact"},
+    }
+    config = write_config(tmp_path, empty_model(tmp_path), environments=[environment])
+    done = run_command("run", config, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "slipstream: environment sums: train.jsonl has no column 'question'; "
+        "its columns are 'prompt', 'answer'\n"
+    )
+    assert done.stdout == ""
+    assert not list((tmp_path / "run" / "logs").glob("controller*"))
