@@ -37,7 +37,11 @@ class FakeTrainer:
     async def run(self) -> None:
         async with open_channel(self.address, OPEN) as channel:
             self.stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-            hello = trainer_pb2.TrainerHello(world_size=1, version=version_to_pb(self.version))
+            hello = trainer_pb2.TrainerHello(
+                world_size=1,
+                layout_description="on 1 rank",
+                version=version_to_pb(self.version),
+            )
             await self.stub.Register(hello, wait_for_ready=True, timeout=10)
             while not self.stop_reason:
                 request = trainer_pb2.NextRequest(version=version_to_pb(self.version))
