@@ -109,6 +109,17 @@ class ParallelSection(Section):
     sequence_parallel: bool = False
 
 
+class OffloadSection(Section):
+    """What leaves the device for the host's memory while the trainer does not work with it."""
+
+    # Between steps, but for export and probes.
+    parameters: bool = False
+    # Between steps; they are not kept at all.
+    gradients: bool = False
+    # All the time but for the optimizer's step.
+    optimizer: bool = False
+
+
 class LearnerSection(Section):
     """The trainer ranks."""
 
@@ -134,6 +145,8 @@ class LearnerSection(Section):
     use_distributed_optimizer: bool = False
     # A table of its own, below.
     parallel: ParallelSection = ParallelSection()
+    # A table of its own, below.
+    offload: OffloadSection = OffloadSection()
     # Passed by name to Megatron's DistributedDataParallelConfig, OptimizerConfig and model
     # provider.
     ddp: dict[str, JsonValue] = {}

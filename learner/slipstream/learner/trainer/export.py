@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from slipstream.learner.trainer.model import Policy
+from slipstream.learner.trainer.offload import Part
 from slipstream.protocol.buckets import (
     Bucket,
     TensorSpec,
@@ -61,20 +62,27 @@ class ExportedWeights:
 def hf_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Name and CPU tensor of every weight; collective: every rank iterates to the end.
 
-    A tensor may share its memory with the model: copy what is kept beyond the next step.
+    A tensor may share its memory with the model: copy what is kept beyond the next step, and unless
+    the parameters stay in memory anyway, beyond the next tensor.
     """
-    policy.gather_parameters()
-    for name, weight in policy.bridge.export_hf_weights(
-        policy.chunks, cpu=True, show_progress=False
-    ):
-        if name in _VOCABULARY:
-            # Rows beyond are padding.
-            weight = weight[: policy.vocab_size]
-        yield name, weight.detach().to(dtype).contiguous()
+    with policy.memory.resident(Part.PARAMETERS):
+        policy.gather_parameters()
+        for name, weight in policy.bridge.export_hf_weights(
+            policy.chunks, cpu=True, show_progress=False
+        ):
+            if name in _VOCABULARY:
+                # Rows beyond are padding.
+                weight = weight[: policy.vocab_size]
+            yield name, weight.detach().to(dtype).contiguous()
 
 
 def export_weights(policy: Policy, config: Config) -> ExportedWeights | None:
     """The weights for the wire, on rank 0; None on the others. Collective."""
+    with policy.memory.resident(Part.PARAMETERS):
+        return _export(policy, config)
+
+
+def _export(policy: Policy, config: Config) -> ExportedWeights | None:
     wire_dtype = config.weights.wire_dtype or config.model.dtype
     named = []
     for name, tensor in hf_tensors(policy, getattr(torch, wire_dtype)):
@@ -99,9 +107,10 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     """
     partial = target.with_name(target.name + ".partial")
     writer = HfFolderWriter(source, partial) if policy.ranks.is_main else None
-    for name, tensor in hf_tensors(policy, policy.dtype):
-        if writer is not None:
-            writer.add(name, tensor)
+    with policy.memory.resident(Part.PARAMETERS):
+        for name, tensor in hf_tensors(policy, policy.dtype):
+            if writer is not None:
+                writer.add(name, tensor)
     if writer is not None:
         writer.finish(str(policy.dtype).removeprefix("torch."))
         if target.exists():

@@ -16,7 +16,15 @@ from slipstream.learner.trainer import compat, cpu
 from slipstream.learner.trainer.checkpoint import load_starting_weights
 from slipstream.learner.trainer.flops import model_sizes
 from slipstream.learner.trainer.logprobs import defer_projection, output_weight
+from slipstream.learner.trainer.offload import (
+    HostMemory,
+    Part,
+    gradient_buffers,
+    optimizer_state,
+    parameters,
+)
 from slipstream.learner.trainer.parallel import Launch, Ranks
+from slipstream.learner.trainer.precision import check_fp8, token_alignment
 from slipstream.learner.trainer.settings import Megatron, passed_through
 from slipstream.protocol.config import Config, ParallelSection
 from slipstream.protocol.errors import ConfigError, RunFailed
@@ -39,6 +47,7 @@ class ParallelModel:
     vocab_size: int
     # Tokens of a sequence whose attention costs as much as its matrix products.
     attention_length: float
+    memory: HostMemory
 
     @property
     def sequence_multiple(self) -> int:
@@ -48,7 +57,9 @@ class ParallelModel:
     @property
     def token_multiple(self) -> int:
         """What the tokens of a micro batch must be a multiple of."""
-        return self.sequence_multiple * (self.parallel.tp if self.parallel.sequence_parallel else 1)
+        shards = self.parallel.tp if self.parallel.sequence_parallel else 1
+        aligned = token_alignment(self.chunks[0].config) * shards * self.parallel.cp
+        return math.lcm(self.sequence_multiple * shards, aligned)
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -81,6 +92,10 @@ class TrainedModel(ParallelModel):
 
         RunFailed, with the weights as they were, when the norm is not finite.
         """
+        with self.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+            return self._optimizer_step(learning_rate)
+
+    def _optimizer_step(self, learning_rate: float) -> float:
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -152,6 +167,12 @@ def load_trained(
     if chunks[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    model.memory.own(
+        {
+            Part.GRADIENTS: lambda: gradient_buffers(chunks),
+            Part.OPTIMIZER: lambda: optimizer_state(optimizer, chunks),
+        }
+    )
     return TrainedModel(**vars(model), optimizer=optimizer)
 
 
@@ -181,6 +202,8 @@ def _load(
     if change is None:
         for chunk in chunks:
             defer_projection(unwrapped(chunk))
+    memory = HostMemory(config.learner.offload)
+    memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
     return ParallelModel(
         ranks=ranks,
         parallel=config.learner.parallel,
@@ -190,6 +213,7 @@ def _load(
         max_positions=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
         attention_length=model_sizes(hf_config.to_dict()).attention_length,
+        memory=memory,
     )
 
 
@@ -238,6 +262,7 @@ def _provider(bridge: Megatron, hf_config: Megatron, config: Config) -> Megatron
     if not compat.has_transformer_engine():
         values |= _without_transformer_engine()
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
+    check_fp8(values, config.learner)
     for name, value in values.items():
         setattr(provider, name, value)
     provider.finalize()
@@ -307,4 +332,6 @@ def _optimizer_config(config: Config) -> Megatron:
         "overlap_param_gather": bool(learner.ddp.get("overlap_param_gather", False)),
     }
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
+    if values.get("optimizer_cpu_offload") and not torch.cuda.is_available():
+        raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
     return OptimizerConfig(**values)

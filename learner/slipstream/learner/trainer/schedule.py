@@ -13,6 +13,7 @@ from slipstream.learner.trainer.context_parallel import share_of_rank, zigzag
 from slipstream.learner.trainer.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.loss import TokenLoss
 from slipstream.learner.trainer.model import ParallelModel, TrainedModel
+from slipstream.learner.trainer.offload import Part
 from slipstream.learner.trainer.packing import (
     MicroBatch,
     TrainingSequence,
@@ -169,13 +170,14 @@ def run_schedule(
     # Only Megatron's wrapper for half precision knows the word, and it would make a larger copy.
     in_model_precision = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
     iterators = [iter(range(len(micro_batches))) for _ in model.chunks]
-    outputs: list[Output] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=max(len(micro_batch.token_ids) for micro_batch in micro_batches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with model.memory.resident(Part.PARAMETERS):
+        outputs: list[Output] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(len(micro_batch.token_ids) for micro_batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     return outputs

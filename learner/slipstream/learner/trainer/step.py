@@ -11,6 +11,7 @@ from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.context_parallel import share_of_rank
 from slipstream.learner.trainer.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.model import Policy
+from slipstream.learner.trainer.offload import Part
 from slipstream.learner.trainer.packing import (
     MicroBatch,
     TrainingSequence,
@@ -66,6 +67,10 @@ class TrainingStep:
         gradient that is not finite (in the first mini-batch; in a later one, before that mini-batch
         changes the weights).
         """
+        with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
+            return self._run(batch)
+
+    def _run(self, batch: Batch) -> StepResult:
         started = time.monotonic()
         algorithm = self._config.algorithm
         batch.check(algorithm.max_staleness)

@@ -17,6 +17,7 @@ from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.cost import StepCost
 from slipstream.learner.trainer.export import ExportedWeights, export_weights, save_hf_folder
 from slipstream.learner.trainer.model import Policy
+from slipstream.learner.trainer.offload import Part
 from slipstream.learner.trainer.orders import (
     Order,
     Stop,
@@ -115,11 +116,12 @@ class Trainer:
                 f"batch {batch.batch_id} is for step {batch.step}, "
                 f"but the weights are of version {self._version}"
             )
-        result = self._step.run(batch)
-        self._version = PolicyVersion(self._version.incarnation, batch.step + 1)
-        self._last_batch = batch
-        cost = self._cost.metrics(batch, result)
-        self._weights = self._export()
+        with self._policy.memory.resident(Part.PARAMETERS):
+            result = self._step.run(batch)
+            self._version = PolicyVersion(self._version.incarnation, batch.step + 1)
+            self._last_batch = batch
+            cost = self._cost.metrics(batch, result)
+            self._weights = self._export()
         times = self._stages.take()
         if self._weights is not None:
             self._client.report_step(
@@ -138,7 +140,9 @@ class Trainer:
 
     def _save(self) -> None:
         digest = self._weights.digest if self._weights is not None else b""
-        self._tell(self._checkpointer.save(self._version, digest))
+        with self._policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+            saved = self._checkpointer.save(self._version, digest)
+        self._tell(saved)
 
     def _tell(self, saved: Saved | None) -> None:
         if saved is not None:

@@ -1,0 +1,142 @@
+"""The program of ranks that train with their memory on the host, in half precision, and so on.
+
+What a job saw lies in FOLDER/memory-JOB.pt afterwards, on rank 0; `parity_ranks` has the settings.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from parity_layouts import SETTINGS, batches, probe
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model import Policy
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
+CPU_OPTIMIZER = {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}
+BF16 = {"model": {"dtype": "bfloat16"}}
+# Megatron itself refuses fusions that are not installed.
+NO_FUSIONS = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
+FP8 = {"transformer": {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | NO_FUSIONS}
+# Only where there is a device other than the host.
+GPU_JOBS = {
+    "cpu-optimizer": (1, {"learner": CPU_OPTIMIZER}),
+    "distributed-cpu-optimizer": (1, {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
+    "bf16-cpu-optimizer": (1, BF16 | {"learner": CPU_OPTIMIZER}),
+}
+# name -> (ranks, changes of the settings)
+JOBS: dict[str, tuple[int, dict]] = {
+    "plain": (1, {}),
+    "plain-offload": (1, {"learner": OFFLOAD}),
+    "bf16": (1, BF16),
+    "bf16-offload": (1, BF16 | {"learner": OFFLOAD}),
+    "fp8": (1, BF16 | {"learner": FP8}),
+    "distributed": (2, {"learner": DISTRIBUTED}),
+    "distributed-offload": (2, {"learner": DISTRIBUTED | OFFLOAD}),
+    "replicated": (2, {}),
+    "bf16-distributed": (2, BF16 | {"learner": DISTRIBUTED}),
+    "bf16-distributed-offload": (2, BF16 | {"learner": DISTRIBUTED | OFFLOAD}),
+}
+
+
+def jobs_of(world_size: int) -> list[str]:
+    return [name for name, (size, _) in JOBS.items() if size == world_size]
+
+
+def config_of(name: str, folder: Path) -> Config:
+    world_size, changes = (JOBS | GPU_JOBS)[name]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"]["path"] = str(folder / "llama")
+    for section, values in changes.items():
+        table[section] |= values
+    table["learner"]["world_size"] = world_size
+    return parse_config(table, source=name)
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a job does."""
+    if job == "fp8":
+        torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
+        return
+    from slipstream.learner.trainer.export import export_weights
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.offload import ALL_PARTS, Part
+    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.step import TrainingStep
+
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    step = TrainingStep(policy, config)
+    metrics, digests, between = [], [], []
+    for batch in batches(config):
+        metrics.append(step.run(batch).metrics)
+        between.append(num_bytes(policy))
+        weights = export_weights(policy, config)
+        digests.append(weights.digest if weights is not None else b"")
+        assert num_bytes(policy) == between[-1]
+    logprobs = sequence_logprobs(policy, probe(config), max_tokens=64)
+    with policy.memory.resident(*ALL_PARTS):
+        inside = num_bytes(policy)
+        dtypes = {part.value: dtypes_of(policy, part) for part in Part}
+    result = {
+        "metrics": metrics,
+        "digests": digests,
+        "logprobs": torch.from_numpy(np.concatenate(logprobs)),
+        "between": between,
+        "inside": inside,
+        "dtypes": dtypes,
+    }
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"memory-{job}.pt")
+    policy.ranks.close()
+
+
+def see_fp8(config: Config) -> dict:
+    """What the model is built from, were TransformerEngine there; and what is said without it."""
+    from slipstream.learner.trainer import compat
+    from slipstream.learner.trainer.model import _provider
+    from slipstream.protocol.errors import ConfigError
+
+    bridge = compat.install().from_hf_pretrained(str(config.model.path))
+    error = ""
+    try:
+        _provider(bridge, bridge.hf_pretrained.config, config)
+    except ConfigError as refusal:
+        error = str(refusal)
+    compat.has_transformer_engine = lambda: True
+    provider = _provider(bridge, bridge.hf_pretrained.config, config)
+    return {"error": error, "fp8": provider.fp8, "fp8_recipe": str(provider.fp8_recipe)}
+
+
+def num_bytes(policy: Policy) -> dict[str, int]:
+    """What each part occupies now, in bytes of storage."""
+    from slipstream.learner.trainer.offload import Part
+
+    found = {}
+    for part in Part:
+        storages = {id(s): s for s in map(torch.Tensor.untyped_storage, tensors(policy, part))}
+        unique = {s.data_ptr(): s.nbytes() for s in storages.values()}
+        found[part.value] = sum(unique.values())
+    return found
+
+
+def dtypes_of(policy: Policy, part: object) -> list[str]:
+    return sorted({str(tensor.dtype) for tensor in tensors(policy, part)})
+
+
+def tensors(policy: Policy, part: object) -> list[torch.Tensor]:
+    from slipstream.learner.trainer import offload
+
+    if part is offload.Part.PARAMETERS:
+        return list(offload.parameters(policy.chunks))
+    if part is offload.Part.GRADIENTS:
+        return list(offload.gradient_buffers(policy.chunks))
+    return list(offload.optimizer_state(policy.optimizer, policy.chunks))
