@@ -82,6 +82,10 @@ SETTINGS = {
         "learner.ddp={overlap_param_gather=true}",
         "learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true",
     ),
+    "unknown name for Megatron": (
+        "learner.ddp={overlap_grad_reduction=true}",
+        "unknown key learner.ddp.overlap_grad_reduction; did you mean 'overlap_grad_reduce'?",
+    ),
     "architecture": ('model.path="mixture"', "MixtralForCausalLM", "cannot be loaded"),
     "episode too long": ("sampling.max_episode_tokens=1000", "max_position_embeddings"),
     "queue too small": ("queue.max_bytes=1000", "queue.max_bytes must hold"),

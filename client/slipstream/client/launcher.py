@@ -17,6 +17,7 @@ from slipstream.client.preflight import (
     check_environments,
     check_installed,
     check_new_run,
+    check_passed_settings,
     check_port,
     check_settings,
 )
@@ -45,6 +46,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_trackers(config.tracking)
     check_new_run(config)
     check_port(config.controller.address)
+    await check_passed_settings(config)
     if dry_run:
         print(describe_dry_run(config), end="")
         return 0
@@ -87,6 +89,8 @@ async def run_learner(
         check_trackers(config.tracking)
         check_new_run(config)
         check_port(config.controller.address)
+    if dry_run or node_rank == 0:
+        await check_passed_settings(config)
     if dry_run:
         print(describe_dry_run(config), end="")
         return 0

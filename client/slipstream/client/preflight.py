@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.config_file import check_model, check_sizes
+from slipstream.protocol.config_file import check_model, check_sizes, dump_config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.security import (
     Credentials,
@@ -27,6 +27,7 @@ from slipstream.protocol.security import (
 )
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
+SETTINGS_CHECK = "slipstream.learner.trainer.check"
 RETRY_S = 0.2
 # The controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -121,6 +122,26 @@ async def check_controller(address: str, credentials: Credentials, limit_s: floa
                 return
             await asyncio.sleep(min(RETRY_S, left_s))
     raise ConfigError(f"no controller answers at {address} within {limit_s:g} s: {cause}")
+
+
+async def check_passed_settings(config: Config) -> None:
+    """Lets Megatron look at the settings that are passed through to it, if any; ConfigError.
+
+    Takes the time that its imports take, and no GPU.
+    """
+    learner = config.learner
+    if not (learner.ddp or learner.optimizer or learner.transformer):
+        return
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", SETTINGS_CHECK],
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate(dump_config(config).encode())
+    if process.returncode != 0:
+        lines = errors.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+        raise ConfigError(lines[-1].removeprefix("slipstream: "))
 
 
 async def check_environments(config: Config, log_path: Path) -> None:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from slipstream.learner.trainer import compat, cpu
@@ -24,14 +23,12 @@ from slipstream.learner.trainer.offload import (
     parameters,
 )
 from slipstream.learner.trainer.parallel import Launch, Ranks
-from slipstream.learner.trainer.precision import check_fp8, token_alignment
-from slipstream.learner.trainer.settings import Megatron, passed_through
+from slipstream.learner.trainer.precision import token_alignment
+from slipstream.learner.trainer.recipe import ddp_config_of, optimizer_config_of, provider_of
+from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.config import Config, ParallelSection
-from slipstream.protocol.errors import ConfigError, RunFailed
+from slipstream.protocol.errors import RunFailed
 from torch import Tensor
-
-# Of the vocabulary's share of a rank, where the vocabulary is padded.
-VOCAB_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -154,12 +151,12 @@ def load_trained(
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
-    model = _load(config, ranks, ddp_config=_ddp_config(config), change=change)
+    model = _load(config, ranks, ddp_config=ddp_config_of(config), change=change)
     chunks = model.chunks
     if weights is not None:
         # The optimizer copies the weights.
         load_starting_weights(chunks, weights)
-    optimizer = get_megatron_optimizer(_optimizer_config(config), chunks)
+    optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
     # Without it the schedule leaves out the sum over replicas and the gradients of shared
     # parameters, silently.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -189,7 +186,7 @@ def _load(
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     hf_config = bridge.hf_pretrained.config
-    provider = _provider(bridge, hf_config, config)
+    provider = provider_of(bridge, hf_config, config, load_weights=True)
     if change is not None:
         provider.register_pre_wrap_hook(change)
     chunks = provider.provide_distributed_model(
@@ -215,123 +212,3 @@ def _load(
         attention_length=model_sizes(hf_config.to_dict()).attention_length,
         memory=memory,
     )
-
-
-def _provider(bridge: Megatron, hf_config: Megatron, config: Config) -> Megatron:
-    parallel = config.learner.parallel
-    provider = bridge.to_megatron_provider(load_weights=True)
-    dtype = getattr(torch, config.model.dtype)
-    values: dict[str, object] = {
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": parallel.vpp,
-        "context_parallel_size": parallel.cp,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp or parallel.tp,
-        "sequence_parallel": parallel.sequence_parallel,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": False,
-        "autocast_dtype": None,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "calculate_per_token_loss": True,
-        # Packed micro batches differ in length; the default dispatcher refuses that even for dense
-        # models.
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
-        # Bridge switches it off, and then the parameters lack the marks by which the gradient norm
-        # counts them once.
-        "perform_initialization": True,
-        # With asynchronous sends the output would be freed before it has left.
-        "deallocate_pipeline_outputs": False,
-        "overlap_p2p_comm": parallel.vpp is not None,
-        "batch_p2p_comm": parallel.vpp is None,
-        # transformers 5 keeps the base where Bridge does not look, which silently leaves 10000.
-        "rotary_base": _rotary_base(hf_config),
-        # Padded only where it must be, to what matrix units like.
-        "should_pad_vocab": hf_config.vocab_size % parallel.tp != 0,
-        "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
-    }
-    if provider.num_moe_experts:
-        from slipstream.learner.trainer import experts
-
-        values |= experts.mixture_settings(hf_config.to_dict())
-        provider.register_pre_wrap_hook(experts.mark_experts)
-    if not compat.has_transformer_engine():
-        values |= _without_transformer_engine()
-    values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
-    check_fp8(values, config.learner)
-    for name, value in values.items():
-        setattr(provider, name, value)
-    provider.finalize()
-    return provider
-
-
-def _without_transformer_engine() -> dict[str, object]:
-    from slipstream.learner.trainer import spec
-
-    spec.register_norm_names()
-    fusions = (
-        "gradient_accumulation_fusion",
-        "masked_softmax_fusion",
-        "persist_layer_norm",
-        "apply_rope_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "cross_entropy_loss_fusion",
-        "moe_permute_fusion",
-        "moe_grouped_gemm",
-    )
-    values: dict[str, object] = dict.fromkeys(fusions, False)
-    values["use_cpu_initialization"] = not torch.cuda.is_available()
-    values["transformer_layer_spec"] = spec.layer_spec
-    return values
-
-
-def _rotary_base(hf_config: Megatron) -> float:
-    sizes: dict[str, Any] = hf_config.to_dict()
-    rope: dict[str, Any] = sizes.get("rope_parameters") or {}
-    base = rope.get("rope_theta", sizes.get("rope_theta"))
-    if base is None:
-        raise ConfigError("the model's config.json names no rope_theta")
-    return float(base)
-
-
-def _ddp_config(config: Config) -> Megatron:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    values: dict[str, object] = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.learner.use_distributed_optimizer,
-        "average_in_collective": False,
-    }
-    values |= passed_through(
-        DistributedDataParallelConfig, config.learner.ddp, section="learner.ddp"
-    )
-    return DistributedDataParallelConfig(**values)
-
-
-def _optimizer_config(config: Config) -> Megatron:
-    from megatron.core.optimizer import OptimizerConfig
-
-    learner = config.learner
-    dtype = getattr(torch, config.model.dtype)
-    values: dict[str, object] = {
-        "optimizer": "adam",
-        "lr": config.algorithm.learning_rate,
-        "weight_decay": learner.weight_decay,
-        "adam_beta1": learner.adam_betas[0],
-        "adam_beta2": learner.adam_betas[1],
-        "adam_eps": learner.adam_eps,
-        "clip_grad": learner.grad_clip,
-        "bf16": dtype == torch.bfloat16,
-        "params_dtype": dtype,
-        "use_distributed_optimizer": learner.use_distributed_optimizer,
-        "overlap_param_gather": bool(learner.ddp.get("overlap_param_gather", False)),
-    }
-    values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
-    if values.get("optimizer_cpu_offload") and not torch.cuda.is_available():
-        raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
-    return OptimizerConfig(**values)

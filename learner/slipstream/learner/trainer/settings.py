@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from slipstream.protocol.errors import ConfigError
 # An object of Megatron's or of transformers': untyped for us.
 Megatron: TypeAlias = Any
 
-# Sizes that must agree with the process groups: they have settings of our own.
+# What must agree with groups, weights or our own code: the settings to change instead, if any.
 _OWNED = {
     "tensor_model_parallel_size": "learner.parallel.tp",
     "pipeline_model_parallel_size": "learner.parallel.pp",
@@ -25,11 +26,31 @@ _OWNED = {
     "sequence_parallel": "learner.parallel.sequence_parallel",
     "use_distributed_optimizer": "learner.use_distributed_optimizer",
     "params_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "num_layers": "model.path",
+    "hidden_size": "model.path",
+    "ffn_hidden_size": "model.path",
+    "num_attention_heads": "model.path",
+    "num_query_groups": "model.path",
+    "kv_channels": "model.path",
+    "vocab_size": "model.path",
+    "num_moe_experts": "model.path",
+    "moe_ffn_hidden_size": "model.path",
+    "moe_router_topk": "model.path",
+    "rotary_base": "model.path",
+    "share_embeddings_and_output_weights": "model.path",
     "lr": "algorithm.learning_rate",
     "calculate_per_token_loss": None,
     # The projection to the vocabulary is not Megatron's.
     "defer_embedding_wgrad_compute": None,
     "average_in_collective": None,
+    "variable_seq_lengths": None,
+    "perform_initialization": None,
+    "transformer_layer_spec": None,
+    "finalize_model_grads_func": None,
+    "grad_scale_func": None,
+    "no_sync_func": None,
 }
 
 
@@ -52,8 +73,22 @@ def passed_through(
             ours = _OWNED[key]
             rule = f"set {ours} instead" if ours else "the trainer depends on its value"
             raise ConfigError(f"{section}.{key} cannot be passed through: {rule}")
-        values[key] = _dtype(value) if "dtype" in key and isinstance(value, str) else value
+        # Not every name with "dtype" in it is of that type: moe_router_dtype is a text.
+        is_dtype = "torch.dtype" in str(fields[key].type)
+        values[key] = _dtype(value) if is_dtype and isinstance(value, str) else value
     return values
+
+
+@contextlib.contextmanager
+def refusals_of(section: str) -> Iterator[None]:
+    """Turns what Megatron's objects say against their values into a ConfigError of one line."""
+    try:
+        yield
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{section}: Megatron refuses it: {said}") from error
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,0 +1,46 @@
+"""Whether Megatron takes a run's settings: `python -m slipstream.learner.trainer.check < FILE`.
+
+Makes its settings objects as a rank does, without ranks, weights or a GPU. Of the model only
+config.json is read.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+
+from slipstream.learner.trainer import compat, cpu
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.errors import ConfigError
+
+USAGE_ERROR = 2
+
+
+def main() -> int:
+    """0, or 2 with the finding as the last line of stderr."""
+    config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
+    try:
+        check_settings(config)
+    except ConfigError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+def check_settings(config: Config) -> None:
+    """ConfigError for an unknown name, one that is not the user's, or a value that is refused."""
+    cpu.install()
+    auto_bridge = compat.install()
+    from slipstream.learner.trainer.recipe import ddp_config_of, optimizer_config_of, provider_of
+    from transformers import AutoConfig
+
+    ddp_config_of(config)
+    optimizer_config_of(config)
+    hf_config = AutoConfig.from_pretrained(config.model.path)
+    bridge = auto_bridge.from_hf_config(hf_config)
+    provider_of(bridge, hf_config, config, load_weights=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

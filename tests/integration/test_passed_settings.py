@@ -1,0 +1,37 @@
+"""Settings that are passed through arrive in Megatron's objects, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import settings_ranks
+from parity_models import make_models
+from rank_pool import RankPool
+from settings_ranks import PASSED, REFUSED
+
+
+@pytest.fixture(scope="module")
+def answers(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("settings")
+    make_models(folder)
+    jobs = ["passed", *REFUSED]
+    rank_pool.run(Path(settings_ranks.__file__), jobs, world_size=1, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize("section", PASSED)
+def test_passed_values_are_those_of_megatrons_objects(section: str, answers: Path) -> None:
+    found = json.loads((answers / "passed.json").read_text())
+    assert found[section] == PASSED[section]
+    assert found["router"] == "fp64"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_are_checked_without_weights(case: str, answers: Path) -> None:
+    message = REFUSED[case][1]
+    found = json.loads((answers / f"{case}.json").read_text())
+    assert message in found
+    assert bool(found) == bool(message)
+    assert "\n" not in found
