@@ -217,6 +217,14 @@ def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> N
     assert not (folder / "run" / "journal").exists()
 
 
+def test_dry_run_warns_of_stale_training_without_a_correction(folder: Path) -> None:
+    override = 'algorithm.correction.weight="none"'
+    result = run_command("run", "config.toml", override, "--dry-run", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    (note,) = [line for line in result.stdout.splitlines() if line.startswith("# Warning: ")]
+    assert "algorithm.max_staleness is 2 without a correction" in note
+
+
 @pytest.mark.parametrize("command", ["run", "learner"])
 def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
     command: str, folder: Path

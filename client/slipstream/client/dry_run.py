@@ -17,6 +17,8 @@ def describe_dry_run(config: Config) -> str:
     has_experts = read_model_sizes(config.model.path).experts > 0
     layout = RankLayout.of(config.learner.parallel, config.learner.world_size)
     notes = ["The trainer's ranks:", *layout.describe(has_experts=has_experts).splitlines()]
+    if config.algorithm.staleness_warning is not None:
+        notes += ["", f"Warning: {config.algorithm.staleness_warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
     lines = "\n".join(f"# {note}".rstrip() for note in notes)

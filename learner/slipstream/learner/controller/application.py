@@ -98,6 +98,9 @@ class Controller:
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
                 self._progress.events.add(f"run {self._progress.run_id} listens")
+                warning = self._config.algorithm.staleness_warning
+                if warning is not None:
+                    self._progress.events.add(warning, Severity.WARNING)
                 background = [
                     tasks.create_task(self._intake.consume(), name="intake"),
                     tasks.create_task(self._intake.flush(), name="flush"),
@@ -235,6 +238,7 @@ class Controller:
                 "leased_groups": float(len(self._book.training_groups())),
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
+                "filtered_groups": float(self._intake.filtered_groups[batch.step]),
                 "pause_s": self._publisher.totals.last_paused_s,
                 **self._fleet.gauges(),
             },
@@ -297,6 +301,7 @@ class Controller:
         hello, goodbye = self._trainer.hello, self._trainer.goodbye
         self._recorder.summary(
             ledger=self._ledger.snapshot(),
+            filtered_groups=self._intake.filtered_groups.total(),
             evaluations=self._evaluator.results,
             publish={
                 "publishes": totals.publishes,

@@ -8,6 +8,8 @@ as soon as the journal has its end.
 from __future__ import annotations
 
 import asyncio
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.learner.controller.environments import EnvironmentBook
@@ -47,6 +49,8 @@ class Intake:
         self._journal = journal
         self._ledger = ledger
         self._receiver = receiver
+        # By the step whose batch was being formed.
+        self.filtered_groups: Counter[int] = Counter()
         self._ended: list[TrajectoryId] = []
         self._flush_wanted = asyncio.Event()
 
@@ -133,10 +137,24 @@ class Intake:
             entry.rewards += len(rewards)
         config = self._progress.config
         if config.algorithm.dynamic_sampling.enabled and not has_variance(group.in_order(), config):
-            self._book.remove(group.group_id)
-            self._environments.group_ended(group.environment, cause=None)
-            for trajectory in group.in_order():
-                self._end(trajectory, End.FILTERED, "all rewards of its group are equal")
+            self._filter(group, rewards)
+
+    def _filter(self, group: Group, rewards: Sequence[float]) -> None:
+        algorithm, step = self._progress.config.algorithm, self._book.step
+        self.filtered_groups[step] += 1
+        self._book.remove(group.group_id)
+        self._environments.group_ended(group.environment, cause=None)
+        for trajectory in group.in_order():
+            self._end(trajectory, End.FILTERED, "all rewards of its group are equal")
+        limit = algorithm.dynamic_sampling.max_filtered_batches
+        if self.filtered_groups[step] >= limit * algorithm.groups_per_step:
+            self._progress.fail(
+                f"{self.filtered_groups[step]} groups were filtered for their equal rewards while "
+                f"the batch of step {step} was formed, as many as "
+                f"algorithm.dynamic_sampling.max_filtered_batches = {limit} allows; the newest is "
+                f"of environment {group.environment}, with a mean reward of "
+                f"{statistics.fmean(rewards):.3g}"
+            )
 
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")

@@ -136,6 +136,7 @@ class RunRecorder:
         self,
         *,
         ledger: status_pb2.Ledger,
+        filtered_groups: int,
         evaluations: list[EvaluationResult],
         publish: Mapping[str, float],
         weight_digest: str,
@@ -172,6 +173,7 @@ class RunRecorder:
             "ledger": {
                 field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields
             },
+            "filtered_groups": filtered_groups,
             **{name: value for name, value in publish.items()},
             "logprob_gap_mean": facts.gap_sum / facts.gap_tokens if facts.gap_tokens else None,
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
