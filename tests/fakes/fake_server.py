@@ -211,6 +211,7 @@ class FakeServer:
                 await self._deliver(lease, member, attempt, version, Status.COMPLETED, verdict)
                 return
             last = attempt + 1 == lease.max_attempts
+            last = last or verdict.kind is FailureKind.PROMPT_TOO_LONG
             await self._deliver(
                 lease, member, attempt, version, Status.FAILED, 0.0, verdict, will_retry=not last
             )

@@ -18,7 +18,7 @@ from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.security import open_channel
-from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.types import Failure, FailureKind, PolicyVersion
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
 
@@ -138,6 +138,47 @@ async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_pat
     assert summary["steps"] == 4
     assert {t.environment for batch in trainer.batches for t in batch} == {"e"}
     assert summary["ledger"]["difference"] == 0
+
+
+def too_long(lease, member, attempt):
+    return Failure(FailureKind.PROMPT_TOO_LONG, "a prompt of 99 tokens is longer than 64")
+
+
+async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_and_replaced(tmp_path):
+    def odd_tasks(lease, member, attempt):
+        if lease.task_index % 2:
+            return too_long(lease, member, attempt)
+        return float(member)
+
+    config = make_config(tmp_path, run__steps=4, controller__max_failed_groups=1)
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, judge=odd_tasks)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["steps"] == 4
+    assert all(t.task_index % 2 == 0 for batch in trainer.batches for t in batch)
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["skipped_tasks"] > 0
+    assert {lease.first_attempt for lease in server.leases} == {0}
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_a_task_whose_prompt_is_too_long_fails_the_run_where_that_is_refused(tmp_path):
+    config = make_config(tmp_path, sampling__long_prompts="refuse")
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, judge=too_long)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["code"] == 1
+    assert summary["cause"].startswith("environment e, task ")
+    assert summary["cause"].endswith(": a prompt of 99 tokens is longer than 64")
+
+
+async def test_an_environment_of_which_no_task_fits_is_suspended(tmp_path):
+    config = make_config(tmp_path)
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, judge=too_long)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["code"] == 1
+    assert "no environment is left: e: a prompt of 99 tokens is longer than 64" in summary["cause"]
 
 
 async def test_a_run_whose_only_environment_always_fails_says_why(tmp_path):

@@ -177,8 +177,13 @@ def check_algorithm(config: Config) -> None:
 
 
 def check_measurement(config: Config) -> None:
-    """ValueError when an evaluation or the profile does not fit the run."""
+    """ValueError when lengths, an evaluation or the profile do not fit the run."""
     sampling, profile = config.sampling, config.learner.profile
+    if (sampling.max_prompt_tokens or 0) >= sampling.max_episode_tokens:
+        raise ValueError(
+            f"sampling.max_prompt_tokens must be below max_episode_tokens, "
+            f"got {sampling.max_prompt_tokens} and {sampling.max_episode_tokens}"
+        )
     for evaluation in config.evaluations:
         if (evaluation.max_reply_tokens or 1) >= sampling.max_episode_tokens:
             raise ValueError(

@@ -64,6 +64,12 @@ class SamplingSection(Section):
     max_turns: Positive = 1
     # All tokens of an episode, context and sampled.
     max_episode_tokens: Positive
+    # Tokens of a task before the first reply; None: what leaves room for one token of it. Prompts
+    # are never cut.
+    max_prompt_tokens: Positive | None = None
+    # What becomes of a task with a longer prompt. skip: it is set aside and counted, another one
+    # takes its place; refuse: the run fails and names it.
+    long_prompts: Literal["skip", "refuse"] = "skip"
     # Go on after the end-of-text token, up to the limits: for benchmarks.
     ignore_eos: bool = False
 

@@ -51,6 +51,8 @@ class FailureKind(Enum):
     TIMEOUT = 2
     ENGINE = 3
     INFRASTRUCTURE = 4
+    # The task does not fit: no attempt can succeed.
+    PROMPT_TOO_LONG = 5
 
 
 class Purpose(Enum):

@@ -17,7 +17,14 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.config import SamplingSection
 from slipstream.protocol.errors import TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectorySender
-from slipstream.protocol.types import GroupId, Purpose, ServerId, Status, Trajectory
+from slipstream.protocol.types import (
+    FailureKind,
+    GroupId,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+)
 from slipstream.rollout_server.episode import Episode, EpisodeServices, EpisodeTask
 from slipstream.rollout_server.generation import Sampling
 from slipstream.v1 import fleet_pb2
@@ -71,6 +78,7 @@ class Lease:
                 max_turns=given.max_turns,
                 max_episode_tokens=given.max_episode_tokens,
                 ignore_eos=given.ignore_eos,
+                max_prompt_tokens=given.max_prompt_tokens or 0,
             ),
             first_attempt=message.first_attempt,
             max_attempts=message.max_attempts,
@@ -165,8 +173,10 @@ class Dispatcher:
             if trajectory is None:
                 return
             attempt += 1
+            failure = trajectory.failure
             will_retry = (
-                trajectory.status is Status.FAILED
+                failure is not None
+                and failure.kind is not FailureKind.PROMPT_TOO_LONG
                 and attempt < group.lease.max_attempts
                 and not group.cancelled
             )

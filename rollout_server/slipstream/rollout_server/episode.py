@@ -86,6 +86,10 @@ class _Cancelled(Exception):
     pass
 
 
+class _PromptTooLong(Exception):
+    pass
+
+
 @dataclass
 class _Recording:
     """What the episode has so far."""
@@ -150,6 +154,8 @@ class Episode:
             status, failure = Status.FAILED, Failure(FailureKind(error.kind), str(error))
         except RenderingFailed as error:
             status, failure = Status.FAILED, Failure(FailureKind.ENVIRONMENT, str(error))
+        except _PromptTooLong as error:
+            status, failure = Status.FAILED, Failure(FailureKind.PROMPT_TOO_LONG, str(error))
         except GenerationFailed as error:
             status, failure = Status.FAILED, Failure(FailureKind.ENGINE, str(error))
         finally:
@@ -175,10 +181,12 @@ class Episode:
             reply_limit = min(reply_limit, opening.max_reply_tokens)
         context = renderer.prompt(history)
         recording.prompt_tokens = len(context)
+        self._check_prompt(len(context))
         while True:
             room = task.sampling.max_episode_tokens - len(recording.token_ids) - len(context)
             if room < 1:
-                return self._out_of_room(len(context))
+                # The environment has judged what there was.
+                return Status.TRUNCATED
             recording.add_context(context)
             generation = await self._generate(min(room, reply_limit))
             truncated = generation.finish_reason is FinishReason.LENGTH
@@ -194,15 +202,19 @@ class Episode:
             context = renderer.continuation(history, verdict.messages, recording.token_ids[-1])
             history += verdict.messages
 
-    def _out_of_room(self, num_context: int) -> Status:
-        if self._recording.num_turns:
-            # The environment has judged what there was.
-            return Status.TRUNCATED
-        limit = self._task.sampling.max_episode_tokens
-        raise RenderingFailed(
-            f"a prompt of {num_context} tokens leaves no room for a reply within "
-            f"sampling.max_episode_tokens = {limit}"
-        )
+    def _check_prompt(self, num_tokens: int) -> None:
+        sampling = self._task.sampling
+        limit = sampling.max_prompt_tokens
+        if limit and num_tokens > limit:
+            raise _PromptTooLong(
+                f"a prompt of {num_tokens} tokens is longer than "
+                f"sampling.max_prompt_tokens = {limit}"
+            )
+        if num_tokens >= sampling.max_episode_tokens:
+            raise _PromptTooLong(
+                f"a prompt of {num_tokens} tokens leaves no room for a reply within "
+                f"sampling.max_episode_tokens = {sampling.max_episode_tokens}"
+            )
 
     async def _generate(self, max_tokens: int) -> Generation:
         if self._cancelled:

@@ -36,7 +36,8 @@ class Sampling:
 
     `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
     counts context and sampled tokens, `max_turns` the replies; `ignore_eos` goes on after the
-    end-of-text token.
+    end-of-text token. `max_prompt_tokens` is the limit of the context before the first reply; 0:
+    what leaves room for one token of it.
     """
 
     temperature: float
@@ -46,6 +47,7 @@ class Sampling:
     max_turns: int
     max_episode_tokens: int
     ignore_eos: bool = False
+    max_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)

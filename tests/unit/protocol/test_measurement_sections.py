@@ -53,6 +53,13 @@ def test_an_evaluation_that_cannot_work_is_refused(settings: dict, message: str)
     assert refusal(evaluations=evaluation(**settings)) == message
 
 
+def test_the_limit_of_prompts_leaves_room_for_a_reply() -> None:
+    sampling = {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_prompt_tokens": 64}
+    assert refusal(sampling=sampling) == (
+        "sampling.max_prompt_tokens must be below max_episode_tokens, got 64 and 64"
+    )
+
+
 def test_an_evaluation_may_sample_longer_replies_than_training() -> None:
     config = make_config(evaluations=evaluation(max_reply_tokens=63))
     assert config.evaluations[0].max_reply_tokens == 63

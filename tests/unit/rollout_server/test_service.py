@@ -87,16 +87,53 @@ async def test_an_episode_ends_where_its_context_is_full(start_server) -> None:
     assert trajectory.reward == 2.0
 
 
-async def test_a_prompt_without_room_for_a_reply_fails(start_server) -> None:
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"max_episode_tokens": 4},
+            "a prompt of 4 tokens leaves no room for a reply within "
+            "sampling.max_episode_tokens = 4",
+        ),
+        (
+            {"max_episode_tokens": 32, "max_prompt_tokens": 3},
+            "a prompt of 4 tokens is longer than sampling.max_prompt_tokens = 3",
+        ),
+    ],
+)
+async def test_a_prompt_that_is_too_long_fails_at_once_and_is_not_tried_again(
+    start_server, limits, message
+) -> None:
     async with start_server() as server:
         connection = await server.join()
         sampling = fleet_pb2.SamplingSettings(
-            temperature=1, top_p=1, max_reply_tokens=4, max_turns=1, max_episode_tokens=4
+            temperature=1, top_p=1, max_reply_tokens=4, max_turns=1, **limits
         )
-        connection.lease("g1", members=[0], sampling=sampling, max_attempts=1)
+        connection.lease("g1", members=[0], sampling=sampling, max_attempts=3)
         (trajectory,) = await server.fleet.wait_trajectories(1)
-    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
-    assert "max_episode_tokens = 4" in trajectory.failure.message
+        await connection.wait_for("lease")
+    assert (trajectory.failure.kind, trajectory.failure.message) == (
+        FailureKind.PROMPT_TOO_LONG,
+        message,
+    )
+    assert not trajectory.will_retry
+    assert len(trajectory.token_ids) == 0
+
+
+async def test_a_prompt_at_its_limit_is_answered(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join()
+        sampling = fleet_pb2.SamplingSettings(
+            temperature=1,
+            top_p=1,
+            max_reply_tokens=4,
+            max_turns=1,
+            max_episode_tokens=5,
+            max_prompt_tokens=4,
+        )
+        connection.lease("g1", members=[0], sampling=sampling)
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.run_lengths == (4, 1)
 
 
 async def test_failed_members_run_again_and_every_attempt_is_delivered(start_server) -> None:

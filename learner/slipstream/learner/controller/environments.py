@@ -15,6 +15,8 @@ from slipstream.v1 import trajectory_pb2
 # Above this number of tasks they are taken in their own order: a permutation would not fit memory.
 MAX_SHUFFLED_TASKS = 1_000_000
 MAX_TOLD_CAUSES = 3
+# So many tasks in a row may have too long a prompt, or all that there are.
+MAX_SKIPPED_TASKS = 1000
 
 
 @dataclass(eq=False)
@@ -33,6 +35,9 @@ class EnvironmentEntry:
     groups_accepted: int = 0
     groups_failed: int = 0
     failed_in_a_row: int = 0
+    # Tasks whose prompt is too long.
+    tasks_skipped: int = 0
+    skipped_in_a_row: int = 0
     episodes_failed: int = 0
     told_causes: set[str] = field(default_factory=set)
     reward_sum: float = 0.0
@@ -102,6 +107,11 @@ class EnvironmentBook:
     def remove(self, name: str) -> None:
         """Forgets an environment."""
         self.entries.pop(name, None)
+
+    @property
+    def tasks_skipped(self) -> int:
+        """Tasks with too long a prompt, of all environments; each counts as often as it came."""
+        return sum(entry.tasks_skipped for entry in self.entries.values())
 
     def training(self) -> list[EnvironmentEntry]:
         """The environments that are trained on."""
@@ -175,7 +185,7 @@ class EnvironmentBook:
         entry.groups_leased = max(entry.groups_leased - 1, 0)
         if cause is None:
             entry.groups_accepted += 1
-            entry.failed_in_a_row = 0
+            entry.failed_in_a_row = entry.skipped_in_a_row = 0
             return False
         entry.groups_failed += 1
         entry.failed_in_a_row += 1
@@ -184,6 +194,20 @@ class EnvironmentBook:
             entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
             return True
         return False
+
+    def task_skipped(self, name: str, cause: str) -> bool:
+        """A task does not fit; True when that suspends the environment: none of many did."""
+        self.group_withdrawn(name)
+        entry = self.entries.get(name)
+        if entry is None:
+            return False
+        entry.tasks_skipped += 1
+        entry.skipped_in_a_row += 1
+        many = min(entry.num_tasks or MAX_SKIPPED_TASKS, MAX_SKIPPED_TASKS)
+        if entry.skipped_in_a_row < many or not entry.is_ready:
+            return False
+        entry.state, entry.cause = pb.ENVIRONMENT_STATE_SUSPENDED, cause
+        return True
 
     def group_withdrawn(self, name: str) -> None:
         """A lease was taken back without a verdict on the environment."""

@@ -175,6 +175,9 @@ class Intake:
         self._book.remove(group.group_id)
         self._journal.append("set_aside", group=group.group_id, task=group.task_index, cause=cause)
         self._cancel_members(group, f"member {trajectory.member} failed for good")
+        if failure is not None and failure.kind is FailureKind.PROMPT_TOO_LONG:
+            self._skip(group, cause)
+            return
         if group.purpose is Purpose.EVALUATION:
             return
         blameless = failure is not None and failure.kind in (
@@ -185,6 +188,14 @@ class Intake:
             self._environments.group_withdrawn(group.environment)
         elif self._environments.group_ended(group.environment, cause=cause):
             self.suspend(group.environment, f"its last groups all failed, the newest: {cause}")
+
+    def _skip(self, group: Group, cause: str) -> None:
+        """The task of `group` does not fit: what the settings say becomes of it."""
+        name = group.environment
+        if self._progress.config.sampling.long_prompts == "refuse":
+            self._progress.fail(f"environment {name}, task {group.task_index}: {cause}")
+        elif group.purpose is Purpose.TRAINING and self._environments.task_skipped(name, cause):
+            self.suspend(name, f"no task fits, the newest: {cause}")
 
     def _cancel_members(self, group: Group, cause: str) -> None:
         session = self._fleet.find(group.holder)
