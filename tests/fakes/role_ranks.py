@@ -1,21 +1,176 @@
-"""The program of the ranks that hold models of several layouts; results lie in FOLDER/JOB.pt."""
+"""The program of the ranks that hold models of several layouts; results lie in FOLDER/JOB.pt.
+
+In each job of `LAYOUTS` policy, reference and critic have other layouts, and all see the same.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from slipstream.protocol.config import LearnerSection, ParallelSection
+from parity_layouts import SETTINGS, SP, VPP, batches, probe
+from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.packing import TokenEstimates, TrainingSequence
+from slipstream.protocol.config import Config, LearnerSection, ParallelSection
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.types import LogprobArray
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model import Policy
+    from slipstream.learner.trainer.roles import Roles
+
+CRITIC_RATE = 1e-3
+# So narrow that some values reach it in a second mini-batch.
+VALUE_CLIP = 0.03
+REFRESH_STEPS = 2
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """How many ranks, which model, and the layout of each role."""
+
+    world_size: int
+    model: str = "llama"
+    policy: dict = field(default_factory=dict)
+    reference: dict = field(default_factory=dict)
+    critic: dict = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "one": RoleLayout(1),
+    "one-tied": RoleLayout(1, "tied"),
+    "tp2-pp2-dp2": RoleLayout(2, policy={"tp": 2}, reference={"pp": 2}),
+    "dp2-sp2-sp2": RoleLayout(2, reference=SP, critic=SP),
+    "pp2-dp2-vpp2": RoleLayout(2, policy={"pp": 2}, critic=VPP),
+    "dp2-cp2-cp2": RoleLayout(2, reference={"cp": 2}, critic={"cp": 2}),
+    "tp2-tp2-tp2": RoleLayout(2, policy={"tp": 2}, reference={"tp": 2}, critic={"tp": 2}),
+    "sp2dp2-pp2dp2-sp2pp2": RoleLayout(4, policy=SP, reference={"pp": 2}, critic=SP | {"pp": 2}),
+    "sp2-pp2-pp2-tied": RoleLayout(2, "tied", SP, {"pp": 2}, {"pp": 2}),
+}
 
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
-    JOBS[job](folder)
+    if job == "groups":
+        groups(folder)
+    else:
+        roles(folder, job)
+
+
+def config_of(name: str, folder: Path) -> Config:
+    """The settings of a layout; the critic's head is drawn from the run's seed."""
+    layout = LAYOUTS[name]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"]["path"] = str(folder / layout.model)
+    table["algorithm"] |= {"advantage": "gae", "kl": {"coefficient": 0.1}}
+    table["learner"] |= {"world_size": layout.world_size, "parallel": layout.policy}
+    table["reference"] = {
+        "refresh_every_steps": REFRESH_STEPS,
+        "parallel": layout.reference,
+    }
+    table["critic"] = {
+        "learning_rate": CRITIC_RATE,
+        "warmup_steps": 0 if layout.model == "tied" else 1,
+        "value_clip": VALUE_CLIP,
+        "parallel": layout.critic,
+    }
+    return parse_config(table, source=name)
+
+
+def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
+    """Sequences with returns that rise along each trajectory."""
+    return [
+        TrainingSequence.of_trajectory(
+            trajectory,
+            TokenEstimates(
+                np.zeros_like(known),
+                values=known,
+                returns=(trajectory.reward + 0.1 * np.arange(len(known))).astype(np.float32),
+            ),
+            step=batch.step,
+        )
+        for trajectory, known in zip(batch.trajectories, values, strict=True)
+    ]
+
+
+def roles(folder: Path, job: str) -> None:
+    """What the roles say and learn by themselves, then what the policy learns with them."""
+    from slipstream.learner.trainer.export import hf_tensors
+    from slipstream.learner.trainer.model import open_policy, unwrapped
+    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.roles import open_roles
+
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    opened = open_roles(config, policy)
+    reference, critic = opened.reference, opened.critic
+    assert reference is not None
+    assert critic is not None
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
+
+    first = batches(config)[0]
+    before = weights()
+    found: dict = {
+        "reference": _joined(reference.logprobs(first)),
+        "gradients_of_reference": sum(
+            parameter.requires_grad
+            for chunk in reference.model.chunks
+            for parameter in chunk.parameters()
+        ),
+        "values": [],
+        "critic": [],
+    }
+    for batch in batches(config):
+        values = critic.values(batch)
+        found["values"].append(_joined(values))
+        found["critic"].append(critic.train(judged(batch, values), batch.mini_batches(2)))
+    found["values"].append(_joined(critic.values(first)))
+    found |= train(policy, opened, config)
+    found["is_policy_same"] = [
+        all(torch.equal(after[name], before[name]) for name in before)
+        for after in found.pop("weights")
+    ]
+    head = getattr(unwrapped(critic.model.chunks[-1]), "output_layer", None)
+    found["head"] = {} if head is None else dict(head.state_dict())
+    torch.save(found, folder / f"{job}-{policy.ranks.rank}.pt")
+    policy.ranks.close()
+
+
+def train(policy: Policy, opened: Roles, config: Config) -> dict:
+    """Three steps: the critic alone, then both until the reference is refreshed, then again."""
+    from slipstream.learner.trainer.export import hf_tensors
+    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.step import TrainingStep
+
+    reference = opened.reference
+    assert reference is not None
+    step = TrainingStep(policy, config, opened)
+    found: dict = {"metrics": [], "references": [], "weights": []}
+    for batch in batches(config):
+        found["metrics"].append(step.run(batch).metrics)
+        found["references"].append(_joined(reference.logprobs(batches(config)[0])))
+        found["weights"].append({n: t.clone() for n, t in hf_tensors(policy, torch.float32)})
+        if batch.step + 1 == REFRESH_STEPS:
+            found["policy"] = _joined(sequence_logprobs(policy, probe(config), max_tokens=64))
+            with reference.model.ranks.in_force():
+                refreshed = sequence_logprobs(reference.model, probe(config), max_tokens=64)
+            found["refreshed"] = _joined(refreshed)
+    return found
+
+
+def _joined(arrays: list[LogprobArray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
 
 
 def groups(folder: Path) -> None:
@@ -90,6 +245,3 @@ def refused(action: Callable[[], object]) -> bool:
 def _assigned_globals(module: object) -> set[str]:
     tree = ast.parse(inspect.getsource(module))
     return {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-
-
-JOBS = {"groups": groups}

@@ -2,17 +2,232 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import role_ranks
 import torch
+from parity_layouts import batches
+from parity_models import make_models
 from rank_pool import RankPool
+from role_ranks import CRITIC_RATE, LAYOUTS, VALUE_CLIP, config_of
+from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.critic import explained_variance
+from slipstream.protocol.types import Trajectory
+
+STEP_METRICS = (
+    "loss",
+    "grad_norm",
+    "kl_reference",
+    "value_loss",
+    "value_mean",
+    "critic_grad_norm",
+    "explained_variance",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads of such small models cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("roles")
+    folder = tmp_path_factory.mktemp("roles")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool: RankPool, folder: Path) -> dict[str, list[dict]]:
+    return run_layouts(rank_pool, folder, 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(rank_pool: RankPool, folder: Path) -> dict[str, list[dict]]:
+    return run_layouts(rank_pool, folder, 2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(rank_pool: RankPool, folder: Path) -> dict[str, list[dict]]:
+    return run_layouts(rank_pool, folder, 4)
+
+
+def layouts_of(world_size: int) -> list[str]:
+    return [name for name, layout in LAYOUTS.items() if layout.world_size == world_size]
+
+
+def run_layouts(pool: RankPool, folder: Path, world_size: int) -> dict[str, list[dict]]:
+    """What each rank of each layout saw."""
+    names = layouts_of(world_size)
+    pool.run(Path(role_ranks.__file__), names, world_size=world_size, folder=folder)
+    return {
+        name: [
+            torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+            for rank in range(world_size)
+        ]
+        for name in names
+    }
+
+
+class PlainCritic:
+    """The same critic on transformers and torch: one trajectory at a time, unpacked."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.body = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).model
+        weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+        self.head = torch.nn.Linear(64, 1)
+        self.head.weight.data = weight * 0.1 / math.sqrt(64)
+        self.head.bias.data.zero_()
+        self.parameters = [*self.body.parameters(), *self.head.parameters()]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=CRITIC_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
+        )
+
+    def values(self, trajectory: Trajectory) -> torch.Tensor:
+        """What stands before each sampled token."""
+        ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
+        states = self.body(ids).last_hidden_state[0]
+        before = torch.from_numpy(trajectory.sampled_mask())[1:].nonzero()[:, 0]
+        return self.head(states[before])[:, 0]
+
+    @torch.no_grad()
+    def all_values(self, batch: Batch) -> list[np.ndarray]:
+        return [self.values(trajectory).numpy() for trajectory in batch.trajectories]
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step for each of two mini-batches."""
+        old = self.all_values(batch)
+        returns = [
+            np.asarray(t.reward + 0.1 * np.arange(len(v)), dtype=np.float32)
+            for t, v in zip(batch.trajectories, old, strict=True)
+        ]
+        losses, norms, num_tokens, num_clipped = 0.0, [], 0, 0
+        for members in batch.mini_batches(2):
+            total, tokens = torch.zeros(()), 0
+            for index in members:
+                values = self.values(batch.trajectories[index])
+                before, wanted = torch.from_numpy(old[index]), torch.from_numpy(returns[index])
+                near = values.clamp(before - VALUE_CLIP, before + VALUE_CLIP)
+                errors, bounded = (values - wanted) ** 2, (near - wanted) ** 2
+                total = total + 0.5 * torch.maximum(errors, bounded).sum()
+                num_clipped += int((bounded > errors).sum())
+                tokens += len(values)
+            self.optimizer.zero_grad()
+            (total / tokens).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0).item())
+            self.optimizer.step()
+            losses += total.item()
+            num_tokens += tokens
+        return {
+            "value_loss": losses / num_tokens,
+            "critic_grad_norm": sum(norms) / 2,
+            "value_clip_fraction": num_clipped / num_tokens,
+            "explained_variance": explained_variance(np.concatenate(old), np.concatenate(returns)),
+        }
+
+
+@pytest.mark.parametrize("layout", layouts_of(1))
+def test_the_critic_learns_like_plain_transformers(
+    layout: str, folder: Path, one_rank: dict[str, list[dict]]
+) -> None:
+    plain = PlainCritic(folder / LAYOUTS[layout].model)
+    found = one_rank[layout][0]
+    clipped = 0.0
+    for step, batch in enumerate(batches(config_of(layout, folder))):
+        values = torch.from_numpy(np.concatenate(plain.all_values(batch)))
+        torch.testing.assert_close(found["values"][step], values, rtol=1e-5, atol=1e-5)
+        for name, value in plain.train(batch).items():
+            assert found["critic"][step][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        clipped += found["critic"][step]["value_clip_fraction"]
+    assert clipped > 0
+
+
+def test_the_reference_says_what_the_start_folder_says(
+    folder: Path, one_rank: dict[str, list[dict]]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+    expected = []
+    for trajectory in batches(config_of("one", folder))[0].trajectories:
+        ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1)
+        mask = torch.from_numpy(trajectory.sampled_mask())[1:]
+        expected.append(logprobs.gather(1, ids[0, 1:, None])[:, 0][mask])
+    found = one_rank["one"][0]
+    torch.testing.assert_close(found["reference"], torch.cat(expected), rtol=1e-5, atol=1e-5)
+    assert found["gradients_of_reference"] == 0
+
+
+@pytest.mark.parametrize("layout", layouts_of(2))
+def test_roles_on_two_ranks_do_what_they_do_on_one(
+    layout: str, one_rank: dict[str, list[dict]], two_ranks: dict[str, list[dict]]
+) -> None:
+    check_layout(layout, one_rank, two_ranks[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts_of(4))
+def test_roles_on_four_ranks_do_what_they_do_on_one(
+    layout: str, one_rank: dict[str, list[dict]], four_ranks: dict[str, list[dict]]
+) -> None:
+    check_layout(layout, one_rank, four_ranks[layout])
+
+
+def check_layout(layout: str, one_rank: dict[str, list[dict]], ranks: list[dict]) -> None:
+    expected = one_rank["one-tied" if LAYOUTS[layout].model == "tied" else "one"][0]
+    for found in ranks:
+        torch.testing.assert_close(found["reference"], expected["reference"], rtol=1e-5, atol=2e-5)
+        for name in ("values", "references"):
+            for ours, theirs in zip(found[name], expected[name], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+        for ours, theirs in zip(found["critic"], expected["critic"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=2e-6)
+        for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+            for name in STEP_METRICS:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), name
+        check_refresh(found)
+    heads = [found["head"] for found in ranks if found["head"]]
+    assert heads
+    assert all(torch.equal(head["weight"], heads[0]["weight"]) for head in heads)
+
+
+def check_refresh(found: dict) -> None:
+    """The reference stays where it is until it takes what the policy has become."""
+    first, second, third = found["references"]
+    assert torch.equal(first, found["reference"])
+    assert not torch.allclose(second, first, atol=1e-3)
+    assert torch.equal(third, second)
+    torch.testing.assert_close(found["refreshed"], found["policy"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", layouts_of(1))
+def test_a_refreshed_reference_is_the_policy(layout: str, one_rank: dict[str, list[dict]]) -> None:
+    found = one_rank[layout][0]
+    check_refresh(found)
+    divergence = [metrics["kl_reference"] for metrics in found["metrics"]]
+    assert divergence[0] == pytest.approx(0.0, abs=1e-9)
+    assert divergence[2] == pytest.approx(0.0, abs=1e-9)
+    # With the tied model the policy moves from the first step on.
+    assert (divergence[1] > 1e-4) == (layout == "one-tied")
+
+
+def test_the_policy_waits_until_the_critic_is_warm(one_rank: dict[str, list[dict]]) -> None:
+    found = one_rank["one"][0]
+    assert found["is_policy_same"] == [True, False, False]
+    assert [metrics["learning_rate"] for metrics in found["metrics"]] == [0.0, 5e-4, 1e-3]
+    assert all(metrics["critic_grad_norm"] > 0 for metrics in found["metrics"])
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,13 @@ from slipstream.protocol.measurement_sections import (
     TrackingSection,
 )
 from slipstream.protocol.parallel_rules import table_problems, world_problems
+from slipstream.protocol.role_sections import (
+    CriticSection,
+    ReferenceSection,
+    RoleSection,
+    in_place_of,
+    renamed,
+)
 from slipstream.protocol.section import Section
 from slipstream.protocol.sections import (
     ControllerSection,
@@ -37,6 +44,7 @@ __all__ = [
     "CheckpointSection",
     "Config",
     "ControllerSection",
+    "CriticSection",
     "EnvironmentSection",
     "EvaluationSection",
     "LearnerSection",
@@ -45,6 +53,7 @@ __all__ = [
     "ParallelSection",
     "ProfileSection",
     "QueueSection",
+    "ReferenceSection",
     "RolloutServerSection",
     "RunSection",
     "SamplingSection",
@@ -71,6 +80,8 @@ class Config(Section):
     evaluations: tuple[EvaluationSection, ...] = ()
     controller: ControllerSection = ControllerSection()
     learner: LearnerSection = LearnerSection()
+    reference: ReferenceSection | None = None
+    critic: CriticSection | None = None
     rollout_server: RolloutServerSection = RolloutServerSection()
     queue: QueueSection = QueueSection()
     weights: WeightsSection = WeightsSection()
@@ -94,6 +105,12 @@ class Config(Section):
     def max_trajectory_bytes(self) -> int:
         """Upper bound of one trajectory in a queue: texts and metrics included."""
         return TRAJECTORY_OVERHEAD_BYTES + BYTES_PER_TOKEN * self.sampling.max_episode_tokens
+
+    @property
+    def roles(self) -> dict[str, RoleSection]:
+        """The tables of the models beside the policy, those that there are."""
+        tables = {"reference": self.reference, "critic": self.critic}
+        return {name: table for name, table in tables.items() if table is not None}
 
     @model_validator(mode="after")
     def _sizes(self) -> Config:
@@ -156,6 +173,7 @@ class Config(Section):
             raise ValueError(problem)
         check_algorithm(self)
         check_measurement(self)
+        check_roles(self)
         return self
 
 
@@ -167,13 +185,29 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.overlong.cache_tokens must be at most sampling.max_reply_tokens, "
             f"got {algorithm.overlong.cache_tokens} and {sampling.max_reply_tokens}"
         )
-    if algorithm.advantage == "gae":
-        raise ValueError("algorithm.advantage = 'gae' needs the values of a critic, there is none")
-    if algorithm.kl.coefficient > 0:
+    if algorithm.advantage == "gae" and config.critic is None:
+        raise ValueError("algorithm.advantage = 'gae' needs the table critic")
+    if algorithm.advantage != "gae" and config.critic is not None:
         raise ValueError(
-            f"algorithm.kl.coefficient needs a reference model, got "
-            f"{algorithm.kl.coefficient} and none"
+            f"the table critic has no effect with algorithm.advantage = {algorithm.advantage!r}"
         )
+    if algorithm.kl.coefficient == 0 and config.reference is not None:
+        raise ValueError("the table reference has no effect with algorithm.kl.coefficient = 0")
+
+
+def check_roles(config: Config) -> None:
+    """ValueError when the layout of a model beside the policy is impossible."""
+    for name, role in config.roles.items():
+        learner = in_place_of(config.learner, role)
+        for problem in itertools.chain(world_problems(learner), table_problems(learner)):
+            raise ValueError(renamed(problem, name, role))
+        room = learner.micro_batch_tokens * learner.parallel.cp
+        if config.sampling.max_episode_tokens > room:
+            raise ValueError(
+                f"an episode must fit one micro batch of the {name}: sampling.max_episode_tokens "
+                f"must be at most learner.micro_batch_tokens * {name}.parallel.cp = {room}, "
+                f"got {config.sampling.max_episode_tokens}"
+            )
 
 
 def check_measurement(config: Config) -> None:

@@ -18,6 +18,7 @@ from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.model_sizes import ModelSizes, missing_files, read_model_sizes
 from slipstream.protocol.parallel_rules import layout_problems, model_problems
+from slipstream.protocol.roles import role_problems
 
 Table: TypeAlias = dict[str, JsonValue]
 
@@ -81,6 +82,8 @@ def check_sizes(config: Config) -> list[str]:
             f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, "
             f"got {rollout_tp}"
         )
+    for problem in role_problems(config, sizes):
+        raise ConfigError(problem)
     return [*missing_files(config.model.path), *_missing_checkpoint(config)]
 
 

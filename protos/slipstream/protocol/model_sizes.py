@@ -16,6 +16,8 @@ class ModelSizes:
     """Sizes of a decoder; 0 where config.json says nothing."""
 
     architecture: str
+    vocab: int
+    hidden: int
     layers: int
     heads: int
     kv_heads: int
@@ -46,6 +48,8 @@ class ModelSizes:
         heads = number("num_attention_heads")
         return cls(
             architecture=str(names[0]),
+            vocab=number("vocab_size"),
+            hidden=number("hidden_size"),
             layers=number("num_hidden_layers"),
             heads=heads,
             kv_heads=number("num_key_value_heads") or heads,

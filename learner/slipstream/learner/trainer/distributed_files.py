@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from slipstream.learner.trainer.model import unwrapped
 from slipstream.learner.trainer.restricted_pickle import read_index
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.learner.trainer.stored_model import POLICY, StoredModel
@@ -77,7 +78,7 @@ def begin_save(models: Sequence[StoredModel], folder: Path, *, copy: bool) -> Pe
     With `copy` the tensors may change as soon as it returns; without it only after `finish`.
     """
     strategy = _ThreadedSaveStrategy("torch_dist", 1, copy=copy)
-    state = {model.name: _sharded_state(model, is_loading=False) for model in models}
+    state = _sharded_states(models, is_loading=False)
     request = dist_checkpointing.save(
         state,
         str(folder),
@@ -93,7 +94,7 @@ def load_models(models: Sequence[StoredModel], folder: Path) -> None:
 
     CheckpointError when the files do not hold these models.
     """
-    state = {model.name: _sharded_state(model, is_loading=True) for model in models}
+    state = _sharded_states(models, is_loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=_SafeLoadStrategy())
     except (CheckpointingException, KeyError, OSError) as error:
@@ -101,16 +102,25 @@ def load_models(models: Sequence[StoredModel], folder: Path) -> None:
         raise CheckpointError(f"{folder} does not hold this model: {cause}") from error
     for model in models:
         part = loaded[model.name]
-        for key, chunk in zip(_chunk_keys(model.chunks), model.chunks, strict=True):
-            chunk.module.load_state_dict(part[key])
-        if model.optimizer is not None:
-            model.optimizer.load_state_dict(part["optimizer"])
+        with model.in_force():
+            for key, chunk in zip(_chunk_keys(model.chunks), model.chunks, strict=True):
+                unwrapped(chunk).load_state_dict(part[key])
+            if model.optimizer is not None:
+                model.optimizer.load_state_dict(part["optimizer"])
+
+
+def _sharded_states(models: Sequence[StoredModel], *, is_loading: bool) -> dict[str, Any]:
+    states = {}
+    for model in models:
+        with model.in_force():
+            states[model.name] = _sharded_state(model, is_loading=is_loading)
+    return states
 
 
 def _sharded_state(model: StoredModel, *, is_loading: bool) -> dict[str, Any]:
     keys = _chunk_keys(model.chunks)
     state: dict[str, Any] = {
-        key: chunk.module.sharded_state_dict(metadata=dict(_METADATA))
+        key: unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA))
         for key, chunk in zip(keys, model.chunks, strict=True)
     }
     if model.optimizer is not None:

@@ -66,10 +66,11 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     from slipstream.learner.trainer.export import export_weights
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
 
     policy = open_policy(config, Launch.from_environment())
-    training = TrainingStep(policy, config)
+    training = TrainingStep(policy, config, open_roles(config, policy))
     different = 0
     for recorded in steps:
         header = recorded.batch.header

@@ -8,22 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.learner.trainer.batch import Batch
-from slipstream.learner.trainer.context_parallel import share_of_rank
 from slipstream.learner.trainer.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.offload import Part
-from slipstream.learner.trainer.packing import (
-    MicroBatch,
-    TrainingSequence,
-    build_micro_batch,
-    round_up,
-)
-from slipstream.learner.trainer.planner import plan_micro_batches
+from slipstream.learner.trainer.packing import MicroBatch, TrainingSequence
+from slipstream.learner.trainer.roles import NO_ROLES, Roles
 from slipstream.learner.trainer.schedule import forward_backward, forward_logprobs
-from slipstream.learner.trainer.sequences import training_sequences, weighted
+from slipstream.learner.trainer.sequences import ModelEstimates, training_sequences, weighted
+from slipstream.learner.trainer.shares import rank_micro_batches
 from slipstream.learner.trainer.stages import StageTimes
 from slipstream.learner.trainer.statistics import StepStatistics
-from slipstream.protocol.config import AlgorithmSection, Config
+from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
 from torch import Tensor
 
@@ -47,16 +42,27 @@ class _Totals:
     optimizer_s: float = 0.0
 
 
-def learning_rate(algorithm: AlgorithmSection, step: int) -> float:
-    """Linear warmup over the first `warmup_steps` steps, from the first on, then constant."""
-    return algorithm.learning_rate * min(1.0, (step + 1) / max(1, algorithm.warmup_steps))
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warmup over the first `warmup_steps` steps, from the first on, then constant.
+
+    Before it 0, as long as the critic is trained alone.
+    """
+    algorithm = config.algorithm
+    place = step - config.critic.warmup_steps if config.critic is not None else step
+    if place < 0:
+        return 0.0
+    return algorithm.learning_rate * min(1.0, (place + 1) / max(1, algorithm.warmup_steps))
 
 
 class TrainingStep:
-    """Trains a policy, one batch at a time; on CPU the same batches give the same bits."""
+    """Trains a policy, one batch at a time; on CPU the same batches give the same bits.
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    `roles` are the models beside it that its algorithm needs.
+    """
+
+    def __init__(self, policy: Policy, config: Config, roles: Roles = NO_ROLES) -> None:
         self._policy = policy
+        self._roles = roles
         self._config = config
         self.stages = StageTimes()
 
@@ -67,16 +73,34 @@ class TrainingStep:
         gradient that is not finite (in the first mini-batch; in a later one, before that mini-batch
         changes the weights).
         """
-        with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-            return self._run(batch)
-
-    def _run(self, batch: Batch) -> StepResult:
         started = time.monotonic()
-        algorithm = self._config.algorithm
-        batch.check(algorithm.max_staleness)
-        mini_batches = batch.mini_batches(algorithm.mini_batches)
-        sequences = weighted(training_sequences(batch, self._config), mini_batches, self._config)
-        shares = [self._micro_batches(sequences, members) for members in mini_batches]
+        batch.check(self._config.algorithm.max_staleness)
+        mini_batches = batch.mini_batches(self._config.algorithm.mini_batches)
+        sequences = training_sequences(batch, self._config, self._estimates(batch))
+        sequences = weighted(sequences, mini_batches, self._config)
+        with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
+            metrics = batch.metrics() | self._train_policy(sequences, mini_batches, batch.step)
+        if self._roles.critic is not None:
+            with self.stages.measure("critic"):
+                metrics |= self._roles.critic.train(sequences, mini_batches)
+        self._roles.follow(self._policy, batch.step + 1)
+        return StepResult(metrics, time.monotonic() - started)
+
+    def _train_policy(
+        self,
+        sequences: Sequence[TrainingSequence],
+        mini_batches: Sequence[Sequence[int]],
+        step: int,
+    ) -> dict[str, float]:
+        shares = [
+            rank_micro_batches(
+                self._policy,
+                sequences,
+                members,
+                max_tokens=self._config.learner.micro_batch_tokens,
+            )
+            for members in mini_batches
+        ]
         old_logprobs: list[list[Tensor]] = [[] for _ in shares]
         if len(shares) > 1:
             with self.stages.measure("forward"):
@@ -84,40 +108,22 @@ class TrainingStep:
                     forward_logprobs(self._policy, share, temperature=self._temperature)
                     for share in shares
                 ]
-        rate = learning_rate(algorithm, batch.step)
+        rate = learning_rate(self._config, step)
         totals = _Totals()
         for share, old in zip(shares, old_logprobs, strict=True):
             self._train(share, old, rate, totals)
-        metrics = batch.metrics() | self._metrics(totals, rate)
-        return StepResult(metrics, time.monotonic() - started)
+        return self._metrics(totals, rate)
 
     @property
     def _temperature(self) -> float:
         return self._config.sampling.temperature
 
-    def _micro_batches(
-        self, sequences: Sequence[TrainingSequence], members: Sequence[int]
-    ) -> list[MicroBatch]:
-        """This rank's part of a mini-batch."""
-        ranks = self._policy.ranks
-        sequence_multiple = self._policy.sequence_multiple
-        plan = plan_micro_batches(
-            [round_up(len(sequences[index]), sequence_multiple) for index in members],
-            max_tokens=self._config.learner.micro_batch_tokens * ranks.cp_size,
-            dp_size=ranks.dp_size,
-            multiple=self._policy.micro_batch_multiple,
-            attention_length=self._policy.attention_length,
-        )
-        wholes = [
-            build_micro_batch(
-                sequences,
-                [members[place] for place in places],
-                multiple=self._policy.token_multiple,
-                sequence_multiple=sequence_multiple,
-            )
-            for places in plan[ranks.dp_rank]
-        ]
-        return [share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes]
+    def _estimates(self, batch: Batch) -> list[ModelEstimates] | None:
+        """What the models beside the policy say; None without any."""
+        if self._roles == NO_ROLES:
+            return None
+        with self.stages.measure("estimates"):
+            return self._roles.estimates(batch)
 
     def _train(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], rate: float, totals: _Totals

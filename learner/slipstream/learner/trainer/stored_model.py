@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from slipstream.learner.trainer.settings import Megatron
@@ -20,3 +21,5 @@ class StoredModel:
     name: str
     chunks: Sequence[Megatron]
     optimizer: Megatron | None
+    # Puts the model's layout in force, where it is not the policy's.
+    in_force: Callable[[], AbstractContextManager[None]] = nullcontext

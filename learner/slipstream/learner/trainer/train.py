@@ -6,6 +6,7 @@ branch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -29,6 +30,7 @@ from slipstream.learner.trainer.orders import (
 from slipstream.learner.trainer.probe import build_probe
 from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.publish import publish
+from slipstream.learner.trainer.roles import open_roles
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.weight_sender import GlooWeightSender
@@ -51,14 +53,16 @@ class Trainer:
         self._policy = policy
         self._ranks = policy.ranks
         self._client = client
-        self._step = TrainingStep(policy, config)
+        roles = open_roles(config, policy)
+        self._step = TrainingStep(policy, config, roles)
+        self._memories = [policy.memory, *roles.memories()]
         self._stages = self._step.stages
         self._cost = StepCost(config, policy.ranks)
         self._profile = ProfileWindow(
             config.learner.profile, config.run_dir / "profile", rank=policy.ranks.rank
         )
         self._sender = GlooWeightSender(config.weights)
-        models = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
+        models = [StoredModel(POLICY, policy.chunks, policy.optimizer), *roles.stored_models()]
         self._checkpointer = Checkpointer(config, self._ranks, models)
         loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
@@ -140,7 +144,9 @@ class Trainer:
 
     def _save(self) -> None:
         digest = self._weights.digest if self._weights is not None else b""
-        with self._policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+        with contextlib.ExitStack() as stack:
+            for memory in self._memories:
+                stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
             saved = self._checkpointer.save(self._version, digest)
         self._tell(saved)
 
