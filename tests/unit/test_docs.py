@@ -8,11 +8,14 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 from slipstream.client.cli import _parser
+from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +112,28 @@ def test_every_command_has_settings_that_exist(page: Path):
         if len(arguments) > 1 and arguments[1].startswith("deploy/"):
             overrides = [a for a in arguments[2:] if re.match(r"[a-z_]+\.[\w.]+=", a)]
             load_config(ROOT / arguments[1], overrides)
+
+
+def setting_exists(name: str) -> bool:
+    """Whether `section.key`, `section.table.key` or a whole section is one of ours."""
+    model: type[BaseModel] | None = Config
+    for part in name.split("."):
+        if model is None or part not in model.model_fields:
+            return False
+        kinds = [model.model_fields[part].annotation]
+        kinds += [a for kind in kinds for a in typing.get_args(kind)]
+        tables = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        model = tables[0] if tables else None
+    return True
+
+
+def test_every_setting_that_the_page_on_migration_names_exists():
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "migration.md").read_text(), re.MULTILINE)
+    ours = [row.replace("\\|", "").split("|")[-2] for row in rows]
+    names = [n for cell in ours for n in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[ `]", cell)]
+    settings = [name for name in names if name.split(".")[0] in Config.model_fields]
+    assert len(settings) > 150
+    assert [name for name in settings if not setting_exists(name)] == []
 
 
 @for_all_pages
