@@ -78,12 +78,31 @@ TWO_MINI_BATCHES = {"mini_batches": 2}
 # Fewer sequences than replicas.
 FEW = {"groups_per_step": 1, "group_size": 3}
 BEHAVIOR_RATIO = {"ratio": "behavior", "correction": {"weight": "none"}}
+# What is summed over sequences, or over all tokens of a batch, wherever they lie.
+GSPO = {
+    "mini_batches": 2,
+    "loss": "gspo",
+    "clip_low": 3e-4,
+    "clip_high": 4e-4,
+    "aggregation": "sequence_mean",
+    "entropy_coefficient": 0.1,
+    "correction": {"weight": "sequence", "cap": 1.2},
+}
+CISPO = {
+    "advantage": "reinforce_pp",
+    "loss": "cispo",
+    "clip_high": 0.5,
+    "aggregation": "fixed",
+    "correction": {"cap": 2.0, "token_band": [0.2, 2.0], "sequence_band": [0.5, 1.1]},
+}
 
 LAYOUTS = {
     "one": Layout(1),
     "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
     "one-few": Layout(1, algorithm=FEW),
     "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
+    "one-gspo": Layout(1, algorithm=GSPO),
+    "one-cispo": Layout(1, algorithm=CISPO),
     "one-qwen3": Layout(1, "qwen3"),
     "one-tied": Layout(1, "tied"),
     "one-odd": Layout(1, "odd"),
@@ -93,6 +112,12 @@ LAYOUTS = {
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
     "dp2-overlap": Layout(2, learner=OVERLAP),
+    "dp2-gspo": Layout(2, algorithm=GSPO),
+    "dp2-cispo": Layout(2, algorithm=CISPO),
+    "tp2-sp-gspo": Layout(2, parallel=SP, algorithm=GSPO),
+    "pp2-cispo": Layout(2, parallel={"pp": 2}, algorithm=CISPO),
+    "cp2-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO),
+    "cp2-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO),
     "tp2": Layout(2, parallel={"tp": 2}),
     "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
     "tp2-sp": Layout(2, parallel=SP),
