@@ -102,17 +102,17 @@ def run_rank(folder: Path, job: str) -> None:
 def see_fp8(config: Config) -> dict:
     """What the model is built from, were TransformerEngine there; and what is said without it."""
     from slipstream.learner.trainer import compat
-    from slipstream.learner.trainer.model import _provider
+    from slipstream.learner.trainer.recipe import provider_of
     from slipstream.protocol.errors import ConfigError
 
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     error = ""
     try:
-        _provider(bridge, bridge.hf_pretrained.config, config)
+        provider_of(bridge, bridge.hf_pretrained.config, config, load_weights=True)
     except ConfigError as refusal:
         error = str(refusal)
     compat.has_transformer_engine = lambda: True
-    provider = _provider(bridge, bridge.hf_pretrained.config, config)
+    provider = provider_of(bridge, bridge.hf_pretrained.config, config, load_weights=True)
     return {"error": error, "fp8": provider.fp8, "fp8_recipe": str(provider.fp8_recipe)}
 
 

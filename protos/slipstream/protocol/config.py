@@ -10,6 +10,7 @@ from slipstream.protocol.address import address_parts
 from slipstream.protocol.algorithm_section import AlgorithmSection
 from slipstream.protocol.checkpoint_section import CheckpointSection
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
+from slipstream.protocol.lora_section import LoraSection
 from slipstream.protocol.measurement_sections import (
     EvaluationSection,
     ProfileSection,
@@ -48,6 +49,7 @@ __all__ = [
     "EnvironmentSection",
     "EvaluationSection",
     "LearnerSection",
+    "LoraSection",
     "ModelSection",
     "OffloadSection",
     "ParallelSection",
@@ -82,6 +84,7 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     reference: ReferenceSection | None = None
     critic: CriticSection | None = None
+    lora: LoraSection = LoraSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     queue: QueueSection = QueueSection()
     weights: WeightsSection = WeightsSection()
@@ -174,6 +177,7 @@ class Config(Section):
         check_algorithm(self)
         check_measurement(self)
         check_roles(self)
+        check_lora(self)
         return self
 
 
@@ -208,6 +212,19 @@ def check_roles(config: Config) -> None:
                 f"must be at most learner.micro_batch_tokens * {name}.parallel.cp = {room}, "
                 f"got {config.sampling.max_episode_tokens}"
             )
+
+
+def check_lora(config: Config) -> None:
+    """ValueError when the adapters do not fit the layout or the weights that are loaded."""
+    rank, tp = config.lora.rank, config.learner.parallel.tp
+    if rank % tp:
+        raise ValueError(
+            f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"
+        )
+    if rank and config.checkpoint.load is not None:
+        raise ValueError(
+            f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
+        )
 
 
 def check_measurement(config: Config) -> None:

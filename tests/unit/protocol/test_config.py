@@ -131,6 +131,7 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
             "sampling.max_episode_tokens must leave room for a prompt beside max_reply_tokens, "
             "got 64 and 64",
         ),
+        ("lora.rank", -1, "lora.rank: input should be greater than or equal to 0, got -1"),
         (
             "learner.micro_batch_tokens",
             63,
@@ -403,3 +404,13 @@ def test_sizes_that_the_model_does_not_have_are_refused_before_it_is_loaded(
     with pytest.raises(ConfigError) as caught:
         check_model(config)
     assert str(caught.value) == message
+
+
+def test_adapters_must_fit_the_layout_and_the_weights() -> None:
+    table = table_with("lora.rank", 6)
+    table["learner"] = {"world_size": 4, "parallel": {"tp": 4}}
+    assert refusal(table) == "lora.rank must be a multiple of learner.parallel.tp, got 6 and 4"
+    table = table_with("lora.rank", 6)
+    table["checkpoint"] = {"load": "elsewhere"}
+    expected = "checkpoint.load holds no adapters: lora.rank must be 0 with it, got 6"
+    assert refusal(table) == expected

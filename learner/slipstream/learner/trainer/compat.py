@@ -66,6 +66,7 @@ def install() -> Megatron:
         _cure_moe_utils()
         _install_adam()
         auto_bridge = _import_bridge()
+        _cure_adapters()
     _cure_padded_vocabulary()
     return auto_bridge
 
@@ -84,6 +85,13 @@ def _install_adam() -> None:
     optimizer.Adam = distributed.Adam = GroupStepAdamW
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
+def _cure_adapters() -> None:
+    # Megatron-Core defines the names of TransformerEngine's layers without it too, as None, and
+    # the adapters take that for their presence.
+    utils: Megatron = importlib.import_module("megatron.bridge.peft.utils")
+    utils.HAVE_TE = False
 
 
 def _cure_padded_vocabulary() -> None:

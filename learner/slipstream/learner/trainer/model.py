@@ -130,7 +130,20 @@ def open_policy(config: Config, launch: Launch) -> Policy:
     cpu.install()
     compat.install()
     ranks = Ranks(launch, config.learner, seed=config.run.seed)
-    return Policy(**vars(load_trained(config, ranks, weights=config.checkpoint.load)))
+    change: Change = defer_projections
+    if config.lora.rank:
+        from slipstream.learner.trainer.lora import adapters
+
+        change = adapters(config, ranks)
+    model = load_trained(config, ranks, change=change, weights=config.checkpoint.load)
+    return Policy(**vars(model))
+
+
+def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
+    """The change that makes log-probabilities possible without all logits; see `logprobs`."""
+    for chunk in chunks:
+        defer_projection(chunk)
+    return chunks
 
 
 def unwrapped(chunk: Megatron) -> Megatron:
@@ -141,7 +154,11 @@ def unwrapped(chunk: Megatron) -> Megatron:
 
 
 def load_trained(
-    config: Config, ranks: Ranks, *, change: Change | None = None, weights: Path | None = None
+    config: Config,
+    ranks: Ranks,
+    *,
+    change: Change = defer_projections,
+    weights: Path | None = None,
 ) -> TrainedModel:
     """`config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
@@ -175,20 +192,19 @@ def load_trained(
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     """As `load_trained`, but for reading only: no gradients, no buffers for them."""
-    model = _load(config, ranks, ddp_config=None, change=None)
+    model = _load(config, ranks, ddp_config=None, change=defer_projections)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
     return model
 
 
 def _load(
-    config: Config, ranks: Ranks, *, ddp_config: Megatron | None, change: Change | None
+    config: Config, ranks: Ranks, *, ddp_config: Megatron | None, change: Change
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     hf_config = bridge.hf_pretrained.config
     provider = provider_of(bridge, hf_config, config, load_weights=True)
-    if change is not None:
-        provider.register_pre_wrap_hook(change)
+    provider.register_pre_wrap_hook(change)
     chunks = provider.provide_distributed_model(
         ddp_config=ddp_config,
         wrap_with_ddp=ddp_config is not None,
@@ -196,9 +212,6 @@ def _load(
         use_cpu_initialization=provider.use_cpu_initialization,
         bf16=provider.bf16,
     )
-    if change is None:
-        for chunk in chunks:
-            defer_projection(unwrapped(chunk))
     memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
     return ParallelModel(

@@ -17,6 +17,7 @@ from slipstream.learner.trainer.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.cost import StepCost
 from slipstream.learner.trainer.export import ExportedWeights, export_weights, save_hf_folder
+from slipstream.learner.trainer.lora import save_adapters
 from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.offload import Part
 from slipstream.learner.trainer.orders import (
@@ -191,6 +192,8 @@ class Trainer:
         if self._config.learner.export_final and order.reason != TERMINATED:
             target = self._config.run_dir / "checkpoints" / "final"
             save_hf_folder(self._policy, self._config.model.path, target)
+            if self._config.lora.rank:
+                save_adapters(self._policy, self._config, target.with_name("final-adapters"))
             export_path = str(target)
         self._sender.abort()
         if self._weights is not None:

@@ -1,0 +1,86 @@
+"""The program of ranks that train low-rank adapters.
+
+What a job saw lies in FOLDER/lora-JOB.pt afterwards, on rank 0; FOLDER/lora-JOB-merged and
+FOLDER/lora-JOB-adapters are what it exported.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from parity_layouts import SETTINGS, batches, probe
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+
+RANK, ALPHA = 4, 8.0
+SP = {"tp": 2, "sequence_parallel": True}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+# name -> (ranks, model, settings of the learner)
+JOBS: dict[str, tuple[int, str, dict]] = {
+    "one": (1, "llama", {}),
+    "one-recompute": (1, "llama", {"transformer": RECOMPUTE}),
+    "one-tied": (1, "tied", {}),
+    "one-qwen3": (1, "qwen3", {}),
+    "tp2": (2, "llama", {"parallel": {"tp": 2}}),
+    "tp2-sp-qwen3": (2, "qwen3", {"parallel": SP}),
+    "dp2-distributed": (2, "llama", {"use_distributed_optimizer": True}),
+    "pp2-tied": (2, "tied", {"parallel": {"pp": 2}}),
+}
+
+
+def jobs_of(world_size: int) -> list[str]:
+    return [name for name, (size, _, _) in JOBS.items() if size == world_size]
+
+
+def config_of(name: str, folder: Path) -> Config:
+    world_size, model, learner = JOBS[name]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"]["path"] = str(folder / model)
+    table["learner"] |= learner | {"world_size": world_size}
+    table["lora"] = {"rank": RANK, "alpha": ALPHA}
+    return parse_config(table, source=name)
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a job does."""
+    from slipstream.learner.trainer import offload
+    from slipstream.learner.trainer.export import hf_tensors, save_hf_folder
+    from slipstream.learner.trainer.lora import save_adapters
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.step import TrainingStep
+
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    step = TrainingStep(policy, config)
+    metrics, logprobs = [], []
+    before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    save_adapters(policy, config, folder / f"lora-{job}-first")
+    for batch in batches(config):
+        metrics.append(step.run(batch).metrics)
+        found = sequence_logprobs(policy, probe(config), max_tokens=64)
+        logprobs.append(torch.from_numpy(np.concatenate(found)))
+    save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
+    save_adapters(policy, config, folder / f"lora-{job}-adapters")
+    weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    state = offload.optimizer_state(policy.optimizer, policy.chunks)
+    trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
+    result = {
+        "metrics": metrics,
+        "logprobs": logprobs,
+        "before": before,
+        "weights": weights,
+        "state_elements": sum(t.numel() for t in state),
+        "trained_elements": sum(p.numel() for p in trained),
+    }
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"lora-{job}.pt")
+    policy.ranks.close()

@@ -1,0 +1,160 @@
+"""Adapters train alike in every layout, and what is exported is what was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import lora_ranks
+import numpy as np
+import pytest
+import torch
+from lora_ranks import ALPHA, JOBS, RANK, config_of, jobs_of
+from parity_layouts import STEPS, batches, probe
+from parity_models import make_models
+from rank_pool import RankPool
+from safetensors.torch import load_file
+
+SCALE = ALPHA / RANK
+# Matrices of the four targets in the 4 layers of a model.
+NUM_ADAPTED = 4 * 7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads of such small models cost more than they bring, most so on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+    for world_size in (1, 2):
+        rank_pool.run(
+            Path(lora_ranks.__file__), jobs_of(world_size), world_size=world_size, folder=folder
+        )
+    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in JOBS}
+
+
+def reference(job: str) -> str:
+    model = JOBS[job][1]
+    return "one" if model == "llama" else f"one-{model}"
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job != reference(job)])
+def test_adapters_train_alike_in_every_layout(job: str, found: dict[str, dict]) -> None:
+    ours, theirs = found[job], found[reference(job)]
+    for step in range(STEPS):
+        for name in ("loss", "grad_norm", "entropy", "kl"):
+            expected = pytest.approx(theirs["metrics"][step][name], rel=1e-5, abs=2e-6)
+            assert ours["metrics"][step][name] == expected, (step, name)
+        torch.testing.assert_close(
+            ours["logprobs"][step], theirs["logprobs"][step], rtol=1e-5, atol=2e-5
+        )
+    for name, tensor in theirs["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("job", ["one", "tp2", "pp2-tied"])
+def test_adapters_begin_without_effect_and_move_only_their_matrices(
+    job: str, folder: Path, found: dict[str, dict]
+) -> None:
+    stored = load_file(folder / JOBS[job][1] / "model.safetensors")
+    assert all(torch.equal(found[job]["before"][name], stored[name]) for name in stored)
+    moved = [n for n, t in found[job]["weights"].items() if not torch.equal(t, stored[n])]
+    assert len(moved) == NUM_ADAPTED
+    assert all(name.endswith("_proj.weight") for name in moved)
+
+
+def test_only_adapters_have_optimizer_state(found: dict[str, dict]) -> None:
+    # hidden 64, intermediate 96, 4 heads and 2 pairs of keys and values of 16.
+    sizes = [(64, 128), (64, 64), (64, 192), (96, 64)]
+    elements = 4 * sum(RANK * (inputs + outputs) for inputs, outputs in sizes)
+    assert found["one"]["trained_elements"] == elements
+    assert found["one"]["state_elements"] == 2 * elements
+    assert found["dp2-distributed"]["state_elements"] == 2 * elements // 2
+    assert found["tp2"]["state_elements"] == 2 * elements // 2
+
+
+def test_first_gradient_is_that_of_the_whole_matrix_seen_through_the_adapter(
+    folder: Path, found: dict[str, dict]
+) -> None:
+    config = config_of("one", folder)
+    gradients = whole_gradients(folder / "llama", config)
+    first = load_file(folder / "lora-one-first" / "adapter_model.safetensors")
+    squares = 0.0
+    for name, gradient in gradients.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{prefix}.lora_A.weight" in first:
+            # B is 0, so A has no gradient yet, and B has alpha / rank * dW A^T.
+            squares += (SCALE * gradient @ first[f"{prefix}.lora_A.weight"].T).square().sum().item()
+    assert squares > 0
+    assert found["one"]["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
+
+
+def whole_gradients(path: Path, config: object) -> dict[str, torch.Tensor]:
+    """Of every weight in the first step, where all ratios are 1, by transformers and torch."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    batch = batches(config)[0]
+    rewards: dict[str, list[float]] = {}
+    for t in batch.trajectories:
+        rewards.setdefault(t.group_id, []).append(t.reward)
+    total = torch.zeros(())
+    for t in batch.trajectories:
+        group = np.array(rewards[t.group_id])
+        advantage = (t.reward - group.mean()) / (group.std() + 1e-6)
+        policy = target_logprobs(model, t.token_ids, 0.8)[torch.from_numpy(t.sampled_mask())[1:]]
+        gap = policy.detach() - torch.from_numpy(t.behavior_logprobs.copy())
+        total = total - (gap.exp().clamp(max=1.2) * advantage * policy).sum()
+    (total / sum(t.num_sampled_tokens for t in batch.trajectories)).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def target_logprobs(
+    model: torch.nn.Module, token_ids: np.ndarray, temperature: float
+) -> torch.Tensor:
+    ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+    logits = model(ids).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("job", ["one", "tp2-sp-qwen3", "pp2-tied"])
+def test_merged_folder_has_the_logits_of_model_and_adapters(
+    job: str, folder: Path, found: dict[str, dict]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)
+    with torch.no_grad():
+        merged = [target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))]
+    torch.testing.assert_close(torch.cat(merged), found[job]["logprobs"][-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("job", ["one", "tp2-sp-qwen3", "pp2-tied"])
+def test_adapter_folder_is_what_was_merged(job: str, folder: Path, found: dict[str, dict]) -> None:
+    path = folder / f"lora-{job}-adapters"
+    settings = json.loads((path / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", RANK, ALPHA)
+    tensors = load_file(path / "adapter_model.safetensors")
+    assert len(tensors) == 2 * NUM_ADAPTED
+    for name, base in found[job]["before"].items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = base
+        if f"{prefix}.lora_A.weight" in tensors:
+            module = name.split(".")[-2]
+            assert module in settings["target_modules"]
+            b, a = tensors[f"{prefix}.lora_B.weight"], tensors[f"{prefix}.lora_A.weight"]
+            expected = base + SCALE * b @ a
+        torch.testing.assert_close(found[job]["weights"][name], expected, rtol=1e-6, atol=1e-7)
