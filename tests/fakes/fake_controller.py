@@ -60,7 +60,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.TrainerHello, context: grpc.ServicerContext
     ) -> pb.TrainerWelcome:
         self.hello = request
-        return pb.TrainerWelcome(run_id="run")
+        return pb.TrainerWelcome(run_id="run", version=request.version, trainer_epoch=1)
 
     def Next(
         self, request: pb.NextRequest, context: grpc.ServicerContext
@@ -77,7 +77,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
 
     def ReportStep(self, request: pb.StepReport, context: grpc.ServicerContext) -> pb.StepReceipt:
         self.steps.append(request)
-        return pb.StepReceipt()
+        return pb.StepReceipt(version=request.version)
 
     def StartPublish(
         self, request: pb.PublishStart, context: grpc.ServicerContext

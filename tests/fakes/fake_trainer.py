@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import numpy as np
 from fake_server import OPEN, bucket_digests
 from slipstream.protocol.buckets import TensorSpec, layout_to_pb
 from slipstream.protocol.codec import (
+    TRAINER_EPOCH,
     pack_logprobs,
     pack_tokens,
     trajectory_from_pb,
@@ -20,13 +22,37 @@ from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
 LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
 
+Checkpoint = tuple[PolicyVersion, bytes]
+START: Checkpoint = (PolicyVersion(0, 0), b"the weights of the start")
+
+
+def trained(digest: bytes, batch: list[Trajectory], noise: bytes = b"") -> bytes:
+    """What training makes of weights: it depends on everything that is trained, and its order."""
+    state = hashlib.blake2b(digest + noise, digest_size=16)
+    for trajectory in batch:
+        state.update(trajectory.trajectory_id.rsplit(".", 2)[0].encode())
+        state.update(trajectory.token_ids.tobytes() + trajectory.behavior_logprobs.tobytes())
+        state.update(f"{trajectory.reward} {trajectory.version_spans}".encode())
+    return state.digest()
+
 
 class FakeTrainer:
     """Run it as a task."""
 
-    def __init__(self, address: str, *, step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        step_s: float = 0.0,
+        checkpoint: Checkpoint = START,
+        checkpoint_every: int = 0,
+    ) -> None:
+        """Goes on from `checkpoint`; every n-th version becomes `newest_checkpoint`."""
         self.address, self.step_s = address, step_s
-        self.version = PolicyVersion(0, 0)
+        self.version, self.digest = checkpoint
+        self.newest_checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
+        # Changes the weights that a step makes, as rounding on a GPU does.
+        self.noise = b""
         self.batches: list[list[Trajectory]] = []
         self.published: list[PolicyVersion] = []
         self.lags: list[int] = []
@@ -41,13 +67,18 @@ class FakeTrainer:
                 world_size=1,
                 layout_description="on 1 rank",
                 version=version_to_pb(self.version),
+                weight_digest=self.digest,
             )
-            await self.stub.Register(hello, wait_for_ready=True, timeout=10)
+            welcome = await self.stub.Register(hello, wait_for_ready=True, timeout=10)
+            self.version = version_from_pb(welcome.version)
+            self.epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
             while not self.stop_reason:
                 request = trainer_pb2.NextRequest(version=version_to_pb(self.version))
-                directives = [d async for d in self.stub.Next(request, timeout=60)]
+                answer = self.stub.Next(request, timeout=60, metadata=self.epoch)
+                directives = [d async for d in answer]
                 await self._follow(directives)
-            await self.stub.Finish(trainer_pb2.TrainerGoodbye(), timeout=10)
+            goodbye = trainer_pb2.TrainerGoodbye(weight_digest=self.digest)
+            await self.stub.Finish(goodbye, timeout=10, metadata=self.epoch)
 
     async def _follow(self, directives: list[trainer_pb2.Directive]) -> None:
         first = directives[0]
@@ -68,15 +99,16 @@ class FakeTrainer:
         lags = [header.step - s.version.step for t in batch for s in t.version_spans]
         self.lags += lags
         self.batches.append(batch)
-        self.version = PolicyVersion(0, header.step + 1)
+        self.version = PolicyVersion(self.version.incarnation, header.step + 1)
+        self.digest = trained(self.digest, batch, self.noise)
         rewards = [t.reward for t in batch]
         tokens = sum(t.num_sampled_tokens for t in batch)
-        await self.stub.ReportStep(
+        receipt = await self.stub.ReportStep(
             trainer_pb2.StepReport(
                 step=header.step,
                 batch_id=header.batch_id,
                 version=version_to_pb(self.version),
-                weight_digest=b"%016d" % self.version.step,
+                weight_digest=self.digest,
                 metrics={
                     "reward_mean": float(np.mean(rewards)),
                     "lag_mean": float(np.mean(lags)),
@@ -86,13 +118,24 @@ class FakeTrainer:
                 wall_s=self.step_s,
             ),
             timeout=10,
+            metadata=self.epoch,
         )
+        self.version = version_from_pb(receipt.version)
+        if self.checkpoint_every and self.version.step % self.checkpoint_every == 0:
+            self.newest_checkpoint = (self.version, self.digest)
+            await self.stub.ReportCheckpoint(
+                trainer_pb2.CheckpointReport(
+                    version=version_to_pb(self.version), weight_digest=self.digest
+                ),
+                timeout=10,
+                metadata=self.epoch,
+            )
 
     async def _publish(self, order: weights_pb2.PublishOrder) -> None:
         start = trainer_pb2.PublishStart(
             publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
         )
-        started = await self.stub.StartPublish(start, timeout=30)
+        started = await self.stub.StartPublish(start, timeout=30, metadata=self.epoch)
         if not started.receivers:
             return
         self.published.append(version_from_pb(order.version))
@@ -109,4 +152,5 @@ class FakeTrainer:
                 publish_id=order.publish_id, bucket_digests=bucket_digests(LAYOUT), probe=probe
             ),
             timeout=60,
+            metadata=self.epoch,
         )

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     write_config(folder, tiny_model)
     (folder / "broken.toml").write_text("[run\n")
     (folder / "used" / "journal").mkdir(parents=True)
+    (folder / "used" / "journal" / "journal.log").touch()
     (folder / "token").write_text("short")
     weightless = folder / "weightless"
     shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -106,7 +107,11 @@ SETTINGS = {
     "no token file": ('security.token_file="no.txt"', "no.txt", "No such file"),
     "short token": ('security.token_file="token"', "at least 32 characters", "5"),
     "half of TLS": ('security.tls_key="token"', "tls_certificate and tls_key go together"),
-    "used run folder": ('run.name="used"', "used holds a run already"),
+    "used run folder": (
+        'run={name="used", steps=1, dir=".", resume="never"}',
+        "used holds a run already",
+    ),
+    "nothing to go on with": ('run.resume="must"', "run.resume is must", "no run to go on with"),
     "folder that cannot be made": ('run.dir="/proc/runs"', "run.dir", "/proc/runs"),
 }
 

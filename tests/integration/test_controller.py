@@ -13,9 +13,10 @@ from fake_trainer import FakeTrainer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.learner.controller.application import Controller
-from slipstream.learner.controller.journal import read_batch, read_records
+from slipstream.learner.controller.journal import Journal, read_batch, read_records
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.security import open_channel
 from slipstream.protocol.types import Failure, FailureKind, PolicyVersion
@@ -295,10 +296,19 @@ async def test_stop_ends_the_run_in_order(tmp_path):
 
 
 async def test_a_used_run_folder_is_refused(tmp_path):
+    config = make_config(tmp_path, run__resume="never")
+    with Journal(config.run_dir / "journal") as journal:
+        journal.append("start", format=1, run_id="r-1")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        await Controller(config, OPEN).run()
+
+
+async def test_two_controllers_never_write_one_journal(tmp_path):
     config = make_config(tmp_path)
-    (config.run_dir / "journal").mkdir(parents=True)
-    (config.run_dir / "journal" / "journal.log").touch()
-    with pytest.raises(FileExistsError):
+    with (
+        Journal(config.run_dir / "journal"),
+        pytest.raises(ConfigError, match="is written by another controller"),
+    ):
         await Controller(config, OPEN).run()
 
 

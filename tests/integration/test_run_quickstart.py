@@ -242,11 +242,12 @@ def test_a_replay_reaches_every_recorded_digest(run: Path, summary: dict) -> Non
     ]
 
 
-def test_a_used_run_folder_is_refused(run: Path) -> None:
+def test_a_finished_run_is_not_started_again(run: Path) -> None:
     again = run_command("run", "config.toml", cwd=run.parent)
     assert again.returncode == 2
     assert again.stderr == (
-        f"slipstream: {run} holds a run already; choose another run.name or remove the folder\n"
+        f"slipstream: {run} is finished with {summary_of(run)['steps']} steps; "
+        "raise run.steps to go on, or choose another run.name\n"
     )
 
 

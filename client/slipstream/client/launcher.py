@@ -16,9 +16,9 @@ from slipstream.client.preflight import (
     check_controller,
     check_environments,
     check_installed,
-    check_new_run,
     check_passed_settings,
     check_port,
+    check_run_folder,
     check_settings,
 )
 from slipstream.client.session import (
@@ -44,7 +44,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     credentials = check_settings(config, dry_run=dry_run)
     check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
     check_trackers(config.tracking)
-    check_new_run(config)
+    check_run_folder(config)
     check_port(config.controller.address)
     await check_passed_settings(config)
     if dry_run:
@@ -87,7 +87,7 @@ async def run_learner(
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if node_rank == 0:
         check_trackers(config.tracking)
-        check_new_run(config)
+        check_run_folder(config)
         check_port(config.controller.address)
     if dry_run or node_rank == 0:
         await check_passed_settings(config)

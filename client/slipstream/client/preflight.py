@@ -16,7 +16,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.config_file import check_model, check_sizes, dump_config
+from slipstream.protocol.config_changes import check_resumable
+from slipstream.protocol.config_file import check_model, check_sizes, dump_config, load_config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.security import (
     Credentials,
@@ -59,12 +60,27 @@ def check_settings(config: Config, *, dry_run: bool = False) -> Credentials:
     return credentials
 
 
-def check_new_run(config: Config) -> None:
-    """ConfigError when the run folder holds a run already."""
-    if (config.run_dir / "journal").exists():
+def check_run_folder(config: Config) -> bool:
+    """Whether the folder holds a run that goes on now; ConfigError when it may not."""
+    folder, resume = config.run_dir, config.run.resume
+    if not (folder / "journal" / "journal.log").exists():
+        if resume == "must":
+            raise ConfigError(f"run.resume is must, but {folder} holds no run to go on with")
+        return False
+    if resume == "never":
         raise ConfigError(
-            f"{config.run_dir} holds a run already; choose another run.name or remove the folder"
+            f"{folder} holds a run already; choose another run.name or remove the folder"
         )
+    check_resumable(load_config(folder / "config.toml"), config)
+    summary = folder / "summary.json"
+    if summary.is_file():
+        values = json.loads(summary.read_text())
+        if values["state"] == "finished" and values["steps"] >= config.run.steps:
+            raise ConfigError(
+                f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "
+                "choose another run.name"
+            )
+    return True
 
 
 def make_folder(path: Path) -> Path:

@@ -29,6 +29,8 @@ from slipstream.protocol.types import (
 from slipstream.v1 import trajectory_pb2 as pb
 
 MAX_TRAJECTORY_BYTES = 32 << 20
+# Metadata of the trainer's calls; see trainer.proto.
+TRAINER_EPOCH = "slipstream-trainer-epoch"
 PROTOCOL_VERSION = 1
 
 

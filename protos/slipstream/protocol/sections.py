@@ -21,6 +21,9 @@ class RunSection(Section):
     dir: Path = Path("runs")
     # Of the order and seeds of tasks and of the trainer; the engine's is drawn anew at each start.
     seed: int = Field(0, ge=0)
+    # When the folder holds this run already. auto: go on from its last checkpoint and its journal;
+    # never: refuse. must: refuse when there is nothing to go on from.
+    resume: Literal["auto", "never", "must"] = "auto"
 
 
 class ModelSection(Section):

@@ -23,10 +23,14 @@ class TrainerHello(_message.Message):
     def __init__(self, world_size: _Optional[int] = ..., layout_description: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., num_parameters: _Optional[int] = ...) -> None: ...
 
 class TrainerWelcome(_message.Message):
-    __slots__ = ("run_id",)
+    __slots__ = ("run_id", "version", "trainer_epoch")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    version: _trajectory_pb2.PolicyVersion
+    trainer_epoch: int
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., trainer_epoch: _Optional[int] = ...) -> None: ...
 
 class NextRequest(_message.Message):
     __slots__ = ("version",)
@@ -108,8 +112,10 @@ class StepReport(_message.Message):
     def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., metrics: _Optional[_Mapping[str, float]] = ..., wall_s: _Optional[float] = ...) -> None: ...
 
 class StepReceipt(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: _trajectory_pb2.PolicyVersion
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
 
 class PublishStart(_message.Message):
     __slots__ = ("publish_id", "layout", "communicator")
@@ -172,12 +178,14 @@ class CheckpointReceipt(_message.Message):
     def __init__(self) -> None: ...
 
 class TrainerFailure(_message.Message):
-    __slots__ = ("message", "rank")
+    __slots__ = ("message", "rank", "final")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
     message: str
     rank: int
-    def __init__(self, message: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+    final: bool
+    def __init__(self, message: _Optional[str] = ..., rank: _Optional[int] = ..., final: bool = ...) -> None: ...
 
 class TrainerFailureReceipt(_message.Message):
     __slots__ = ()

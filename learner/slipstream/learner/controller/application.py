@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from slipstream.learner.controller.batches import Batch, BatchFormer
+from slipstream.learner.controller.batches import BatchFormer, Trained
 from slipstream.learner.controller.curves import draw_curves
 from slipstream.learner.controller.environment_service import EnvironmentServicer
 from slipstream.learner.controller.environments import EnvironmentBook
@@ -29,6 +29,14 @@ from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.learner.controller.metrics import RunRecorder
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
+from slipstream.learner.controller.receivers import open_receiver
+from slipstream.learner.controller.restoration import (
+    RestoredParts,
+    begin,
+    journal_evaluation,
+    journal_servers,
+    restore,
+)
 from slipstream.learner.controller.scheduler import Scheduler, environment_spec
 from slipstream.learner.controller.status_service import StatusServicer
 from slipstream.learner.controller.trackers.opening import open_trackers
@@ -39,7 +47,6 @@ from slipstream.protocol.security import (
     Credentials,
     bind,
     create_server,
-    redis_url_with_password,
 )
 from slipstream.v1 import (
     environment_pb2,
@@ -51,7 +58,6 @@ from slipstream.v1 import (
     trainer_pb2,
     trainer_pb2_grpc,
     trajectory_pb2,
-    trajectory_pb2_grpc,
 )
 
 DRAIN_LIMIT_S = 20.0
@@ -87,14 +93,17 @@ class Controller:
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / "journal"))
+            history = begin(journal, folder / "journal", self._progress)
+            self._environments.restore(history)
             trackers = open_trackers(self._config, folder, self._progress.events)
             self._recorder = RunRecorder(folder, self._config, trackers)
             stack.callback(self._recorder.close)
             server = create_server(self._credentials)
             stack.push_async_callback(server.stop, GRACE_S)
-            receiver = await self._open_queue(stack, server)
+            receiver = await open_receiver(stack, server, journal, history, self._progress)
             async with asyncio.TaskGroup() as tasks:
                 self._assemble(journal, receiver, server, tasks)
+                restore(self._parts, history, self._progress)
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
                 self._progress.events.add(f"run {self._progress.run_id} listens")
@@ -120,21 +129,6 @@ class Controller:
         """Ends the run in order; safe to call from a signal handler of the event loop."""
         self._progress.stop(reason)
 
-    async def _open_queue(
-        self, stack: AsyncExitStack, server: grpc.aio.Server
-    ) -> TrajectoryReceiver:
-        queue = self._config.queue
-        if queue.kind == "redis":
-            from slipstream.protocol.queue.redis import RedisReceiver
-
-            receiver = RedisReceiver(redis_url_with_password(queue), self._progress.run_id)
-            return await stack.enter_async_context(receiver)
-        from slipstream.protocol.queue.grpc import GrpcReceiver
-
-        servicer = GrpcReceiver()
-        trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
-        return servicer
-
     def _assemble(
         self,
         journal: Journal,
@@ -157,17 +151,34 @@ class Controller:
             self._scheduler,
             on_result=partial(self._evaluated, journal),
         )
-        former = BatchFormer(book, environments, journal, ledger, receiver)
+        former = BatchFormer(
+            book,
+            environments,
+            journal,
+            ledger,
+            receiver,
+            tasks,
+            keep_batches=self._config.checkpoint.keep_batches,
+        )
         self._trainer = TrainerServicer(
             progress,
             book,
             former,
             self._publisher,
             evaluations_done=self._evaluator.is_done,
-            on_step=self._stepped,
+            on_step=partial(self._stepped, journal),
         )
         self._environment_servicer = EnvironmentServicer(
-            progress, environments, fleet, self._intake
+            progress, environments, fleet, self._intake, journal
+        )
+        self._parts = RestoredParts(
+            book,
+            ledger,
+            self._intake,
+            former,
+            self._recorder,
+            self._evaluator,
+            self._environment_servicer,
         )
         names = [section.name for section in self._config.environments]
         names += [section.name for section in self._config.evaluations]
@@ -176,7 +187,7 @@ class Controller:
             self._environment_servicer.add_configured(spec)
         fleet.handlers = FleetHandlers(
             joined=self._environment_servicer.server_joined,
-            lost=self._server_lost,
+            lost=partial(self._server_lost, journal),
             reported=self._server_reported,
             environment=self._environment_servicer.reported,
             publish=self._publisher.report,
@@ -208,7 +219,8 @@ class Controller:
         self._service_names = [*names, ""]
         reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
 
-    def _server_lost(self, session: ServerSession) -> None:
+    def _server_lost(self, journal: Journal, session: ServerSession) -> None:
+        journal_servers(journal, self._ledger)
         self._evaluator.server_lost(session)
         self._publisher.server_lost(session)
         self._environments.server_lost(session.key)
@@ -226,8 +238,12 @@ class Controller:
         self._ledger.report(session.key, report)
         self._recorder.server_report(report)
 
-    def _stepped(self, batch: Batch, report: trainer_pb2.StepReport) -> None:
-        now = time.time()
+    def _stepped(self, journal: Journal, trained: Trained, report: trainer_pb2.StepReport) -> None:
+        journal_servers(journal, self._ledger)
+        batch, now = trained.batch, time.time()
+        if trained.again and self._recorder.has_row(batch.step):
+            self._progress.events.add(f"version {trained.version}, trained again")
+            return
         snapshot = self._ledger.snapshot()
         row = self._recorder.step(
             batch,
@@ -250,13 +266,7 @@ class Controller:
         self._evaluator.step_done(report.version.step)
 
     def _evaluated(self, journal: Journal, result: EvaluationResult) -> None:
-        journal.append(
-            "evaluation",
-            version=result.step,
-            episodes=result.num_episodes,
-            failed=result.num_failed,
-            reward_mean=result.reward_mean if result.num_episodes else None,
-        )
+        journal_evaluation(journal, result)
         self._recorder.evaluation(result)
 
     async def _until_over(self) -> None:
@@ -271,7 +281,9 @@ class Controller:
         """The trainer says goodbye, the servers drain, everything that travels arrives."""
         if self._progress.trainer_registered and not self._failed:
             try:
-                async with asyncio.timeout(GOODBYE_LIMIT_S):
+                # It writes a checkpoint and exports the model.
+                limit_s = max(GOODBYE_LIMIT_S, self._config.learner.timeout_s)
+                async with asyncio.timeout(limit_s):
                     await self._trainer.finished.wait()
             except TimeoutError:
                 self._progress.events.add("the trainer did not say goodbye", Severity.WARNING)
@@ -298,19 +310,12 @@ class Controller:
         progress = self._progress
         if not self._failed:
             progress.state = status_pb2.RUN_STATE_FINISHED
-        totals = self._publisher.totals
         hello, goodbye = self._trainer.hello, self._trainer.goodbye
         self._recorder.summary(
             ledger=self._ledger.snapshot(),
             filtered_groups=self._intake.filtered_groups.total(),
             evaluations=self._evaluator.results,
-            publish={
-                "publishes": totals.publishes,
-                "publishes_verified": totals.verified,
-                "probe_gap_max": totals.probe_gap_max,
-                "pause_s": totals.paused_s,
-                "published_bytes": totals.bytes_sent,
-            },
+            publish=self._publisher.totals.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,
             state="failed" if self._failed else "finished",

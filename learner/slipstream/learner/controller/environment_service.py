@@ -15,10 +15,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import json_format
 from slipstream.learner.controller.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
+from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.intake import Intake
+from slipstream.learner.controller.journal import Journal
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.relay import ClientSession, Relay
 from slipstream.protocol.rich_errors import Reason, abort
@@ -39,7 +42,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         environments: EnvironmentBook,
         fleet: Fleet,
         intake: Intake,
+        journal: Journal,
     ) -> None:
+        self._journal = journal
         self._progress = progress
         self._environments = environments
         self._fleet = fleet
@@ -49,6 +54,17 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     def add_configured(self, spec: pb.EnvironmentSpec) -> None:
         """Adds an environment of the configuration."""
         self._environments.add(spec)
+
+    def restore(self, history: RunHistory) -> None:
+        """Adds what was submitted before; takes back what nobody can run any more."""
+        for name, text in history.submitted.items():
+            if name not in self._environments.entries:
+                self._environments.add(json_format.Parse(text, pb.EnvironmentSpec()))
+        known = self._environments.entries
+        gone = [g for g in history.open_groups.values() if g.environment not in known]
+        for group in gone:
+            del history.open_groups[group.group_id]
+            self._intake.withdraw_restored(group.group_id)
 
     def server_joined(self, session: ServerSession) -> None:
         """A new server loads all hosted environments."""
@@ -80,12 +96,15 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             code = grpc.StatusCode.INVALID_ARGUMENT
             await abort(context, code, problem, Reason.BAD_ARGUMENT, {"environment": spec.name})
         entry = self._environments.add(spec)
+        text = json_format.MessageToJson(spec, indent=None)
+        self._journal.append("submitted", environment=spec.name, spec=text)
         self._fleet.broadcast(_load_order(spec))
         self._progress.events.add(f"environment {spec.name} was submitted")
         until = time.monotonic() + LOAD_LIMIT_S
         while not entry.is_ready and self._fleet.sessions and time.monotonic() < until:
             if all(key in entry.failed_on for key in self._keys()):
                 self._environments.remove(spec.name)
+                self._journal.append("unsubmitted", environment=spec.name)
                 self._fleet.broadcast(_unload_order(spec))
                 entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
                 break

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.leases import ServerKey
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
@@ -95,10 +96,23 @@ class EnvironmentBook:
         self._seed = seed
         self._max_failed_groups = max_failed_groups
         self.entries: dict[str, EnvironmentEntry] = {}
+        self._history = RunHistory()
+
+    def restore(self, history: RunHistory) -> None:
+        """Environments that are added go on where the journal ends, and get a new chance."""
+        self._history = history
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
         """Adds an environment, or replaces a suspended one of that name."""
         entry = EnvironmentEntry(spec)
+        earlier = self._history.environments.pop(spec.name, None)
+        if earlier is not None:
+            open_groups = self._history.open_groups.values()
+            entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
+            entry.next_number = earlier.next_number
+            entry.groups_accepted, entry.groups_failed = earlier.accepted, earlier.failed
+            self.entries[spec.name] = entry
+            return entry
         shares = [other.share for other in self.training() if other.is_ready]
         entry.head_start = min(shares, default=0.0)
         self.entries[spec.name] = entry

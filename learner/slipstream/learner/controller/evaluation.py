@@ -20,6 +20,7 @@ from slipstream.learner.controller.evaluation_statistics import (
 )
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
+from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.intake import Intake
 from slipstream.learner.controller.leases import Group, LeaseBook
 from slipstream.learner.controller.progress import RunProgress
@@ -88,6 +89,25 @@ class Evaluator:
         self._wanted_step: int | None = 0 if self._sections else None
         self.results: list[EvaluationResult] = []
 
+    def restore(self, history: RunHistory) -> None:
+        """Takes over the results so far; what was due and is missing is measured now."""
+        for record in history.evaluations:
+            mean = record["reward_mean"]
+            self.results.append(
+                EvaluationResult(
+                    step=record["version"],
+                    reward_mean=float("nan") if mean is None else mean,
+                    evaluations=record["evaluations"],
+                    num_episodes=record["episodes"],
+                    num_failed=record["failed"],
+                    wall_s=record["wall_s"],
+                )
+            )
+        measured = max((result.step for result in self.results), default=-1)
+        due = [step for step in range(history.version.step + 1) if step == 0 or self._is_due(step)]
+        if self._sections:
+            self._wanted_step = due[-1] if due[-1] > measured else None
+
     async def run_forever(self) -> None:
         """Starts rounds and feeds them until it is cancelled."""
         while True:
@@ -97,10 +117,12 @@ class Evaluator:
 
     def step_done(self, step: int) -> None:
         """A version exists: it may be one that is to be evaluated."""
-        last = step >= self._progress.config.run.steps
-        due = any(e.every_steps and step % e.every_steps == 0 for e in self._sections)
-        if self._sections and (last or due):
+        if self._sections and self._is_due(step):
             self._wanted_step = step
+
+    def _is_due(self, step: int) -> bool:
+        last = step >= self._progress.config.run.steps
+        return last or any(e.every_steps and step % e.every_steps == 0 for e in self._sections)
 
     def is_done(self) -> bool:
         """Whether nothing is left to evaluate."""

@@ -12,18 +12,27 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from slipstream.learner.controller.ends import End
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet
-from slipstream.learner.controller.journal import Journal
+from slipstream.learner.controller.history import RunHistory
+from slipstream.learner.controller.journal import EarlierIds, Journal
 from slipstream.learner.controller.leases import Fate, Group, LeaseBook, ServerKey
-from slipstream.learner.controller.ledger import End, TokenLedger
+from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.protocol.codec import decode_trajectory
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery, TrajectoryReceiver
 from slipstream.protocol.rewards import has_variance
-from slipstream.protocol.types import Failure, FailureKind, Purpose, Trajectory, TrajectoryId
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    GroupId,
+    Purpose,
+    Trajectory,
+    TrajectoryId,
+)
 from slipstream.v1 import fleet_pb2
 
 FLUSH_S = 0.05
@@ -52,7 +61,13 @@ class Intake:
         # By the step whose batch was being formed.
         self.filtered_groups: Counter[int] = Counter()
         self._ended: list[TrajectoryId] = []
+        self._earlier = EarlierIds(RunHistory(), journal)
         self._flush_wanted = asyncio.Event()
+
+    def restore(self, history: RunHistory) -> None:
+        """What an earlier controller journaled may be delivered again."""
+        self._earlier = EarlierIds(history, self._journal)
+        self.filtered_groups[history.next_step] = history.filtered
 
     async def consume(self) -> None:
         """Takes deliveries until it is cancelled."""
@@ -83,6 +98,9 @@ class Intake:
         if trajectory.run_id != self._progress.run_id:
             self._acknowledge(trajectory.trajectory_id)
             return
+        if self._earlier.holds(trajectory.group_id, trajectory.trajectory_id):
+            self._acknowledge(trajectory.trajectory_id)
+            return
         key = ServerKey(trajectory.server_id, trajectory.server_epoch)
         tokens = trajectory.num_sampled_tokens
         if not self._ledger.receive(key, trajectory.trajectory_id, tokens):
@@ -96,8 +114,17 @@ class Intake:
             if self._book.remove(group.group_id) is None:
                 continue
             self._environments.group_withdrawn(group.environment)
+            if not self._progress.is_over:
+                # At the end of a run they stay open: it may go on later.
+                self._close(group, "withdrawn", cause)
             self._cancel_members(group, cause)
         self._progress.signal.notify()
+
+    def withdraw_restored(self, group_id: GroupId) -> None:
+        """Takes back a group of an earlier controller whose environment is not there any more."""
+        group = self._book.remove(group_id)
+        if group is not None:
+            self._close(group, "withdrawn", f"environment {group.environment} is not in the run")
 
     def suspend(self, environment: str, cause: str) -> None:
         """No more groups of an environment; the run fails when none is left."""
@@ -144,6 +171,7 @@ class Intake:
         self.filtered_groups[step] += 1
         self._book.remove(group.group_id)
         self._environments.group_ended(group.environment, cause=None)
+        self._close(group, "filtered", "all rewards of its group are equal")
         for trajectory in group.in_order():
             self._end(trajectory, End.FILTERED, "all rewards of its group are equal")
         limit = algorithm.dynamic_sampling.max_filtered_batches
@@ -214,9 +242,21 @@ class Intake:
         for trajectory in group.in_order():
             self._end(trajectory, End.EVALUATED, "evaluated")
 
+    def _close(self, group: Group, how: str, cause: str) -> None:
+        if group.purpose is Purpose.TRAINING:
+            self._journal.append("closed", group=group.group_id, how=how, cause=cause)
+
     def _end(self, trajectory: Trajectory, end: End, cause: str) -> None:
         self._ledger.end(end, trajectory.num_sampled_tokens)
-        self._journal.append("end", id=trajectory.trajectory_id, end=end.value, cause=cause)
+        self._journal.append(
+            "end",
+            id=trajectory.trajectory_id,
+            end=end.value,
+            cause=cause,
+            tokens=trajectory.num_sampled_tokens,
+            server=trajectory.server_id,
+            epoch=trajectory.server_epoch,
+        )
         self._acknowledge(trajectory.trajectory_id)
 
     def _acknowledge(self, trajectory_id: TrajectoryId) -> None:

@@ -6,15 +6,20 @@ step is a file of its own. `sync` returns when everything appended before is on 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from pydantic import JsonValue
-from slipstream.protocol.errors import ProtocolError
+from slipstream.learner.controller.history import RunHistory
+from slipstream.protocol.codec import trajectory_from_pb
+from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.types import GroupId, TrajectoryId
 from slipstream.v1 import trainer_pb2
 
 LOG_NAME = "journal.log"
@@ -22,12 +27,23 @@ BATCH_FOLDER = "batches"
 
 
 class Journal:
-    """The writer; a context manager. FileExistsError when the folder holds a journal already."""
+    """The writer; a context manager. Goes on behind the last whole record of an earlier writer.
+
+    ConfigError while another process writes the journal of this folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._file = (folder / LOG_NAME).open("xb")
+        self._file = (folder / LOG_NAME).open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ConfigError(f"{folder} is written by another controller") from None
+        self._file.truncate(whole_bytes((folder / LOG_NAME).read_bytes()))
+        # Batches are written by a thread, beside the records of the event loop.
+        self._lock = threading.Lock()
         self._dirty = False
 
     def __enter__(self) -> Journal:
@@ -45,20 +61,28 @@ class Journal:
     def append(self, kind: str, **fields: JsonValue) -> None:
         """Writes one record; it is durable after the next `sync`."""
         text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
-        self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
-        self._dirty = True
+        with self._lock:
+            self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+            self._dirty = True
 
     def sync(self) -> None:
         """Makes all records durable."""
-        if self._dirty:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._dirty = False
+        with self._lock:
+            if self._dirty:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._dirty = False
 
-    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> None:
-        """Makes the batch of a step durable, file and record, before anyone trains it."""
+    def write_batch(
+        self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()
+    ) -> int:
+        """Makes the batch of a step durable, file and record, before anyone trains it.
+
+        `tokens`: name, epoch and sampled tokens of each server. Returns the checksum.
+        """
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
+        crc32 = zlib.crc32(data)
         path = batch_path(self._folder, step)
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
@@ -71,17 +95,67 @@ class Journal:
             "batch",
             step=step,
             batch_id=batch.header.batch_id,
-            crc32=zlib.crc32(data),
+            crc32=crc32,
             groups=list(dict.fromkeys(t.group_id for t in batch.trajectories)),
             trajectories=len(batch.trajectories),
+            tokens=[list(entry) for entry in tokens],
         )
         self.sync()
+        return crc32
+
+    def read_batch(self, step: int, crc32: int) -> trainer_pb2.RecordedBatch:
+        """See the function of that name."""
+        return read_batch(self._folder, step, crc32)
+
+    def has_batch(self, step: int) -> bool:
+        """Whether the batch file of a step is still there."""
+        return batch_path(self._folder, step).is_file()
+
+    def remove_batch(self, step: int) -> None:
+        """Forgets a batch that no resume needs any more."""
+        batch_path(self._folder, step).unlink(missing_ok=True)
+
+
+class EarlierIds:
+    """Which trajectories the journal of an earlier controller holds: they need no other record."""
+
+    def __init__(self, history: RunHistory, journal: Journal) -> None:
+        self._history = history
+        self._journal = journal
+        self._of_step: dict[int, frozenset[TrajectoryId]] = {}
+
+    def holds(self, group_id: GroupId, trajectory_id: TrajectoryId) -> bool:
+        """Whether it ended, or is in a batch; reads the batch of its group when there is one."""
+        if trajectory_id in self._history.ended:
+            return True
+        step = self._history.trained_in.get(group_id)
+        if step is None:
+            return False
+        if not self._journal.has_batch(step):
+            # A checkpoint covers it.
+            return True
+        if step not in self._of_step:
+            self._of_step[step] = self._read(step)
+        return trajectory_id in self._of_step[step]
+
+    def _read(self, step: int) -> frozenset[TrajectoryId]:
+        batch = self._journal.read_batch(step, self._history.batches[step].crc32)
+        return frozenset(trajectory_from_pb(t).trajectory_id for t in batch.trajectories)
+
+
+def whole_bytes(data: bytes) -> int:
+    """The length of a journal without a torn last line."""
+    return data.rfind(b"\n") + 1
 
 
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
-    """All records in order, without a torn last line; ProtocolError for any other damage."""
-    lines = (folder / LOG_NAME).read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):
+    """All records in order, without a torn last line; ProtocolError for any other damage.
+
+    None when there is no journal.
+    """
+    path = folder / LOG_NAME
+    data = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         checksum, _, text = line.partition(b" ")
         if checksum != b"%08x" % zlib.crc32(text):
             raise ProtocolError(f"{folder / LOG_NAME}: line {number} is damaged")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from slipstream.learner.controller.history import RunHistory
 from slipstream.protocol import staleness
 from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
 
@@ -86,6 +87,27 @@ class LeaseBook:
         self.step = 0
         self.groups: dict[GroupId, Group] = {}
         self._next_number = 0
+        # Evaluations are not restored: their names tell the lives of a controller apart.
+        self._life = 1
+        self._next_evaluation = 0
+
+    def restore(self, history: RunHistory) -> None:
+        """Goes on where the journal ends; open groups wait for a server."""
+        self.step = history.next_step
+        self._next_number = history.next_group
+        self._life = history.starts
+        for open_group in history.open_groups.values():
+            self.groups[open_group.group_id] = Group(
+                group_id=open_group.group_id,
+                environment=open_group.environment,
+                task_index=open_group.task_index,
+                seed=open_group.seed,
+                purpose=Purpose.TRAINING,
+                size=self.group_size,
+                deadline_step=open_group.deadline_step,
+                holder=None,
+                attempts=dict(open_group.attempts),
+            )
 
     def training_groups(self) -> list[Group]:
         """The groups that count for the staleness invariant."""
@@ -188,8 +210,14 @@ class LeaseBook:
         holder: ServerKey,
         deadline_step: int,
     ) -> Group:
+        if purpose is Purpose.TRAINING:
+            group_id = GroupId(f"g{self._next_number:06d}")
+            self._next_number += 1
+        else:
+            group_id = GroupId(f"e{self._life}-{self._next_evaluation:06d}")
+            self._next_evaluation += 1
         group = Group(
-            group_id=GroupId(f"g{self._next_number:06d}"),
+            group_id=group_id,
             environment=environment,
             task_index=task_index,
             seed=seed,
@@ -198,8 +226,7 @@ class LeaseBook:
             deadline_step=deadline_step,
             holder=holder,
         )
-        self._next_number += 1
-        self.groups[group.group_id] = group
+        self.groups[group_id] = group
         return group
 
 

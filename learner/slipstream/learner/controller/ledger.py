@@ -8,22 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
 
+from slipstream.learner.controller.ends import End
+from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.leases import ServerKey
-from slipstream.protocol.types import TrajectoryId
+from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2, status_pb2
-
-
-class End(Enum):
-    """The last thing that happens to a trajectory."""
-
-    TRAINED = "trained"
-    FILTERED = "filtered"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    QUARANTINED = "quarantined"
-    EVALUATED = "evaluated"
 
 
 @dataclass
@@ -44,6 +34,23 @@ class TokenLedger:
         self._epochs: dict[ServerKey, EpochCount] = {}
         self._ends: Counter[End] = Counter()
         self._seen: set[TrajectoryId] = set()
+
+    def restore(self, history: RunHistory) -> None:
+        """Takes over what the journal holds; the servers of then are dead."""
+        self._seen |= history.ended
+        self._ends += history.ends
+        for (name, epoch), tokens in history.servers.items():
+            count = self._epoch(ServerKey(ServerId(name), epoch))
+            count.generated, count.received = tokens.generated, tokens.received
+            count.dead = True
+
+    def generated_by_server(self) -> list[tuple[str, int, int]]:
+        """Name, epoch and generated tokens of every server that lives."""
+        return [
+            (key.server_id, key.epoch, count.generated)
+            for key, count in self._epochs.items()
+            if not count.dead
+        ]
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""

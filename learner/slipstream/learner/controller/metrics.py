@@ -14,9 +14,10 @@ from typing import IO
 
 from pydantic import JsonValue
 from slipstream.learner.controller.batch_statistics import batch_statistics, environment_means
-from slipstream.learner.controller.batches import Batch
+from slipstream.learner.controller.batches import Batch, token_lags, with_several_versions
 from slipstream.learner.controller.busy import Interval, busy_shares, union
 from slipstream.learner.controller.evaluation import EvaluationResult
+from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.resources import run_resources
 from slipstream.learner.controller.trackers.writers import Trackers
 from slipstream.protocol.config import Config
@@ -52,16 +53,33 @@ class RunRecorder:
         """`trackers` get the numbers of each step and round; `close` closes them."""
         self._folder = folder
         self._config = config
-        self._metrics: IO[str] = (folder / "metrics.jsonl").open("w", buffering=1)
-        self._samples: IO[str] = (folder / "trajectories.jsonl").open("w", buffering=1)
+        earlier = whole_rows(folder / "metrics.jsonl")
+        whole_rows(folder / "trajectories.jsonl")
+        (folder / "summary.json").unlink(missing_ok=True)
+        self._metrics: IO[str] = (folder / "metrics.jsonl").open("a", buffering=1)
+        self._samples: IO[str] = (folder / "trajectories.jsonl").open("a", buffering=1)
         self._trackers = trackers
-        self._started_s = time.time()
+        # Time goes on where the last row of an earlier start has it.
+        self._started_s = time.time() - max((row["wall_s"] for row in earlier), default=0.0)
         # Moments and generated tokens of the newest steps: heartbeats are too coarse for one step.
         self._recent: deque[tuple[float, int]] = deque([(time.time(), 0)])
         self._last_step_s = time.time()
-        self.rows: list[dict[str, float]] = []
+        self.rows: list[dict[str, float]] = [row for row in earlier if "step" in row]
         self.facts = RunFacts()
         self.first_lease_s: float | None = None
+
+    def restore(self, history: RunHistory) -> None:
+        """Takes over what adds up over the run; how busy its parts were is of this start alone."""
+        facts = self.facts
+        facts.lag_counts.update(history.lags)
+        facts.with_several_versions = history.with_several_versions
+        for row in self.rows:
+            facts.reward_by_step.append(row["reward_mean"])
+            self._count_gap(row)
+
+    def has_row(self, step: int) -> bool:
+        """Whether the line of a step is written already."""
+        return any(row["step"] == step for row in reversed(self.rows))
 
     def close(self) -> None:
         """Flushes all files; blocks until the trackers are done."""
@@ -198,22 +216,35 @@ class RunRecorder:
         facts = self.facts
         trajectories = batch.trajectories
         facts.reward_by_step.append(statistics.fmean(t.reward for t in trajectories))
-        for trajectory in trajectories:
-            versions = {span.version for span in trajectory.version_spans}
-            facts.with_several_versions += len(versions) > 1
-            for span in trajectory.version_spans:
-                facts.lag_counts[batch.step - span.version.step] += span.length
+        facts.with_several_versions += with_several_versions(batch)
+        facts.lag_counts += token_lags(batch)
+        self._count_gap(row)
+        facts.training.append(training)
+
+    def _count_gap(self, row: Mapping[str, float]) -> None:
+        facts = self.facts
         tokens = row.get("logprob_gap_tokens", 0.0)
         if tokens:
             facts.gap_sum += row["logprob_gap_mean"] * tokens
             facts.gap_tokens += tokens
             facts.gap_max = max(facts.gap_max, row["logprob_gap_max"])
-        facts.training.append(training)
 
     def _sample(self, batch: Batch) -> None:
         for group in batch.groups[:SAMPLED_GROUPS]:
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 self._samples.write(json.dumps(_readable(batch.step, trajectory)) + "\n")
+
+
+def whole_rows(path: Path) -> list[dict[str, float]]:
+    """The lines of a file that a crash may have torn; the torn one is cut off."""
+    if not path.exists():
+        return []
+    with path.open("r+b") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        file.truncate(whole)
+    rows = [json.loads(line) for line in data[:whole].splitlines()]
+    return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
 
 
 def _readable(step: int, trajectory: Trajectory) -> dict[str, JsonValue]:

@@ -50,6 +50,16 @@ class PublishTotals:
     last_paused_s: float = 0.0
     probe_gap_max: float = 0.0
 
+    def summary(self) -> dict[str, float]:
+        """The totals under the names that they have in the summary."""
+        return {
+            "publishes": self.publishes,
+            "publishes_verified": self.verified,
+            "probe_gap_max": self.probe_gap_max,
+            "pause_s": self.paused_s,
+            "published_bytes": self.bytes_sent,
+        }
+
 
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
 SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
@@ -82,10 +92,23 @@ class Publisher:
             if session.key not in self.pinned
             and time.monotonic() >= session.retry_publish_s
             and (
-                (session.is_serving and regular and session.version != version)
+                (session.is_serving and self._is_behind(session, regular=regular))
                 or session.state in (fleet_pb2.SERVER_STATE_JOINING, fleet_pb2.SERVER_STATE_STALE)
             )
         ]
+
+    def _is_behind(self, session: ServerSession, *, regular: bool) -> bool:
+        version = self._progress.version
+        assert session.version is not None
+        # Weights of an abandoned timeline are not the learner's.
+        wanted = regular or session.version.incarnation != version.incarnation
+        return wanted and session.version != version
+
+    def trainer_lost(self) -> None:
+        """Gives up the publish under way: nobody sends it any more."""
+        if self._current is not None:
+            self._give_up(self._current, "the trainer was lost")
+        self._members = ()
 
     async def prepare(self) -> weights_pb2.PublishOrder | None:
         """Asks the servers that are due if they are ready; the trainer's order, or None."""

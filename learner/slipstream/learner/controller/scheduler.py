@@ -68,7 +68,7 @@ class Scheduler:
 
     def lease_all(self) -> None:
         """Grants leases while servers, environments and rules allow; durable, then sent."""
-        granted: list[tuple[ServerSession, Group]] = []
+        granted: list[tuple[ServerSession, Group, int]] = []
         for session in self._by_room():
             for group in self._book.orphans():
                 version = session.version
@@ -81,17 +81,18 @@ class Scheduler:
                     and self._book.may_reassign(group, version.step)
                 ):
                     self._book.reassign(group, session.key)
-                    granted.append((session, group))
+                    granted.append((session, group, -1))
         while (lease := self._next_lease()) is not None:
             granted.append(lease)
         if not granted:
             return
-        for session, group in granted:
+        for session, group, number in granted:
             self._journal.append(
                 "lease",
                 group=group.group_id,
                 environment=group.environment,
                 task=group.task_index,
+                number=number,
                 seed=group.seed,
                 deadline=group.deadline_step,
                 server=session.name,
@@ -99,7 +100,7 @@ class Scheduler:
                 members=list(group.missing),
             )
         self._journal.sync()
-        for session, group in granted:
+        for session, group, _ in granted:
             session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
@@ -163,7 +164,8 @@ class Scheduler:
     def _by_room(self) -> list[ServerSession]:
         return sorted(self._fleet.serving(), key=self._room, reverse=True)
 
-    def _next_lease(self) -> tuple[ServerSession, Group] | None:
+    def _next_lease(self) -> tuple[ServerSession, Group, int] | None:
+        """A new group, with its number among those of its environment."""
         group_size = self._book.group_size
         open_episodes: dict[str, int] = {}
         for group in self._book.groups.values():
@@ -177,11 +179,12 @@ class Scheduler:
             entry = self._environments.next_for(session.key, open_episodes, group_size)
             if entry is None:
                 continue
+            number = entry.next_number
             task_index, seed = self._environments.next_task(entry)
             entry.groups_leased += 1
             name = entry.spec.name
             group = self._book.lease(name, task_index, seed, session.key, version.step)
-            return session, group
+            return session, group, number
         return None
 
     def _cause_to_fail(self) -> str:

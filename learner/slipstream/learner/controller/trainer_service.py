@@ -14,12 +14,17 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from slipstream.learner.controller.batches import Batch, BatchFormer, header
+from slipstream.learner.controller.batches import Batch, BatchFormer, Trained, header
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
-from slipstream.protocol.codec import trajectory_to_pb, version_from_pb
+from slipstream.protocol.codec import (
+    TRAINER_EPOCH,
+    trajectory_to_pb,
+    version_from_pb,
+    version_to_pb,
+)
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
@@ -39,7 +44,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         publisher: Publisher,
         *,
         evaluations_done: Callable[[], bool],
-        on_step: Callable[[Batch, trainer_pb2.StepReport], None],
+        on_step: Callable[[Trained, trainer_pb2.StepReport], None],
     ) -> None:
         self._progress = progress
         self._book = book
@@ -51,22 +56,41 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.goodbye: trainer_pb2.TrainerGoodbye | None = None
         self.hello: trainer_pb2.TrainerHello | None = None
         self.batch_started_s = 0.0
+        # Number of the trainer that registered last; calls of earlier ones are refused.
+        self._epoch = 0
+        # What the trainer's weights are; behind the run's version after a restart.
+        self._trainer_version = progress.version
         self._lock = asyncio.Lock()
 
     async def Register(  # noqa: N802
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
-        """Takes the trainer in; a run has one."""
+        """Takes a trainer in, in place of the one before; the journal has what it missed."""
         version = version_from_pb(request.version)
-        if self._progress.trainer_registered or version != self._progress.version:
+        missing = self._former.first_missing(version.step)
+        problem = ""
+        if version.step > self._progress.version.step:
+            problem = f"the run is at version {self._progress.version}"
+        elif missing is not None:
+            problem = f"the batch of step {missing} was removed"
+        if problem:
             await abort(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"the run is at version {self._progress.version} and "
-                f"{'has a trainer' if self._progress.trainer_registered else 'has none'}; "
-                f"a trainer of version {version} cannot go on",
+                f"{problem}; a trainer of version {version} cannot go on",
                 Reason.WRONG_STATE,
                 {"version": str(self._progress.version)},
+            )
+        self._publisher.trainer_lost()
+        self._former.training = None
+        self._epoch += 1
+        self._trainer_version = self._former.identify(version, request.weight_digest.hex())
+        behind = self._progress.version.step - version.step
+        if behind == 0:
+            self._progress.version = self._trainer_version
+        else:
+            self._progress.events.add(
+                f"the trainer goes on from version {version.step}; {behind} steps are trained again"
             )
         self.hello = request
         self._progress.trainer_registered = True
@@ -76,12 +100,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         for line in groups:
             self._progress.events.add(f"  {line}")
         self._progress.moved()
-        return trainer_pb2.TrainerWelcome(run_id=self._progress.run_id)
+        return trainer_pb2.TrainerWelcome(
+            run_id=self._progress.run_id,
+            version=version_to_pb(self._trainer_version),
+            trainer_epoch=self._epoch,
+        )
 
     async def Next(  # noqa: N802
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.Directive]:
         """The order that is possible first: stop, publish, or the next batch."""
+        await self._check_epoch(context)
         async with self._lock:
             order = await self._next_order()
         if not isinstance(order, Batch):
@@ -95,28 +124,40 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.StepReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.StepReceipt:
         """A version was made."""
-        batch = self._former.trained(request)
-        self._progress.version = version_from_pb(request.version)
-        self._on_step(batch, request)
+        await self._check_epoch(context)
+        trained = self._former.trained(request)
+        self._trainer_version = trained.version
+        if trained.version.step >= self._progress.version.step:
+            self._progress.version = trained.version
+        if trained.version.incarnation > request.version.incarnation:
+            self._progress.events.add(
+                f"step {request.step} came out different when it was trained again: "
+                f"its weights are version {trained.version} now, and are sent again",
+                Severity.WARNING,
+            )
+        self._on_step(trained, request)
         self._progress.moved()
-        return trainer_pb2.StepReceipt()
+        return trainer_pb2.StepReceipt(version=version_to_pb(trained.version))
 
     async def StartPublish(  # noqa: N802
         self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishStarted:
         """The trainer can send."""
+        await self._check_epoch(context)
         return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
 
     async def FinishPublish(  # noqa: N802
         self, request: trainer_pb2.PublishResult, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishReceipt:
         """The trainer has sent."""
+        await self._check_epoch(context)
         return await self._publisher.finish(request)
 
     async def ReportCheckpoint(  # noqa: N802
         self, request: trainer_pb2.CheckpointReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.CheckpointReceipt:
         """A checkpoint is complete."""
+        await self._check_epoch(context)
         self._former.saved(request)
         self._progress.events.add(
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
@@ -128,19 +169,36 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerFailureReceipt:
         """A rank cannot go on."""
-        self._progress.fail(f"trainer rank {request.rank}: {request.message}")
+        if _epoch_of(context) not in ("", str(self._epoch)):
+            return trainer_pb2.TrainerFailureReceipt()
+        cause = f"trainer rank {request.rank}: {request.message}"
+        if request.final:
+            self._progress.fail(cause)
+        else:
+            # Who started the ranks starts them again, or says that the run has failed.
+            self._progress.events.add(cause, Severity.WARNING)
         return trainer_pb2.TrainerFailureReceipt()
 
     async def Finish(  # noqa: N802
         self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
         """The trainer leaves in order."""
+        await self._check_epoch(context)
         self.goodbye = request
         if request.export_path:
             self._progress.events.add(f"the trained model lies in {request.export_path}")
         self.finished.set()
         self._progress.signal.notify()
         return trainer_pb2.TrainerGoodbyeReceipt()
+
+    async def _check_epoch(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if _epoch_of(context) != str(self._epoch):
+            await abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "another trainer has taken over",
+                Reason.WRONG_STATE,
+            )
 
     async def _next_order(self) -> trainer_pb2.Directive | Batch:
         until = time.monotonic() + NEXT_LIMIT_S
@@ -159,12 +217,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if progress.is_over:
             reason = progress.cause or "the run is over"
             return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
-        if self._former.training is not None:
-            progress.events.add(
-                f"the trainer asks for the batch of step {self._former.training.step} again",
-                Severity.WARNING,
-            )
-            return self._former.training
+        if self._trainer_version.step < self._book.step:
+            # It starts again from a checkpoint, or an answer was lost.
+            return await self._former.recorded(self._trainer_version.step)
         publish = await self._publisher.prepare()
         if publish is not None:
             return trainer_pb2.Directive(publish=publish)
@@ -201,6 +256,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             f"groups for step {self._book.step}: {complete} of "
             f"{self._book.groups_per_step} are complete, {len(training)} are leased"
         )
+
+
+def _epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
+    return str(metadata.get(TRAINER_EPOCH, ""))
 
 
 def _chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import check_model, load_config
-from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient
@@ -58,7 +58,11 @@ def _run_rank(config: Config) -> int:
     except Exception as error:
         logger.exception("rank %d failed", launch.rank)
         client.report_failure(
-            trainer_pb2.TrainerFailure(message=f"{type(error).__name__}: {error}", rank=launch.rank)
+            trainer_pb2.TrainerFailure(
+                message=f"{type(error).__name__}: {error}",
+                rank=launch.rank,
+                final=isinstance(error, SlipstreamError),
+            )
         )
         logging.shutdown()
         # A collective that the other ranks never finish would hold up an orderly exit.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.security import Credentials, call_metadata, open_blocking_channel
@@ -48,10 +48,11 @@ class ControllerClient:
         self._stop_reason: str | None = None
         self._next_call: Stub | None = None
 
-    def register(self, hello: pb.TrainerHello) -> str:
-        """Introduces the trainer; returns the run's id."""
+    def register(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
+        """Introduces the trainer, which takes the place of an earlier one."""
         welcome: pb.TrainerWelcome = self._call("Register", self._stub.Register, hello)
-        return welcome.run_id
+        self._metadata = (*self._metadata, (TRAINER_EPOCH, str(welcome.trainer_epoch)))
+        return welcome
 
     def next(self, version: PolicyVersion) -> list[pb.Directive]:
         """The messages of the next order; a stop order after `stop`, even one during the call."""
@@ -79,9 +80,10 @@ class ControllerClient:
         if self._next_call is not None:
             self._next_call.cancel()
 
-    def report_step(self, report: pb.StepReport) -> None:
-        """Tells what a step did."""
-        self._call("ReportStep", self._stub.ReportStep, report)
+    def report_step(self, report: pb.StepReport) -> PolicyVersion:
+        """Tells what a step did; returns what the run calls the new weights."""
+        receipt: pb.StepReceipt = self._call("ReportStep", self._stub.ReportStep, report)
+        return version_from_pb(receipt.version)
 
     def start_publish(self, start: pb.PublishStart, *, join_deadline_s: float) -> pb.PublishStarted:
         """Announces a publish; answers when the receivers are about to join."""

@@ -39,7 +39,7 @@ from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.types import PolicyVersion
-from slipstream.v1 import trainer_pb2, weights_pb2
+from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -95,19 +95,27 @@ class Trainer:
     def _register(self) -> None:
         has_experts = self._policy.chunks[0].config.num_moe_experts is not None
         layout = self._ranks.describe(has_experts=has_experts)
-        if self._weights is None:
-            return
-        logger.info("%s", layout)
-        run_id = self._client.register(
-            trainer_pb2.TrainerHello(
-                world_size=self._ranks.world_size,
-                layout_description=layout,
-                version=version_to_pb(self._version),
-                weight_digest=self._weights.digest,
-                num_parameters=self._weights.num_parameters,
+        version = self._version
+        if self._weights is not None:
+            logger.info("%s", layout)
+            welcome = self._client.register(
+                trainer_pb2.TrainerHello(
+                    world_size=self._ranks.world_size,
+                    layout_description=layout,
+                    version=version_to_pb(version),
+                    weight_digest=self._weights.digest,
+                    num_parameters=self._weights.num_parameters,
+                )
             )
-        )
-        logger.info("registered for run %s with version %s", run_id, self._version)
+            version = version_from_pb(welcome.version)
+            logger.info("registered for run %s with version %s", welcome.run_id, version)
+        self._adopt(version)
+
+    def _adopt(self, version: PolicyVersion) -> None:
+        """The version as which rank 0 was told that the run knows the weights."""
+        data = version_to_pb(version).SerializeToString() if self._ranks.is_main else None
+        message = trajectory_pb2.PolicyVersion.FromString(self._ranks.broadcast_bytes(data))
+        self._version = version_from_pb(message)
 
     def _next_order(self) -> Order:
         data = None
@@ -123,22 +131,23 @@ class Trainer:
             )
         with self._policy.memory.resident(Part.PARAMETERS):
             result = self._step.run(batch)
-            self._version = PolicyVersion(self._version.incarnation, batch.step + 1)
+            version = PolicyVersion(self._version.incarnation, batch.step + 1)
             self._last_batch = batch
             cost = self._cost.metrics(batch, result)
             self._weights = self._export()
         times = self._stages.take()
         if self._weights is not None:
-            self._client.report_step(
+            version = self._client.report_step(
                 trainer_pb2.StepReport(
                     step=batch.step,
                     batch_id=batch.batch_id,
-                    version=version_to_pb(self._version),
+                    version=version_to_pb(version),
                     weight_digest=self._weights.digest,
                     metrics=result.metrics | cost | times,
                     wall_s=result.wall_s,
                 )
             )
+        self._adopt(version)
         if self._checkpointer.is_due(self._version.step):
             with self._stages.measure("checkpoint"):
                 self._save()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from slipstream.learner.controller.journal import Journal, batch_path, read_batch, read_records
-from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.errors import ConfigError, ProtocolError
 from slipstream.v1 import trainer_pb2
 
 
@@ -54,8 +54,19 @@ def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
         read_batch(tmp_path, 3, record["crc32"])
 
 
-def test_a_journal_is_never_written_over(tmp_path):
-    with Journal(tmp_path):
-        pass
-    with pytest.raises(FileExistsError):
+def test_a_writer_goes_on_behind_the_last_whole_record(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.append("a")
+        journal.append("b")
+    path = tmp_path / "journal.log"
+    path.write_bytes(path.read_bytes()[:-3])
+    with Journal(tmp_path) as journal:
+        journal.append("c")
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "c"]
+
+
+def test_a_journal_has_one_writer(tmp_path):
+    with Journal(tmp_path), pytest.raises(ConfigError, match="is written by another controller"):
         Journal(tmp_path)
+    with Journal(tmp_path) as journal:
+        journal.append("a")

@@ -1,0 +1,16 @@
+"""The fates of trajectories."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class End(Enum):
+    """The last thing that happens to a trajectory."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    QUARANTINED = "quarantined"
+    EVALUATED = "evaluated"

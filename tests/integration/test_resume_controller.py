@@ -1,0 +1,246 @@
+"""The controller goes on from what a crash left, with servers and a trainer that compute nothing.
+
+A crash is a copy of the run's folder, made in the middle of a run: what a controller that is killed
+at that moment leaves on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from controller_runs import make_config, play, with_evaluations
+from fake_server import FakeServer, environment_failure
+from fake_trainer import START, FakeTrainer
+from slipstream.client.preflight import free_port
+from slipstream.learner.controller.journal import read_batch, read_records
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion
+
+STEPS, GROUPS, MEMBERS = 12, 4, 4
+
+
+def run_config(folder: Path, **changes) -> Config:
+    # Copying a run takes the event loop's time.
+    return make_config(folder, controller__heartbeat_timeout_s=30.0, **changes)
+
+
+class Crashes:
+    """Copies of a run at random moments, each with the newest checkpoint of then."""
+
+    def __init__(self, config: Config, trainer: FakeTrainer, folder: Path, seed: int) -> None:
+        self.config, self.trainer, self.folder = config, trainer, folder
+        self.random = random.Random(seed)
+        self.found = []
+
+    async def watch(self, controller, tasks) -> None:
+        del controller, tasks
+        while self.trainer.version.step < STEPS - 1:
+            await asyncio.sleep(self.random.uniform(0.0, 0.15))
+            if (self.config.run_dir / "journal" / "journal.log").exists():
+                copy = self.folder / f"crash-{len(self.found)}"
+                shutil.copytree(self.config.run_dir, copy / "r")
+                self.found.append((copy, self.trainer.newest_checkpoint))
+
+
+def moved(config: Config, folder: Path, **run) -> Config:
+    """The same settings for a copy of the run."""
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["run"] |= {"dir": str(folder), **run}
+    table["controller"]["address"] = f"127.0.0.1:{free_port('127.0.0.1')}"
+    return parse_config(table, source="test")
+
+
+def check_run(config: Config, summary: dict) -> list[dict]:
+    """Every step has one batch, no group is in two, and what was trained adds up."""
+    folder = config.run_dir / "journal"
+    records = list(read_records(folder))
+    batches = [r for r in records if r["kind"] == "batch"]
+    assert [r["step"] for r in batches] == list(range(STEPS))
+    groups = [group for r in batches for group in r["groups"]]
+    assert len(groups) == len(set(groups)) == STEPS * GROUPS
+    members = [
+        (t.group_id, t.member)
+        for r in batches
+        for t in read_batch(folder, r["step"], r["crc32"]).trajectories
+    ]
+    assert len(members) == len(set(members)) == STEPS * GROUPS * MEMBERS
+    ends = [r["id"] for r in records if r["kind"] == "end"]
+    assert len(ends) == len(set(ends))
+    assert len({r["run_id"] for r in records if r["kind"] == "start"}) == 1
+    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "step" in row] == list(range(STEPS))
+    assert (summary["code"], summary["state"], summary["steps"]) == (0, "finished", STEPS)
+    assert summary["ledger"]["difference"] == 0
+    assert summary["ledger"]["trained"] == STEPS * GROUPS * MEMBERS * 5
+    assert sum(summary["tokens_by_lag"].values()) == summary["ledger"]["trained"]
+    return records
+
+
+def digests(records: list[dict]) -> list[str]:
+    return [r["digest"] for r in records if r["kind"] == "step"]
+
+
+async def crash(config: Config, folder: Path, seed: int, **server):
+    address = config.controller.address
+    trainer = FakeTrainer(address, step_s=0.02, checkpoint_every=3)
+    crashes = Crashes(config, trainer, folder, seed)
+    fleet = [FakeServer(address, f"s{i}", delay_s=0.03, **server) for i in range(2)]
+    summary = await play(config, *fleet, trainer=trainer, during=crashes.watch)
+    return check_run(config, summary), crashes.found
+
+
+async def resume(config: Config, checkpoint=START, noise=b"", **server):
+    address = config.controller.address
+    trainer = FakeTrainer(address, checkpoint=checkpoint)
+    trainer.noise = noise
+    fleet = [FakeServer(address, f"s{i}", **server) for i in range(2)]
+    return await play(config, *fleet, trainer=trainer), trainer, fleet
+
+
+async def test_without_staleness_a_resumed_run_ends_with_the_digest_of_an_uninterrupted_one(
+    tmp_path,
+):
+    config = run_config(tmp_path / "whole", algorithm__max_staleness=0)
+    whole, crashes = await crash(config, tmp_path, seed=0)
+    for folder, checkpoint in random.Random(1).sample(crashes, 3):
+        again = moved(config, folder)
+        before = digests(list(read_records(again.run_dir / "journal")))
+        summary, trainer, _ = await resume(again, checkpoint)
+        records = check_run(again, summary)
+        assert digests(records) == digests(whole)
+        assert digests(records)[: len(before)] == before
+        assert trainer.digest.hex() == digests(whole)[-1]
+        assert summary["weight_digest"] == digests(whole)[-1]
+        assert {tuple(r["version"])[0] for r in records if r["kind"] == "step"} == {0}
+
+
+async def test_with_staleness_nothing_is_trained_twice_and_nothing_is_lost(tmp_path):
+    config = run_config(tmp_path / "whole")
+    _, crashes = await crash(config, tmp_path, seed=2)
+    for folder, checkpoint in random.Random(3).sample(crashes, 2):
+        again = moved(config, folder)
+        before = list(read_records(again.run_dir / "journal"))
+        leased = {r["group"] for r in before if r["kind"] == "lease"}
+        summary, trainer, fleet = await resume(again, checkpoint)
+        records = check_run(again, summary)
+        assert max(trainer.lags) <= 2
+        # The steps that the journal had are trained as they were.
+        assert digests(records)[: len(digests(before))] == digests(before)
+        # What was leased goes on under its own name; new groups have new ones.
+        over = {g for r in records if r["kind"] == "batch" for g in r["groups"]}
+        assert leased <= over
+        trained_before = {g for r in before if r["kind"] == "batch" for g in r["groups"]}
+        again_leased = {lease.group_id for server in fleet for lease in server.leases}
+        assert not again_leased & trained_before
+        tasks = {r["group"]: (r["task"], r["seed"]) for r in records if r["kind"] == "lease"}
+        for server in fleet:
+            for lease in server.leases:
+                assert (lease.task_index, lease.seed) == tasks[lease.group_id]
+
+
+async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
+    config = run_config(tmp_path / "whole")
+    _, crashes = await crash(config, tmp_path, seed=4)
+    late = [(f, c) for f, c in crashes if c[0].step >= 3 and versions(f)[-1][1] > c[0].step]
+    folder, checkpoint = late[len(late) // 2]
+    again = moved(config, folder)
+    summary, trainer, fleet = await resume(again, checkpoint, noise=b"rounding")
+    records = check_run(again, summary)
+    assert trainer.version == PolicyVersion(1, STEPS)
+    # Nobody is sent weights of the abandoned timeline.
+    assert all(version.incarnation == 1 for server in fleet for version in server.loaded_versions)
+    first = [r["version"] for r in records if r["kind"] == "step"]
+    assert [1, checkpoint[0].step + 1] in first
+
+
+def versions(folder: Path) -> list[list[int]]:
+    records = read_records(folder / "r" / "journal")
+    return [r["version"] for r in records if r["kind"] == "step"] or [[0, 0]]
+
+
+async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
+    def judge(lease, member, attempt):
+        number = int(lease.group_id.rpartition("g")[2] or 0) if "g" in lease.group_id else 1
+        if number % 7 == 3 and attempt == 0:
+            return environment_failure(lease, member, attempt)
+        return 1.0 if number % 5 == 0 else random.Random(f"{number}/{member}").random()
+
+    config = make_config(
+        tmp_path / "whole",
+        algorithm__dynamic_sampling={"enabled": True},
+        controller__max_attempts=3,
+    )
+    config = with_evaluations(config, {"name": "held", "num_episodes": 6, "every_steps": 4})
+    _, crashes = await crash(config, tmp_path, seed=5, judge=judge)
+    for folder, checkpoint in crashes[len(crashes) // 2 :: 4][:2]:
+        again = moved(config, folder)
+        before = list(read_records(again.run_dir / "journal"))
+        summary, *_ = await resume(again, checkpoint, judge=judge)
+        records = check_run(again, summary)
+        for end in ("filtered", "failed"):
+            tokens = sum(r["tokens"] for r in records if r["kind"] == "end" and r["end"] == end)
+            assert summary["ledger"][end] == tokens > 0
+        measured = [r["version"] for r in records if r["kind"] == "evaluation"]
+        assert measured == sorted(set(measured))
+        assert measured[: sum(r["kind"] == "evaluation" for r in before)] == [
+            r["version"] for r in before if r["kind"] == "evaluation"
+        ]
+        assert measured[-1] == STEPS
+        names = [r["group"] for r in records if r["kind"] == "evaluation_lease"]
+        assert len(names) == len(set(names))
+
+
+async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
+    config = run_config(tmp_path, run__steps=5)
+    trainer = FakeTrainer(config.controller.address, checkpoint_every=1)
+
+    async def stop(controller, tasks):
+        del tasks
+        while trainer.version.step < 3:
+            await asyncio.sleep(0.01)
+        controller.stop("enough for today")
+
+    fleet = FakeServer(config.controller.address)
+    summary = await play(config, fleet, trainer=trainer, during=stop)
+    stopped_at = trainer.version.step
+    assert summary["steps"] == stopped_at < 5
+    again = moved(config, tmp_path, steps=STEPS)
+    summary, trainer, _ = await resume(again, trainer.newest_checkpoint)
+    check_run(again, summary)
+    assert len(trainer.batches) == STEPS - stopped_at
+
+
+async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
+    config = run_config(tmp_path)
+    address = config.controller.address
+    first = FakeTrainer(address, step_s=0.02, checkpoint_every=2)
+    second = FakeTrainer(address)
+    fleet = FakeServer(address, delay_s=0.01)
+
+    async def replace(controller, tasks):
+        while first.version.step < 5:
+            await asyncio.sleep(0.005)
+        first.gate.clear()
+        leases = len(fleet.leases)
+        second.version, second.digest = first.newest_checkpoint
+        started = second.version.step
+        tasks.append(asyncio.ensure_future(second.run()))
+        while second.version.step < 8:
+            await asyncio.sleep(0.005)
+        assert [b[0].group_id for b in second.batches[: 5 - started]] == [
+            b[0].group_id for b in first.batches[started:5]
+        ]
+        assert len(fleet.leases) > leases
+        assert fleet.loaded_versions == sorted(fleet.loaded_versions)
+        # The first one lives on, and finds that nobody listens to it.
+        first.gate.set()
+
+    controller_run = play(config, fleet, trainer=first, during=replace)
+    with pytest.raises(Exception, match="another trainer has taken over"):
+        await controller_run
