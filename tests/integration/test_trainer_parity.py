@@ -6,15 +6,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import parity_ranks
 import pytest
 import torch
-from parity_layouts import LAYOUTS, STEPS, batches, config_of, layouts_of, probe
+from parity_layouts import LAYOUTS, STEPS, batches, config_of, layouts_of
 from parity_models import make_models
+from plain_policy import PlainPolicy
 from rank_pool import RankPool
-from slipstream.learner.trainer.batch import Batch, token_lags
-from slipstream.protocol.config import Config
+from slipstream.learner.trainer.batch import token_lags
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,82 +62,11 @@ def run_layouts(pool: RankPool, folder: Path, world_size: int, names: list[str])
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in names}
 
 
-class Plain:
-    """The same algorithm on transformers and torch: one trajectory at a time, unpacked."""
-
-    def __init__(self, path: Path, config: Config) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.config = config
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
-            lr=1.0,
-            betas=(0.9, 0.95),
-            eps=1e-3,
-        )
-
-    def logprobs(self, token_ids: np.ndarray, temperature: float) -> torch.Tensor:
-        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
-        logits = self.model(ids).logits[0, :-1] / temperature
-        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-
-    def probe(self) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.cat([self.logprobs(token_ids, 1.0) for token_ids in probe(self.config)])
-
-    def step(self, batch: Batch) -> dict[str, float]:
-        algorithm = self.config.algorithm
-        rewards: dict[str, list[float]] = {}
-        for t in batch.trajectories:
-            rewards.setdefault(t.group_id, []).append(t.reward)
-        groups = list(rewards)
-        share = len(groups) // algorithm.mini_batches
-        totals, norms, old = [], [], {}
-        for t in batch.trajectories:
-            with torch.no_grad():
-                old[t.trajectory_id] = self.logprobs(t.token_ids, 0.8)
-        rate = 1e-3 * min(1.0, (batch.step + 1) / 2)
-        for start in range(0, len(groups), share):
-            members = [t for t in batch.trajectories if t.group_id in groups[start : start + share]]
-            mean = sum(t.num_sampled_tokens for t in members)
-            total = torch.zeros(())
-            for t in members:
-                group = np.array(rewards[t.group_id])
-                advantage = (t.reward - group.mean()) / (group.std() + 1e-6)
-                mask = torch.from_numpy(t.sampled_mask())[1:]
-                behavior = torch.from_numpy(t.behavior_logprobs.copy())
-                policy = self.logprobs(t.token_ids, 0.8)[mask]
-                before = old[t.trajectory_id][mask]
-                if algorithm.ratio == "proximal":
-                    weight = (before - behavior).exp().clamp(max=algorithm.correction.cap)
-                    ratio = (policy - before).exp()
-                else:
-                    weight, ratio = 1.0, (policy - behavior).exp()
-                surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                total = total - (weight * surrogate).sum()
-            self.optimizer.zero_grad()
-            (total / mean).backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item())
-            for param_group in self.optimizer.param_groups:
-                param_group["lr"] = rate
-            self.optimizer.step()
-            totals.append((total.item(), mean))
-        return {
-            "loss": sum(a for a, _ in totals) / sum(b for _, b in totals),
-            "grad_norm": sum(norms) / len(norms),
-        }
-
-
-@pytest.mark.parametrize(
-    "layout", [name for name in layouts_of(1) if "loss" not in LAYOUTS[name].algorithm]
-)
+@pytest.mark.parametrize("layout", layouts_of(1))
 def test_one_rank_trains_like_plain_transformers(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
-    plain = Plain(folder / LAYOUTS[layout].model, config_of(layout, folder))
+    plain = PlainPolicy(folder / LAYOUTS[layout].model, config_of(layout, folder))
     found = one_rank[layout]
     torch.testing.assert_close(found["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5)
     for step, batch in enumerate(batches(plain.config)):
@@ -230,7 +158,7 @@ def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
 def test_exported_folder_has_the_models_logits(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
-    plain = Plain(folder / f"{layout}-final", config_of(layout, folder))
+    plain = PlainPolicy(folder / f"{layout}-final", config_of(layout, folder))
     torch.testing.assert_close(
         plain.probe(), one_rank[layout]["logprobs"][-1], rtol=1e-5, atol=1e-5
     )
