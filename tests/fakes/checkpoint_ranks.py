@@ -51,7 +51,7 @@ def config_of(folder: Path, job: dict) -> Config:
 
 
 def make_models(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {
         "vocab_size": VOCAB,
@@ -68,6 +68,9 @@ def make_models(folder: Path) -> None:
     for name, is_tied in (("llama", False), ("tied", True)):
         model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=is_tied))
         model.save_pretrained(folder / name)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True))
+    mixture.save_pretrained(folder / "moe")
 
 
 def run_rank(folder: Path, name: str) -> None:

@@ -74,6 +74,7 @@ FULL_RECOMPUTE = {
     }
 }
 SELECTIVE_RECOMPUTE = {"transformer": {"recompute_granularity": "selective"}}
+UNEVEN_STAGES = {"transformer": {"num_layers_in_first_pipeline_stage": 1}}
 TWO_MINI_BATCHES = {"mini_batches": 2}
 # Fewer sequences than replicas.
 FEW = {"groups_per_step": 1, "group_size": 3}
@@ -126,6 +127,7 @@ LAYOUTS = {
     "pp2": Layout(2, parallel={"pp": 2}),
     "pp2-vpp2": Layout(2, parallel=VPP),
     "pp2-tied": Layout(2, "tied", parallel={"pp": 2}),
+    "pp2-uneven": Layout(2, parallel={"pp": 2}, learner=UNEVEN_STAGES),
     "cp2": Layout(2, parallel={"cp": 2}),
     "cp2-qwen3": Layout(2, "qwen3", parallel={"cp": 2}),
     "cp2-tied": Layout(2, "tied", parallel={"cp": 2}),

@@ -68,8 +68,11 @@ def changed(folder: Path, changes: dict) -> Config:
 
 
 def run_rank(folder: Path, job: str) -> None:
+    answer: object
     if job == "passed":
         answer = built(changed(folder, PASSED))
+    elif job == "mixture":
+        answer = mixture(config_of("one-moe", folder))
     else:
         answer = refusal(changed(folder, REFUSED[job][0]))
     (folder / f"{job}.json").write_text(json.dumps(answer))
@@ -83,6 +86,19 @@ def refusal(config: Config) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def mixture(config: Config) -> dict:
+    """How the experts are chosen when nothing is said about it."""
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.parallel import Launch
+
+    policy = open_policy(config, Launch.from_environment())
+    router = policy.chunks[0].module.decoder.layers[0].mlp.router
+    names = ("moe_router_dtype", "moe_aux_loss_coeff", "moe_router_pre_softmax")
+    found = {name: getattr(router.config, name) for name in names}
+    policy.ranks.close()
+    return found
 
 
 def built(config: Config) -> dict:

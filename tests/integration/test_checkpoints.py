@@ -25,6 +25,7 @@ TP2 = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
 PP2 = {"world_size": 2, "parallel": {"pp": 2}}
 DP2 = {"world_size": 2}
 VPP2 = {"world_size": 2, "parallel": {"pp": 2, "vpp": 2}}
+EP2 = {"world_size": 2, "parallel": {"ep": 2}}
 DISTOPT = {"world_size": 2, "use_distributed_optimizer": True}
 # Where each run is saved, after two of three steps.
 SAVED = {
@@ -33,6 +34,8 @@ SAVED = {
     "pp2-tied": {"learner": PP2, "model": "tied"},
     "distopt": {"learner": DISTOPT},
     "bf16": {"learner": {}, "dtype": "bfloat16"},
+    "ep2-moe": {"learner": EP2, "model": "moe"},
+    "ep2-distopt-moe": {"learner": {**EP2, "use_distributed_optimizer": True}, "model": "moe"},
 }
 # job -> the run that it loads, and in which layout
 LOADED = {
@@ -50,6 +53,14 @@ LOADED = {
     "tp2-from-pp2-tied": ("pp2-tied", TP2),
     "distopt-again": ("distopt", DISTOPT),
     "tp2-from-distopt": ("distopt", {**TP2, "use_distributed_optimizer": True}),
+}
+LOADED |= {
+    "ep2-moe-again": ("ep2-moe", EP2),
+    "one-from-ep2-moe": ("ep2-moe", {}),
+    "tp2-from-ep2-moe": ("ep2-moe", TP2),
+    "pp2-from-ep2-moe": ("ep2-moe", PP2),
+    "ep2-distopt-moe-again": ("ep2-distopt-moe", SAVED["ep2-distopt-moe"]["learner"]),
+    "one-from-ep2-distopt-moe": ("ep2-distopt-moe", {"use_distributed_optimizer": True}),
 }
 AGAIN = [name for name in LOADED if name.endswith("-again")]
 

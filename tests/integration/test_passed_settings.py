@@ -16,7 +16,7 @@ from settings_ranks import PASSED, REFUSED
 def answers(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("settings")
     make_models(folder)
-    jobs = ["passed", *REFUSED]
+    jobs = ["passed", "mixture", *REFUSED]
     rank_pool.run(Path(settings_ranks.__file__), jobs, world_size=1, folder=folder)
     return folder
 
@@ -35,3 +35,11 @@ def test_settings_are_checked_without_weights(case: str, answers: Path) -> None:
     assert message in found
     assert bool(found) == bool(message)
     assert "\n" not in found
+
+
+def test_experts_are_chosen_in_float32_and_by_the_objective_alone(answers: Path) -> None:
+    assert json.loads((answers / "mixture.json").read_text()) == {
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_pre_softmax": False,
+    }
