@@ -186,6 +186,11 @@ LAYOUTS = {
 }
 # A learning rate with which the second step cannot be finite.
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
+# With episodes that are all truncated.
+NOTHING_TRAINED = Layout(
+    1, algorithm={"overlong": {"filter": True}, "aggregation": "sequence_mean"}
+)
+EXTRAORDINARY = {"overflow": OVERFLOW, "nothing-trained": NOTHING_TRAINED}
 
 
 def layouts_of(world_size: int) -> list[str]:
@@ -193,7 +198,7 @@ def layouts_of(world_size: int) -> list[str]:
 
 
 def config_of(name: str, folder: Path) -> Config:
-    layout = OVERFLOW if name == "overflow" else LAYOUTS[name]
+    layout = (LAYOUTS | EXTRAORDINARY)[name]
     table = json.loads(json.dumps(SETTINGS))
     table["model"]["path"] = str(folder / layout.model)
     table["algorithm"] |= layout.algorithm

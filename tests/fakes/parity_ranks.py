@@ -6,6 +6,7 @@ FOLDER/LAYOUT-rank-RANK.pt.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +34,9 @@ def run_rank(folder: Path, job: str) -> None:
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
     step = TrainingStep(policy, config)
-    if job == "overflow":
-        torch.save(overflow(policy, step, config), folder / f"{job}.pt")
+    extraordinary = {"overflow": overflow, "nothing-trained": nothing_trained}
+    if job in extraordinary:
+        torch.save(extraordinary[job](policy, step, config), folder / f"{job}.pt")
         policy.ranks.close()
         return
     # It compares Megatron's groups with the arithmetic of the dry run.
@@ -100,6 +102,20 @@ def count_finalizations(policy: Policy) -> list[int]:
 
     settings.finalize_model_grads_func = counted
     return numbers
+
+
+def nothing_trained(policy: Policy, step: TrainingStep, config: Config) -> dict:
+    """A step after an ordinary one, whose episodes are all truncated and filtered for it."""
+    from slipstream.learner.trainer.batch import Batch
+    from slipstream.learner.trainer.export import hf_tensors
+    from slipstream.protocol.types import Status
+
+    first, second = batches(config)[:2]
+    step.run(first)
+    cut = tuple(dataclasses.replace(t, status=Status.TRUNCATED) for t in second.trajectories)
+    metrics = step.run(Batch(second.step, second.batch_id, cut)).metrics
+    is_finite = all(bool(t.isfinite().all()) for _, t in hf_tensors(policy, torch.float32))
+    return {"metrics": metrics, "is_finite": is_finite}
 
 
 def overflow(policy: Policy, step: TrainingStep, config: Config) -> dict:

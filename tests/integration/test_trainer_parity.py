@@ -9,7 +9,7 @@ from pathlib import Path
 import parity_ranks
 import pytest
 import torch
-from parity_layouts import LAYOUTS, STEPS, batches, config_of, layouts_of
+from parity_layouts import EXTRAORDINARY, LAYOUTS, STEPS, batches, config_of, layouts_of
 from parity_models import make_models
 from plain_policy import PlainPolicy
 from rank_pool import RankPool
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
-    return run_layouts(rank_pool, folder, 1, [*layouts_of(1), "overflow"])
+    return run_layouts(rank_pool, folder, 1, [*layouts_of(1), *EXTRAORDINARY])
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +211,10 @@ def test_step_that_is_not_finite_stops_before_the_weights_change(
     error = one_rank["overflow"]["error"]
     assert re.fullmatch(r"the .* is (nan|inf); the weights were not changed", error)
     assert one_rank["overflow"]["is_same"]
+
+
+def test_step_whose_episodes_are_all_filtered_trains_nothing(one_rank: dict[str, dict]) -> None:
+    found = one_rank["nothing-trained"]
+    for name in ("trained_tokens", "loss", "grad_norm", "entropy"):
+        assert found["metrics"][name] == 0.0
+    assert found["is_finite"]
