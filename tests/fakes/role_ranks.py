@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from parity_layouts import SETTINGS, SP, VPP, batches, probe
+from pydantic import JsonValue
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.packing import TokenEstimates, TrainingSequence
 from slipstream.protocol.config import Config, LearnerSection, ParallelSection
@@ -32,6 +33,15 @@ CRITIC_RATE = 1e-3
 # So narrow that some values reach it in a second mini-batch.
 VALUE_CLIP = 0.03
 REFRESH_STEPS = 2
+STEP_METRICS = (
+    "loss",
+    "grad_norm",
+    "kl_reference",
+    "value_loss",
+    "value_mean",
+    "critic_grad_norm",
+    "explained_variance",
+)
 
 
 @dataclass(frozen=True)
@@ -60,10 +70,17 @@ LAYOUTS = {
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
-    if job == "groups":
-        groups(folder)
-    else:
-        roles(folder, job)
+    match job.split(":"):
+        case ["groups"]:
+            groups(folder)
+        case ["save", layout]:
+            save(folder, layout)
+        case ["load", saved, layout]:
+            load(folder, saved, layout)
+        case ["start", saved, layout]:
+            start(folder, saved, layout)
+        case [layout]:
+            roles(folder, layout)
 
 
 def config_of(name: str, folder: Path) -> Config:
@@ -84,6 +101,14 @@ def config_of(name: str, folder: Path) -> Config:
         "parallel": layout.critic,
     }
     return parse_config(table, source=name)
+
+
+def config_of_run(name: str, folder: Path, run: str, **tables: JsonValue) -> Config:
+    """As `config_of`, with the checkpoints of a run."""
+    config = config_of(name, folder)
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["run"] |= {"name": run, "dir": str(folder / "runs")}
+    return parse_config(table | tables, source=name)
 
 
 def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
@@ -167,6 +192,79 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
                 refreshed = sequence_logprobs(reference.model, probe(config), max_tokens=64)
             found["refreshed"] = _joined(refreshed)
     return found
+
+
+def save(folder: Path, layout: str) -> None:
+    """Saves the models of a layout after two of three steps, asynchronously."""
+    from slipstream.protocol.types import PolicyVersion
+
+    config = config_of_run(layout, folder, layout)
+    run = _Run(config)
+    for batch in batches(config)[:2]:
+        run.step.run(batch)
+    run.checkpointer.save(PolicyVersion(0, 2), b"digest")
+    torch.save(run.last_step(), folder / f"save:{layout}-{run.policy.ranks.rank}.pt")
+    run.checkpointer.finish()
+    run.policy.ranks.close()
+
+
+def load(folder: Path, saved: str, layout: str) -> None:
+    """Goes on in another layout from what `save` saved."""
+    run = _Run(config_of_run(layout, folder, saved))
+    manifest = run.checkpointer.load_newest()
+    assert manifest is not None
+    found = run.last_step() | {"models": manifest.models}
+    torch.save(found, folder / f"load:{saved}:{layout}-{run.policy.ranks.rank}.pt")
+    run.policy.ranks.close()
+
+
+def start(folder: Path, saved: str, layout: str) -> None:
+    """A new run whose starting weights are the policy's of what `save` saved."""
+    path = folder / "runs" / saved / "checkpoints" / "step-000002"
+    config = config_of_run(layout, folder, "new", checkpoint={"load": str(path)})
+    run = _Run(config)
+    reference, critic = run.roles.reference, run.roles.critic
+    assert reference is not None
+    assert critic is not None
+    first = batches(config)[0]
+    found = {
+        "reference": _joined(reference.logprobs(first)),
+        "values": _joined(critic.values(first)),
+        "kl_reference": run.step.run(first).metrics["kl_reference"],
+    }
+    torch.save(found, folder / f"start:{saved}:{layout}-{run.policy.ranks.rank}.pt")
+    run.policy.ranks.close()
+
+
+class _Run:
+    """A policy with its roles, and what saves them."""
+
+    def __init__(self, config: Config) -> None:
+        from slipstream.learner.trainer.checkpoint import Checkpointer
+        from slipstream.learner.trainer.model import open_policy
+        from slipstream.learner.trainer.parallel import Launch
+        from slipstream.learner.trainer.roles import open_roles
+        from slipstream.learner.trainer.step import TrainingStep
+        from slipstream.learner.trainer.stored_model import POLICY, StoredModel
+
+        self.config = config
+        self.policy = open_policy(config, Launch.from_environment())
+        self.roles = open_roles(config, self.policy)
+        self.step = TrainingStep(self.policy, config, self.roles)
+        policy = StoredModel(POLICY, self.policy.chunks, self.policy.optimizer)
+        self.checkpointer = Checkpointer(
+            config, self.policy.ranks, [policy, *self.roles.stored_models()]
+        )
+
+    def last_step(self) -> dict:
+        """What the third step does, and what the critic says after it."""
+        last = batches(self.config)[2]
+        metrics = self.step.run(last).metrics
+        assert self.roles.critic is not None
+        return {
+            "metrics": {name: metrics[name] for name in STEP_METRICS},
+            "values": _joined(self.roles.critic.values(last)),
+        }
 
 
 def _joined(arrays: list[LogprobArray]) -> torch.Tensor:

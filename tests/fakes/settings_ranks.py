@@ -57,12 +57,32 @@ REFUSED = {
         {"ddp": {"reuse_grad_buf_for_mxfp8_param_ag": True}},
         "learner.ddp: Megatron refuses it: Reuse grad buffer only when",
     ),
+    "unknown-of-the-critic": (
+        {"critic": {"learning_rate": 1e-3, "optimizer": {"adam_beta3": 1.0}}},
+        "the critic: unknown key critic.optimizer.adam_beta3; did you mean",
+    ),
+    "value-of-the-critic": (
+        {
+            "critic": {
+                "learning_rate": 1e-3,
+                "transformer": {
+                    "recompute_granularity": "selective",
+                    "recompute_modules": ["heads"],
+                },
+            }
+        },
+        "the critic: critic.transformer: Megatron refuses it",
+    ),
     "nothing": ({}, ""),
 }
 
 
 def changed(folder: Path, changes: dict) -> Config:
     table = config_of("one-moe", folder).model_dump(mode="json", exclude_none=True)
+    changes = dict(changes)
+    if critic := changes.pop("critic", None):
+        table["critic"] = critic
+        table["algorithm"]["advantage"] = "gae"
     table["learner"] |= changes
     return parse_config(table, source="test")
 

@@ -13,20 +13,10 @@ import torch
 from parity_layouts import batches
 from parity_models import make_models
 from rank_pool import RankPool
-from role_ranks import CRITIC_RATE, LAYOUTS, VALUE_CLIP, config_of
+from role_ranks import CRITIC_RATE, LAYOUTS, STEP_METRICS, VALUE_CLIP, config_of
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.critic import explained_variance
 from slipstream.protocol.types import Trajectory
-
-STEP_METRICS = (
-    "loss",
-    "grad_norm",
-    "kl_reference",
-    "value_loss",
-    "value_mean",
-    "critic_grad_norm",
-    "explained_variance",
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -267,3 +257,53 @@ def test_sequence_parallelism_needs_no_groups_of_its_own(swapped: list[dict]) ->
     for found in swapped:
         assert found["tp_of_same_groups"] == 2
         assert found["groups_again"] == 0
+
+
+SAVED = {"one": 1, "tp2-pp2-dp2": 2, "sp2-pp2-pp2-tied": 2}
+# Which checkpoint goes on in which layout.
+LOADED = [
+    ("one", "one"),
+    ("one", "pp2-dp2-vpp2"),
+    ("tp2-pp2-dp2", "one"),
+    ("tp2-pp2-dp2", "tp2-pp2-dp2"),
+    ("tp2-pp2-dp2", "dp2-sp2-sp2"),
+    ("sp2-pp2-pp2-tied", "sp2-pp2-pp2-tied"),
+    ("sp2-pp2-pp2-tied", "one-tied"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
+    """What rank 0 saw in the last step of each run, saved and loaded ones."""
+    jobs = {f"save:{name}": size for name, size in SAVED.items()}
+    second = {f"load:{saved}:{name}": LAYOUTS[name].world_size for saved, name in LOADED}
+    second["start:one:tp2-pp2-dp2"] = 2
+    for names in (jobs, second):
+        for size in (1, 2):
+            chosen = [name for name in names if names[name] == size]
+            rank_pool.run(Path(role_ranks.__file__), chosen, world_size=size, folder=folder)
+    return {name: torch.load(folder / f"{name}-0.pt", weights_only=True) for name in jobs | second}
+
+
+@pytest.mark.parametrize(("saved", "layout"), LOADED)
+def test_all_models_go_on_from_a_checkpoint_in_any_layout(
+    saved: str, layout: str, checkpoints: dict[str, dict]
+) -> None:
+    expected, found = checkpoints[f"save:{saved}"], checkpoints[f"load:{saved}:{layout}"]
+    assert found["models"] == ("policy", "reference", "critic")
+    if saved == layout:
+        assert found["metrics"] == expected["metrics"]
+        assert torch.equal(found["values"], expected["values"])
+    else:
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=2e-6)
+        torch.testing.assert_close(found["values"], expected["values"], rtol=1e-5, atol=1e-5)
+
+
+def test_roles_without_a_folder_start_from_the_weights_that_the_policy_starts_from(
+    checkpoints: dict[str, dict], one_rank: dict[str, list[dict]]
+) -> None:
+    found = checkpoints["start:one:tp2-pp2-dp2"]
+    of_folder = one_rank["one"][0]
+    assert found["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+    assert not torch.allclose(found["reference"], of_folder["reference"], atol=1e-3)
+    assert not torch.allclose(found["values"], of_folder["values"][0], atol=1e-3)

@@ -1,4 +1,4 @@
-"""The quickstart as it is shipped: it learns, and with shuffled rewards it does not."""
+"""The quickstart learns, by other algorithms too, and with shuffled rewards it does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import check_ledger, run_command, summary_of, write_config  # noqa: E402
+from documented_metrics import tables  # noqa: E402
+from run_processes import (  # noqa: E402
+    check_ledger,
+    rows_of,
+    run_command,
+    summary_of,
+    write_config,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,3 +52,45 @@ def test_the_quickstart_learns(tmp_path: Path, tiny_model: Path) -> None:
 def test_shuffled_rewards_teach_nothing(tmp_path: Path, tiny_model: Path) -> None:
     summary = run_quickstart(tmp_path, tiny_model, algorithm__shuffle_rewards=True)
     assert abs(summary["reward_last"] - summary["reward_first"]) <= 0.25
+
+
+def check_replay(run: Path) -> None:
+    """The journal alone trains all models to the last bit again."""
+    replay = run_command("replay", run, limit_s=400)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert len(replay.stdout.splitlines()) == len(steps_of(run))
+
+
+def steps_of(run: Path) -> list[dict]:
+    return [row for row in rows_of(run) if "step" in row]
+
+
+def test_ppo_with_a_critic_learns(tmp_path: Path, tiny_model: Path) -> None:
+    critic = {"learning_rate": 1e-3, "warmup_steps": 2}
+    summary = run_quickstart(tmp_path, tiny_model, algorithm__advantage="gae", critic=critic)
+    assert summary["reward_last"] >= 0.8
+    assert summary["reward_last"] >= summary["reward_first"] + 0.4
+    rows = steps_of(tmp_path / "run")
+    assert [row["learning_rate"] for row in rows[:3]] == [0.0, 0.0, 1e-3]
+    assert sum(row["explained_variance"] for row in rows[-20:]) / 20 > 0.3
+    (names,) = (table for table in tables("A step in metrics.jsonl") if "value_loss" in table)
+    assert {name for name in names if name.startswith(("value_", "critic_"))} <= set(rows[0])
+    check_replay(tmp_path / "run")
+
+
+def test_grpo_with_a_penalty_on_the_divergence_learns_and_stays_near_the_reference(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    summary = run_quickstart(
+        tmp_path,
+        tiny_model,
+        algorithm__kl={"coefficient": 0.02},
+        reference={"refresh_every_steps": 20},
+    )
+    assert summary["reward_last"] >= 0.8
+    divergence = {row["step"]: row["kl_reference"] for row in steps_of(tmp_path / "run")}
+    # Each refresh makes the policy its own reference again.
+    for step in range(0, 150, 20):
+        assert divergence[step] == pytest.approx(0.0, abs=1e-6)
+        assert divergence[step + 9] > 1e-5
+    check_replay(tmp_path / "run")

@@ -6,6 +6,7 @@ from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import check_sizes, dump_config
 from slipstream.protocol.model_sizes import read_model_sizes
 from slipstream.protocol.rank_layout import RankLayout
+from slipstream.protocol.roles import role_settings
 
 
 def describe_dry_run(config: Config) -> str:
@@ -17,6 +18,12 @@ def describe_dry_run(config: Config) -> str:
     has_experts = read_model_sizes(config.model.path).experts > 0
     layout = RankLayout.of(config.learner.parallel, config.learner.world_size)
     notes = ["The trainer's ranks:", *layout.describe(has_experts=has_experts).splitlines()]
+    for name, settings in role_settings(config).items():
+        learner = settings.learner
+        has_experts = read_model_sizes(settings.model.path).experts > 0
+        own = RankLayout.of(learner.parallel, learner.world_size)
+        notes += ["", f"The {name} in the same ranks:"]
+        notes += own.describe(has_experts=has_experts).splitlines()
     if config.algorithm.staleness_warning is not None:
         notes += ["", f"Warning: {config.algorithm.staleness_warning}"]
     if missing:

@@ -19,6 +19,7 @@ from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_changes import check_resumable
 from slipstream.protocol.config_file import check_model, check_sizes, dump_config, load_config
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.roles import role_settings
 from slipstream.protocol.security import (
     Credentials,
     call_metadata,
@@ -145,8 +146,8 @@ async def check_passed_settings(config: Config) -> None:
 
     Takes the time that its imports take, and no GPU.
     """
-    learner = config.learner
-    if not (learner.ddp or learner.optimizer or learner.transformer):
+    learners = [config.learner, *(role.learner for role in role_settings(config).values())]
+    if not any(learner.ddp or learner.optimizer or learner.transformer for learner in learners):
         return
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-m", SETTINGS_CHECK],

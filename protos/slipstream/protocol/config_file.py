@@ -18,7 +18,7 @@ from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.model_sizes import ModelSizes, missing_files, read_model_sizes
 from slipstream.protocol.parallel_rules import layout_problems, model_problems
-from slipstream.protocol.roles import role_problems
+from slipstream.protocol.roles import missing_weights, role_problems
 
 Table: TypeAlias = dict[str, JsonValue]
 
@@ -84,7 +84,11 @@ def check_sizes(config: Config) -> list[str]:
         )
     for problem in role_problems(config, sizes):
         raise ConfigError(problem)
-    return [*missing_files(config.model.path), *_missing_checkpoint(config)]
+    return [
+        *missing_files(config.model.path),
+        *missing_weights(config),
+        *_missing_checkpoint(config),
+    ]
 
 
 def _missing_checkpoint(config: Config) -> list[str]:

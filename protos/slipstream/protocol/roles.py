@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from slipstream.protocol.config import Config
@@ -32,15 +33,38 @@ def critic_config(config: Config) -> Config | None:
     return _in_place_of_policy(config, section).model_copy(update={"algorithm": algorithm})
 
 
+def role_settings(config: Config) -> dict[str, Config]:
+    """The settings of each model beside the policy that the run has, by its name."""
+    found = {"reference": reference_config(config), "critic": critic_config(config)}
+    return {name: settings for name, settings in found.items() if settings is not None}
+
+
+@contextlib.contextmanager
+def named(config: Config, name: str) -> Iterator[None]:
+    """A ConfigError on the settings of a role gets the names that they have in the file."""
+    try:
+        yield
+    except ConfigError as error:
+        role = config.roles.get(name)
+        problem = str(error) if role is None else renamed(str(error), name, role)
+        raise ConfigError(f"the {name}: {problem}") from error
+
+
+def missing_weights(config: Config) -> list[str]:
+    """What folders of their own lack to be loaded: one clause for each."""
+    return [
+        f"{name}.path must hold safetensors weights, but {role.path} has none"
+        for name, role in config.roles.items()
+        if role.path is not None and not any(role.path.glob("*.safetensors"))
+    ]
+
+
 def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
     """What the folders of reference and critic decide: one line for each rule that is broken."""
-    for name, settings in (
-        ("reference", reference_config(config)),
-        ("critic", critic_config(config)),
-    ):
+    for name, settings in role_settings(config).items():
         role = config.roles.get(name)
         # Without a table it is the policy's folder in the policy's layout.
-        if settings is not None and role is not None:
+        if role is not None:
             for problem in _problems(settings, policy):
                 yield renamed(problem, name, role)
     reference = config.reference
@@ -62,8 +86,6 @@ def _problems(settings: Config, policy: ModelSizes) -> Iterator[str]:
         return
     yield from model_problems(sizes)
     yield from layout_problems(sizes, learner.parallel, learner.transformer)
-    if not any(folder.glob("*.safetensors")):
-        yield f"model.path must hold safetensors weights, but {folder} has none"
     if sizes.vocab != policy.vocab:
         yield (
             f"model.path must have the policy's vocabulary of {policy.vocab} tokens, "
@@ -78,10 +100,10 @@ def _problems(settings: Config, policy: ModelSizes) -> Iterator[str]:
 
 
 def _in_place_of_policy(config: Config, section: RoleSection) -> Config:
-    path = section.path or config.model.path
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": path}),
-            "learner": in_place_of(config.learner, section),
-        }
-    )
+    changed = config.model_copy(update={"learner": in_place_of(config.learner, section)})
+    if section.path is None:
+        return changed
+    model = config.model.model_copy(update={"path": section.path})
+    # The policy's starting weights are not those of another folder.
+    checkpoint = config.checkpoint.model_copy(update={"load": None})
+    return changed.model_copy(update={"model": model, "checkpoint": checkpoint})

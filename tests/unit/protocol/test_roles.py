@@ -175,6 +175,13 @@ def test_the_folder_of_a_role_is_checked_under_its_own_name(name: str, tmp_path:
     )
 
 
+def test_a_role_needs_the_weights_of_its_folder(tmp_path: Path) -> None:
+    other = model_folder(tmp_path / "other")
+    (other / "model.safetensors").unlink()
+    message = folder_refusal(tmp_path, critic={"learning_rate": 1e-3, "path": str(other)})
+    assert message == f"critic.path must hold safetensors weights, but {other} has none"
+
+
 def test_a_reference_that_is_refreshed_must_have_the_policys_sizes(tmp_path: Path) -> None:
     critic: Table = {"learning_rate": 1e-3}
     path = str(model_folder(tmp_path / "other", num_hidden_layers=4))

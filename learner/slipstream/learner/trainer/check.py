@@ -13,6 +13,7 @@ from slipstream.learner.trainer import compat, cpu
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.roles import named, role_settings
 
 USAGE_ERROR = 2
 
@@ -30,6 +31,13 @@ def main() -> int:
 
 def check_settings(config: Config) -> None:
     """ConfigError for an unknown name, one that is not the user's, or a value that is refused."""
+    _check(config)
+    for name, settings in role_settings(config).items():
+        with named(config, name):
+            _check(settings)
+
+
+def _check(config: Config) -> None:
     cpu.install()
     auto_bridge = compat.install()
     from slipstream.learner.trainer.recipe import ddp_config_of, optimizer_config_of, provider_of

@@ -5,6 +5,7 @@ Megatron's objects are untyped for us; this module and `schedule` are where they
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,8 +136,7 @@ def open_policy(config: Config, launch: Launch) -> Policy:
         from slipstream.learner.trainer.lora import adapters
 
         change = adapters(config, ranks)
-    model = load_trained(config, ranks, change=change, weights=config.checkpoint.load)
-    return Policy(**vars(model))
+    return Policy(**vars(load_trained(config, ranks, change=change)))
 
 
 def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
@@ -154,25 +154,18 @@ def unwrapped(chunk: Megatron) -> Megatron:
 
 
 def load_trained(
-    config: Config,
-    ranks: Ranks,
-    *,
-    change: Change = defer_projections,
-    weights: Path | None = None,
+    config: Config, ranks: Ranks, *, change: Change = defer_projections
 ) -> TrainedModel:
     """`config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
-    The layout of `ranks` must be that one, and in force. `weights`: files of a distributed
-    checkpoint in place of those of the model's folder.
+    The layout of `ranks` must be that one, and in force. The weights are those of
+    `config.checkpoint.load` if that is set.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
     model = _load(config, ranks, ddp_config=ddp_config_of(config), change=change)
     chunks = model.chunks
-    if weights is not None:
-        # The optimizer copies the weights.
-        load_starting_weights(chunks, weights)
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
     # Without it the schedule leaves out the sum over replicas and the gradients of shared
     # parameters, silently.
@@ -198,12 +191,21 @@ def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     return model
 
 
+def _with_weights(chunks: list[Megatron], *, path: Path) -> list[Megatron]:
+    load_starting_weights(chunks, path)
+    return chunks
+
+
 def _load(
     config: Config, ranks: Ranks, *, ddp_config: Megatron | None, change: Change
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     hf_config = bridge.hf_pretrained.config
     provider = provider_of(bridge, hf_config, config, load_weights=True)
+    weights = config.checkpoint.load
+    if weights is not None:
+        # Before the change, which they know nothing of, and the optimizer, which copies them.
+        provider.register_pre_wrap_hook(functools.partial(_with_weights, path=weights))
     provider.register_pre_wrap_hook(change)
     chunks = provider.provide_distributed_model(
         ddp_config=ddp_config,

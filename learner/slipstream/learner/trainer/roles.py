@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.learner.trainer.batch import Batch
@@ -14,9 +12,7 @@ from slipstream.learner.trainer.reference import Reference
 from slipstream.learner.trainer.sequences import ModelEstimates
 from slipstream.learner.trainer.stored_model import StoredModel
 from slipstream.protocol.config import Config
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.role_sections import RoleSection, renamed
-from slipstream.protocol.roles import critic_config, reference_config
+from slipstream.protocol.roles import critic_config, named, reference_config
 
 
 @dataclass(frozen=True)
@@ -72,20 +68,10 @@ def open_roles(config: Config, policy: Policy) -> Roles:
     of_reference, of_critic = reference_config(config), critic_config(config)
     reference, critic = None, None
     if of_reference is not None:
-        with _naming("reference", config.reference):
+        with named(config, "reference"):
             reference = Reference(of_reference, policy.ranks)
     if of_critic is not None:
-        with _naming("critic", config.critic):
+        with named(config, "critic"):
             critic = Critic(of_critic, policy.ranks)
     every = config.reference.refresh_every_steps if config.reference is not None else 0
     return Roles(reference, every, critic)
-
-
-@contextlib.contextmanager
-def _naming(name: str, role: RoleSection | None) -> Iterator[None]:
-    """The settings of a role stand in place of the learner's; their names in the file differ."""
-    try:
-        yield
-    except ConfigError as error:
-        problem = str(error) if role is None else renamed(str(error), name, role)
-        raise ConfigError(f"the {name}: {problem}") from error
