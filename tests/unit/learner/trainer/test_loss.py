@@ -236,3 +236,21 @@ def dense(
         clipped = torch.clamp(ratio, 0.8, 1.2)
         total = total - weight * torch.minimum(ratio * advantages[i], clipped * advantages[i])
     return total
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "sapo", "reinforce"])
+def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
+    """On `meta`, which refuses tensors of another device as a GPU does."""
+    settings = algorithm(
+        loss=loss,
+        entropy_coefficient=0.1,
+        kl={"coefficient": 0.1},
+        correction={"weight": "sequence", "token_band": [0.5, 2.0], "sequence_band": [0.5, 2.0]},
+    )
+    batch = micro_batch([-1.0] * 3, reference=[-1.0] * 3).map_tokens(lambda t: t.to("meta"))
+    policy = torch.zeros(3, device="meta", requires_grad=True)
+    found = policy_loss(policy, policy, policy.detach(), batch, settings, group=None)
+    found.loss.backward()
+    statistics = found.statistics
+    for tensor in (found.num_tokens, statistics.sums, statistics.gaps, statistics.maxima):
+        assert tensor.device.type == "meta"
