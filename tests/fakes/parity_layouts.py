@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 from fake_controller import make_batch
 from parity_models import VOCAB
 from slipstream.learner.trainer.batch import Batch
@@ -19,7 +20,6 @@ from slipstream.protocol.config_file import parse_config
 STEPS = 3
 SETTINGS = {
     "run": {"name": "parity", "steps": STEPS},
-    "model": {"dtype": "float32"},
     "algorithm": {
         "group_size": 4,
         "groups_per_step": 4,
@@ -48,6 +48,10 @@ class Layout:
     parallel: dict = field(default_factory=dict)
     learner: dict = field(default_factory=dict)
     algorithm: dict = field(default_factory=dict)
+    # What others show too, so that it need not be tried at every change.
+    is_slow: bool = False
+    # Pipeline stages send what they hand on only a moment after they were asked to.
+    is_slow_network: bool = False
 
     @property
     def reference(self) -> str:
@@ -126,63 +130,76 @@ LAYOUTS = {
     "tp2-sp-recompute": Layout(2, parallel=SP, learner=FULL_RECOMPUTE),
     "pp2": Layout(2, parallel={"pp": 2}),
     "pp2-vpp2": Layout(2, parallel=VPP),
+    "pp2-vpp2-slow-network": Layout(
+        2,
+        parallel=VPP,
+        learner={"transformer": {"overlap_p2p_comm_warmup_flush": True}},
+        is_slow_network=True,
+    ),
     "pp2-tied": Layout(2, "tied", parallel={"pp": 2}),
     "pp2-uneven": Layout(2, parallel={"pp": 2}, learner=UNEVEN_STAGES),
     "cp2": Layout(2, parallel={"cp": 2}),
     "cp2-qwen3": Layout(2, "qwen3", parallel={"cp": 2}),
     "cp2-tied": Layout(2, "tied", parallel={"cp": 2}),
     "cp2-mini-batches": Layout(2, parallel={"cp": 2}, algorithm=TWO_MINI_BATCHES),
+    "cp2-long": Layout(2, parallel={"cp": 2}, learner={"micro_batch_tokens": 20}),
     "cp2-recompute": Layout(2, parallel={"cp": 2}, learner=FULL_RECOMPUTE),
     "cp2-selective": Layout(2, parallel={"cp": 2}, learner=SELECTIVE_RECOMPUTE),
-    "cp2-overlap": Layout(2, parallel={"cp": 2}, learner=OVERLAP),
+    "cp2-overlap": Layout(2, parallel={"cp": 2}, learner=OVERLAP, is_slow=True),
     "cp2-moe": Layout(2, "moe", parallel={"cp": 2}),
     "ep2-cp2-moe": Layout(2, "moe", parallel={"ep": 2, "cp": 2}),
     "dp2-moe": Layout(2, "moe"),
     "ep2-moe": Layout(2, "moe", parallel={"ep": 2}),
     "ep2-distopt-moe": Layout(2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
-    "ep2-overlap-moe": Layout(2, "moe", parallel={"ep": 2}, learner=OVERLAP),
-    "etp2-moe": Layout(2, "moe", parallel={"etp": 2}),
+    "ep2-overlap-moe": Layout(2, "moe", parallel={"ep": 2}, learner=OVERLAP, is_slow=True),
+    "etp2-moe": Layout(2, "moe", parallel={"etp": 2}, is_slow=True),
     "tp2-sp-moe": Layout(2, "moe", parallel=SP),
-    "tp2-sp-etp1-moe": Layout(2, "moe", parallel=SP | {"etp": 1}),
+    "tp2-sp-etp1-moe": Layout(2, "moe", parallel=SP | {"etp": 1}, is_slow=True),
     "tp2-sp-etp1-ep2-moe": Layout(2, "moe", parallel=SP | {"etp": 1, "ep": 2}),
-    "tp2-sp-recompute-moe": Layout(2, "moe", parallel=SP, learner=FULL_RECOMPUTE),
+    "tp2-sp-recompute-moe": Layout(2, "moe", parallel=SP, learner=FULL_RECOMPUTE, is_slow=True),
     "pp2-moe": Layout(2, "moe", parallel={"pp": 2}),
     "dp4": Layout(4),
-    "dp4-distopt": Layout(4, learner=DISTRIBUTED_OPTIMIZER),
+    "dp4-distopt": Layout(4, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
     "dp4-few": Layout(4, algorithm=FEW),
     "dp2-tp2-sp-distopt": Layout(4, parallel=SP, learner=DISTRIBUTED_OPTIMIZER),
-    "dp2-tp2-qwen3": Layout(4, "qwen3", parallel={"tp": 2}),
+    "dp2-tp2-qwen3": Layout(4, "qwen3", parallel={"tp": 2}, is_slow=True),
     "dp2-pp2-overlap": Layout(4, parallel={"pp": 2}, learner=OVERLAP),
     "dp2-pp2-tied": Layout(4, "tied", parallel={"pp": 2}),
     "dp2-cp2-distopt": Layout(4, parallel={"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-cp2-few": Layout(4, parallel={"cp": 2}, algorithm=FEW),
     "cp4": Layout(4, parallel={"cp": 4}),
-    "tp2-cp2": Layout(4, parallel={"tp": 2, "cp": 2}),
+    "tp2-cp2": Layout(4, parallel={"tp": 2, "cp": 2}, is_slow=True),
     "tp2-sp-cp2-recompute": Layout(4, parallel=SP | {"cp": 2}, learner=FULL_RECOMPUTE),
-    "tp2-sp-cp2-tied": Layout(4, "tied", parallel=SP | {"cp": 2}),
+    "tp2-sp-cp2-tied": Layout(4, "tied", parallel=SP | {"cp": 2}, is_slow=True),
     "pp2-cp2": Layout(4, parallel={"pp": 2, "cp": 2}),
     "pp2-vpp2-cp2-qwen3": Layout(4, "qwen3", parallel=VPP | {"cp": 2}),
     "tp2-sp-pp2-vpp2": Layout(4, parallel=SP | VPP),
-    "tp2-pp2-tied": Layout(4, "tied", parallel={"tp": 2, "pp": 2}),
-    "dp4-ep2-distopt-moe": Layout(4, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
-    "tp2-sp-ep2-moe": Layout(4, "moe", parallel=SP | {"ep": 2}),
-    "tp2-sp-etp1-ep4-moe": Layout(4, "moe", parallel=SP | {"ep": 4, "etp": 1}),
+    "tp2-pp2-tied": Layout(4, "tied", parallel={"tp": 2, "pp": 2}, is_slow=True),
+    "dp4-ep2-distopt-moe": Layout(
+        4, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER, is_slow=True
+    ),
+    "tp2-sp-ep2-moe": Layout(4, "moe", parallel=SP | {"ep": 2}, is_slow=True),
+    "tp2-sp-etp1-ep4-moe": Layout(4, "moe", parallel=SP | {"ep": 4, "etp": 1}, is_slow=True),
     "tp2-sp-cp2-etp1-ep4-moe": Layout(4, "moe", parallel=SP | {"cp": 2, "ep": 4, "etp": 1}),
-    "pp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2}),
+    "pp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2}, is_slow=True),
     "pp2-vpp2-ep2-moe": Layout(4, "moe", parallel=VPP | {"ep": 2}),
     "pp2-cp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2, "cp": 2}),
     # All kinds at once; there is no room for replicas.
-    "tp2-sp-pp2-cp2": Layout(8, parallel=SP | {"pp": 2, "cp": 2}),
-    "tp2-sp-pp2-cp2-ep2-moe": Layout(8, "moe", parallel=SP | {"pp": 2, "cp": 2, "ep": 2}),
+    "tp2-sp-pp2-cp2": Layout(8, parallel=SP | {"pp": 2, "cp": 2}, is_slow=True),
+    "tp2-sp-pp2-cp2-ep2-moe": Layout(
+        8, "moe", parallel=SP | {"pp": 2, "cp": 2, "ep": 2}, is_slow=True
+    ),
     "tp2-sp-pp2-vpp2-cp2-ep2-moe": Layout(8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}),
     "tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe": Layout(
-        8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 4, "etp": 1}
+        8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 4, "etp": 1}, is_slow=True
     ),
     "dp2-tp2-sp-cp2-distopt": Layout(8, parallel=SP | {"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-tp2-sp-pp2-vpp2-cp2-ep2-overlap-moe": Layout(
-        16, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}, learner=OVERLAP
+        16, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}, learner=OVERLAP, is_slow=True
     ),
-    "dp2-tp2-sp-pp2-vpp2-cp2-qwen3": Layout(16, "qwen3", parallel=SP | VPP | {"cp": 2}),
+    "dp2-tp2-sp-pp2-vpp2-cp2-qwen3": Layout(
+        16, "qwen3", parallel=SP | VPP | {"cp": 2}, is_slow=True
+    ),
 }
 # A learning rate with which the second step cannot be finite.
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
@@ -197,14 +214,24 @@ def layouts_of(world_size: int) -> list[str]:
     return [name for name, layout in LAYOUTS.items() if layout.world_size == world_size]
 
 
-def config_of(name: str, folder: Path) -> Config:
+def each_layout_of(world_size: int) -> list[object]:
+    """Parameters of a test."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if LAYOUTS[name].is_slow else name
+        for name in layouts_of(world_size)
+    ]
+
+
+def config_of(job: str, folder: Path) -> Config:
+    """The settings of a layout; `LAYOUT@bfloat16` in another precision."""
+    name, _, dtype = job.partition("@")
     layout = (LAYOUTS | EXTRAORDINARY)[name]
     table = json.loads(json.dumps(SETTINGS))
-    table["model"]["path"] = str(folder / layout.model)
+    table["model"] = {"path": str(folder / layout.model), "dtype": dtype or "float32"}
     table["algorithm"] |= layout.algorithm
     table["learner"] |= layout.learner
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.parallel}
-    return parse_config(table, source=name)
+    return parse_config(table, source=job)
 
 
 def batches(config: Config) -> list[Batch]:

@@ -7,14 +7,17 @@ FOLDER/LAYOUT-rank-RANK.pt.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from parity_layouts import batches, config_of, probe
+import torch.distributed as dist
+from parity_layouts import LAYOUTS, batches, config_of, probe
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
 
@@ -25,6 +28,14 @@ if TYPE_CHECKING:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a layout does."""
+    if job in LAYOUTS and LAYOUTS[job].is_slow_network:
+        with slow_sends():
+            train(folder, job)
+    else:
+        train(folder, job)
+
+
+def train(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.export import export_weights, hf_tensors, save_hf_folder
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
@@ -73,13 +84,38 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 @contextmanager
+def slow_sends() -> Iterator[None]:
+    """Asynchronous sends read their tensor 10 ms later: a buffer must live until it was waited for.
+
+    On a fast machine a small message has left before the buffer is used for something else.
+    """
+    c10d, real = dist.distributed_c10d, dist.isend
+    # One thread keeps the messages in order.
+    with ThreadPoolExecutor(1) as thread:
+
+        def send(*args: object, **named: object) -> None:
+            time.sleep(0.01)
+            real(*args, **named).wait()
+
+        class Sending:
+            def __init__(self, *args: object, **named: object) -> None:
+                self._done = thread.submit(send, *args, **named)
+
+            def wait(self) -> None:
+                self._done.result()
+
+        c10d.isend = dist.isend = Sending
+        yield
+        c10d.isend = dist.isend = real
+
+
+@contextmanager
 def recorded_inputs(policy: Policy) -> Iterator[dict]:
-    """What enters this rank's first chunk, one micro batch after the other, and where it is."""
+    """Where this rank is, and what enters its first chunk, one micro batch after the other."""
     ranks = policy.ranks
     found: dict = {
         "dp": ranks.dp_rank,
         "cp": ranks.cp_rank,
-        "cp_size": ranks.cp_size,
         "micro_batches": [],
     }
 

@@ -8,6 +8,7 @@ ranks are processes of their own, one for each GPU: a forked process cannot use 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -85,9 +86,11 @@ def rank_pool() -> Iterator[RankPool]:
 def _start() -> subprocess.Popen[str]:
     # Threads of numpy or torch would not survive the forks.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    # TransformerEngine would multiply float32 matrices in a shorter format.
+    precise = {"NVIDIA_TF32_OVERRIDE": "0"}
     return subprocess.Popen(
         [sys.executable, __file__],
-        env=os.environ | threads | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | threads | precise | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -119,6 +122,8 @@ def _prepare() -> Callable[[dict, int], int]:
     import slipstream.learner.trainer.spec
     import slipstream.learner.trainer.step  # noqa: F401
 
+    # What is imported is never collected: the ranks share its memory as long as nobody touches it.
+    gc.freeze()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"cannot fork: the imports have started {len(threads) - 1} threads"
     return _fork

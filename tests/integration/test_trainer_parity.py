@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,20 @@ from pathlib import Path
 import parity_ranks
 import pytest
 import torch
-from parity_layouts import EXTRAORDINARY, LAYOUTS, STEPS, batches, config_of, layouts_of
+from parity_layouts import (
+    EXTRAORDINARY,
+    LAYOUTS,
+    STEPS,
+    batches,
+    config_of,
+    each_layout_of,
+    layouts_of,
+)
 from parity_models import make_models
 from plain_policy import PlainPolicy
 from rank_pool import RankPool
 from slipstream.learner.trainer.batch import token_lags
+from slipstream.learner.trainer.context_parallel import zigzag
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,31 +43,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
-    return run_layouts(rank_pool, folder, 1, [*layouts_of(1), *EXTRAORDINARY])
+def chosen(request: pytest.FixtureRequest) -> set[str]:
+    """The layouts that the tests to be run are about."""
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    return {name for call in calls if (name := call.params.get("layout")) in LAYOUTS}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
-    return run_layouts(rank_pool, folder, 2, layouts_of(2))
+def one_rank(rank_pool: RankPool, folder: Path, chosen: set[str]) -> dict[str, dict]:
+    always = {"one", "one-mini-batches", "one-gspo", "one-cispo", *EXTRAORDINARY}
+    references = {LAYOUTS[name].reference for name in chosen}
+    return run_layouts(rank_pool, folder, 1, always | references | chosen)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
-    return run_layouts(rank_pool, folder, 4, layouts_of(4))
+def two_ranks(rank_pool: RankPool, folder: Path, chosen: set[str]) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 2, chosen)
 
 
 @pytest.fixture(scope="module")
-def eight_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
-    return run_layouts(rank_pool, folder, 8, layouts_of(8))
+def four_ranks(rank_pool: RankPool, folder: Path, chosen: set[str]) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 4, chosen)
 
 
 @pytest.fixture(scope="module")
-def sixteen_ranks(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
-    return run_layouts(rank_pool, folder, 16, layouts_of(16))
+def eight_ranks(rank_pool: RankPool, folder: Path, chosen: set[str]) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 8, chosen)
 
 
-def run_layouts(pool: RankPool, folder: Path, world_size: int, names: list[str]) -> dict[str, dict]:
+@pytest.fixture(scope="module")
+def sixteen_ranks(rank_pool: RankPool, folder: Path, chosen: set[str]) -> dict[str, dict]:
+    return run_layouts(rank_pool, folder, 16, chosen)
+
+
+def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str]) -> dict[str, dict]:
+    """Those of `chosen` that have so many ranks, one after the other in the same ranks."""
+    known = LAYOUTS | EXTRAORDINARY
+    names = [name for name in known if name in chosen and known[name].world_size == world_size]
     pool.run(Path(parity_ranks.__file__), names, world_size=world_size, folder=folder)
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in names}
 
@@ -99,29 +121,28 @@ def one_by_one(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("layout", layouts_of(2))
+@pytest.mark.parametrize("layout", each_layout_of(2))
 def test_two_ranks_train_like_one(
     layout: str, one_rank: dict[str, dict], two_ranks: dict[str, dict]
 ) -> None:
     check_layout(layout, one_rank, two_ranks[layout])
 
 
-@pytest.mark.parametrize("layout", layouts_of(4))
+@pytest.mark.parametrize("layout", each_layout_of(4))
 def test_four_ranks_train_like_one(
     layout: str, one_rank: dict[str, dict], four_ranks: dict[str, dict]
 ) -> None:
     check_layout(layout, one_rank, four_ranks[layout])
 
 
-@pytest.mark.parametrize("layout", layouts_of(8))
+@pytest.mark.parametrize("layout", each_layout_of(8))
 def test_eight_ranks_train_like_one(
     layout: str, one_rank: dict[str, dict], eight_ranks: dict[str, dict]
 ) -> None:
     check_layout(layout, one_rank, eight_ranks[layout])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", layouts_of(16))
+@pytest.mark.parametrize("layout", each_layout_of(16))
 def test_sixteen_ranks_train_like_one(
     layout: str, one_rank: dict[str, dict], sixteen_ranks: dict[str, dict]
 ) -> None:
@@ -152,6 +173,74 @@ def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
         )
     for name, tensor in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("layout", each_layout_of(4))
+@pytest.mark.usefixtures("four_ranks")
+def test_each_of_four_ranks_gets_its_part_of_its_replicas_share(layout: str, folder: Path) -> None:
+    check_dispatch(layout, folder)
+
+
+@pytest.mark.parametrize("layout", each_layout_of(8))
+@pytest.mark.usefixtures("eight_ranks")
+def test_each_of_eight_ranks_gets_its_part_of_its_replicas_share(layout: str, folder: Path) -> None:
+    check_dispatch(layout, folder)
+
+
+def check_dispatch(layout: str, folder: Path) -> None:
+    """Every sequence is trained by one replica, all of whose ranks get the same micro batches.
+
+    Context parallel ranks get the same when they are put together again.
+    """
+    world_size = LAYOUTS[layout].world_size
+    ranks = [
+        torch.load(folder / f"{layout}-rank-{rank}.pt", weights_only=True)
+        for rank in range(world_size)
+    ]
+    config = config_of(layout, folder)
+    cp = config.learner.parallel.cp
+    dp = world_size // (config.learner.parallel.tp * config.learner.parallel.pp * cp)
+    assert len({len(found["micro_batches"]) for found in ranks}) == 1
+    trained = []
+    for replica in range(dp):
+        members = [found for found in ranks if found["dp"] == replica]
+        assert len(members) == world_size // dp
+        shares = {found["cp"]: found["micro_batches"] for found in members}
+        assert len(shares) == cp
+        for found in members:
+            for (tokens, bounds), (same, same_bounds) in zip(
+                found["micro_batches"], shares[found["cp"]], strict=True
+            ):
+                assert torch.equal(tokens, same)
+                assert bounds == same_bounds
+        for micro_batch in zip(*shares.values(), strict=True):
+            trained += whole_sequences(list(shares), micro_batch)
+    sequences = [t.token_ids.tolist() for t in batches(config)[0].trajectories]
+    padded = [tokens + [0] * (-len(tokens) % (2 * cp if cp > 1 else 1)) for tokens in sequences]
+    assert sorted(tokens for tokens in trained if any(tokens)) == sorted(padded)
+
+
+def whole_sequences(cp_ranks: list[int], shares: tuple) -> list[list[int]]:
+    """The sequences of one micro batch, put together from its context parallel shares."""
+    bounds = shares[0][1]
+    whole = torch.full((bounds[-1],), -1)
+    for cp_rank, (tokens, same_bounds) in zip(cp_ranks, shares, strict=True):
+        assert same_bounds == bounds
+        whole[zigzag(bounds, cp_rank, len(cp_ranks))] = tokens
+    return [whole[start:end].tolist() for start, end in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("layout", ["dp4-few"])
+def test_replica_without_a_sequence_has_a_micro_batch_of_filler(
+    layout: str, folder: Path, four_ranks: dict[str, dict]
+) -> None:
+    assert four_ranks[layout]["metrics"][0]["num_micro_batches"] == 4
+    ranks = [
+        torch.load(folder / f"{layout}-rank-{rank}.pt", weights_only=True) for rank in range(4)
+    ]
+    sizes = sorted(len(tokens) for found in ranks for tokens, _ in found["micro_batches"])
+    assert sizes[0] == 1
+    assert sizes[1] > 1
 
 
 @pytest.mark.parametrize("layout", ["one", "one-tied", "one-qwen3", "one-moe"])
