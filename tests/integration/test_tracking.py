@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import pytest
-from controller_runs import make_config, play
+from controller_runs import make_config, play, with_evaluations
 from fake_server import FakeServer
 from fake_trainer import FakeTrainer
 from run_processes import empty_model, run_command, write_config
@@ -43,3 +44,32 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path, command):
         "pip install 'slipstream-rl[wandb]'\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path):
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    config = make_config(
+        tmp_path,
+        run__steps=3,
+        tracking__trackers=["tensorboard", "wandb", "mlflow"],
+        tracking__wandb_mode="offline",
+        tracking__project="p",
+    )
+    config = with_evaluations(config, {"name": "held", "num_episodes": 4})
+    address = config.controller.address
+    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    assert summary["code"] == 0
+    run_ids = json.loads((config.run_dir / "tracking.json").read_text())
+    assert set(run_ids) == {"wandb", "mlflow"}
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{config.run_dir}/mlflow.db")
+    rewards = client.get_metric_history(run_ids["mlflow"], "reward_mean")
+    assert [metric.step for metric in rewards] == [0, 1, 2]
+    heldout = client.get_metric_history(run_ids["mlflow"], "held/pass_at_1")
+    assert [metric.step for metric in heldout] == [0, 3]
+    (offline,) = (config.run_dir / "wandb").glob(f"offline-run-*-{run_ids['wandb']}/*.wandb")
+    assert offline.read_bytes().count(b"held/reward_mean") >= 2

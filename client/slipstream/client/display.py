@@ -10,6 +10,11 @@ from typing import TextIO
 from slipstream.protocol.config import Config
 from slipstream.v1 import status_pb2
 
+# What people look for in a run's folder.
+FILES = (
+    *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
+    *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "logs/"),
+)
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
 
@@ -59,8 +64,8 @@ class Display:
         self._out.write("\n")
         for name, value in rows:
             self._out.write(f"  {name:<{width}}  {value}\n")
-        files = "summary.json, metrics.jsonl, trajectories.jsonl, curves.png, tensorboard/, logs/"
-        self._out.write(f"\n  {folder}/: {files}\n")
+        files = [name for name in FILES if (folder / name).exists()]
+        self._out.write(f"\n  {folder}/: {', '.join(files)}\n")
         self._out.flush()
 
     def _line(self, text: str) -> None:
