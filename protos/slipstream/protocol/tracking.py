@@ -7,12 +7,12 @@ import importlib.util
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.measurement_sections import TrackingSection
 
-PACKAGES = {
-    "tensorboard": ("tensorboardX",),
+# Each has an extra of its name.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "tensorboard": (),
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
 }
-EXTRAS = {"tensorboard": "controller", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def check_trackers(tracking: TrackingSection) -> None:
@@ -22,5 +22,5 @@ def check_trackers(tracking: TrackingSection) -> None:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
                     f"tracking.trackers has {tracker!r}, which needs the package {package}: "
-                    f"pip install 'slipstream-rl[{EXTRAS[tracker]}]'"
+                    f"pip install 'slipstream-rl[{tracker}]'"
                 )

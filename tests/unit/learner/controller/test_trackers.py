@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
+import subprocess
+import sys
 import threading
+import time
+import types
 from pathlib import Path
 
 import pytest
 from controller_runs import make_config
 from slipstream.learner.controller.trackers import writers
+from slipstream.learner.controller.trackers.event_file import crc32c
 from slipstream.learner.controller.trackers.opening import RunIds, _ways_to_open
-from slipstream.learner.controller.trackers.tracker import told_settings
+from slipstream.learner.controller.trackers.tensorboard import TensorBoardTracker
+from slipstream.learner.controller.trackers.tracker import TrackedRun, told_settings
 from slipstream.learner.controller.trackers.writers import Trackers
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.measurement_sections import TrackingSection
@@ -153,6 +160,96 @@ def test_tensorboard_has_every_number(tmp_path: Path):
     files = list((tmp_path / "r" / "tensorboard").iterdir())
     content = b"".join(file.read_bytes() for file in files)
     assert content.count(b"reward_mean") == content.count(b"held/pass_at_1") == 2
+
+
+def records(path: Path) -> list:
+    """The events of a file, read by the message that TensorBoard itself has; checksums checked."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    data, events = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        crcs = struct.unpack_from("<I", data, 8) + struct.unpack_from("<I", data, 12 + length)
+        for part, stored in zip((data[:8], data[12 : 12 + length]), crcs, strict=True):
+            crc = crc32c(part)
+            assert stored == ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[length + 16 :]
+    return events
+
+
+def test_the_checksum_is_that_of_the_standard():
+    # RFC 3720, B.4: 32 bytes of zeros, and the usual check of such codes.
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def test_event_files_hold_what_tensorboard_reads_as_soon_as_it_is_told(tmp_path: Path):
+    tracker = TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}))
+    tracker.log(300, {"loss": -0.5, "held/pass_at_1": 0.25})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    first, second = records(file)
+    assert first.file_version == "brain.Event:2"
+    assert second.step == 300
+    assert abs(second.wall_time - time.time()) < 60
+    values = {value.tag: value.simple_value for value in second.summary.value}
+    assert values == {"loss": -0.5, "held/pass_at_1": 0.25}
+    tracker.close()
+
+
+def test_the_controller_imports_neither_torch_nor_what_brings_it():
+    program = (
+        "import sys, slipstream.learner.controller.application, "
+        "slipstream.learner.controller.trackers.tensorboard;"
+        "print({'torch', 'tensorboardX', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout == "set()\n"
+
+
+class FakeService(types.ModuleType):
+    """Stands in for the package wandb and its run: notes every call."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[str, tuple, dict]] = []
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
+
+
+def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_path, monkeypatch):
+    service = FakeService()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.delitem(sys.modules, "slipstream.learner.controller.trackers.wandb", raising=False)
+    config = make_config(
+        tmp_path,
+        tracking__trackers=["wandb"],
+        tracking__project="sums",
+        tracking__name="first try",
+        tracking__wandb_mode="offline",
+    )
+    config.run_dir.mkdir()
+    RunIds(config.run_dir).keep("wandb", "kept")
+    tracker = _ways_to_open(config, config.run_dir)["wandb"]()
+    tracker.log(7, {"loss": 0.5})
+    tracker.close()
+    monkeypatch.delitem(sys.modules, "slipstream.learner.controller.trackers.wandb")
+    told = next(kwargs for name, _, kwargs in service.calls if name == "init")
+    assert (told["project"], told["name"], told["mode"]) == ("sums", "first try", "offline")
+    assert (told["id"], told["resume"], told["dir"]) == ("kept", "allow", str(config.run_dir))
+    assert told["config"]["algorithm.max_staleness"] == 2
+    names = [(name, args) for name, args, _ in service.calls if name in ("log", "finish")]
+    assert names == [("log", ({"loss": 0.5, "step": 7},)), ("finish", ())]
+    assert ("define_metric", ("*",), {"step_metric": "step"}) in service.calls
 
 
 @needs("wandb")

@@ -1,0 +1,92 @@
+"""TensorBoard's event files, written without the packages that would bring torch along.
+
+A file is a sequence of records: length (uint64, little endian), masked CRC-32C of the length, data,
+masked CRC-32C of the data. The data is a protobuf message Event of tensorboard/compat/proto.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+_VERSION = "brain.Event:2"
+_CRC_POLYNOMIAL = 0x82F63B78
+_CRC_MASK_DELTA = 0xA282EAD8
+# Wire types of protobuf.
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def _crc_table() -> tuple[int, ...]:
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (_CRC_POLYNOMIAL if crc & 1 else 0)
+        table.append(crc)
+    return tuple(table)
+
+
+_CRC_TABLE = _crc_table()
+
+
+class EventFile:
+    """One file, each record written at once; two of them never share a name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder and the file in it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time_ns()
+        name = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
+        self._file = (folder / name).open("xb", buffering=0)
+        self._write(_field(3, _BYTES, _VERSION.encode()))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the values of one step under their names."""
+        summary = b"".join(
+            _field(1, _BYTES, _field(1, _BYTES, name.encode()) + _field(2, _FIXED32, value))
+            for name, value in values.items()
+        )
+        self._write(_field(2, _VARINT, step) + _field(5, _BYTES, summary))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _write(self, event: bytes) -> None:
+        data = _field(1, _FIXED64, time.time()) + event
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked(crc32c(length)) + data + _masked(crc32c(data)))
+
+
+def crc32c(data: bytes) -> int:
+    """The CRC-32 with Castagnoli's polynomial (RFC 3720, appendix B.4)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+def _masked(crc: int) -> bytes:
+    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
+    return struct.pack("<I", (rotated + _CRC_MASK_DELTA) & 0xFFFFFFFF)
+
+
+def _field(number: int, wire_type: int, value: float | bytes) -> bytes:
+    key = _varint(number << 3 | wire_type)
+    if isinstance(value, bytes):
+        return key + _varint(len(value)) + value
+    if wire_type == _VARINT:
+        return key + _varint(int(value))
+    return key + struct.pack("<d" if wire_type == _FIXED64 else "<f", value)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
