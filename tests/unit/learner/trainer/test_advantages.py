@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import algorithm
 from slipstream.learner.trainer.advantages import (
@@ -152,6 +152,7 @@ def test_gae_keeps_returns_as_they_are_and_normalizes_advantages() -> None:
         assert [o.returns.tolist() for o in one if o.returns is not None] == [[1.0, 1.0], [0.0]]
 
 
+@settings(deadline=None)
 @given(
     rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=12),
     shift=st.floats(-3, 3),
