@@ -6,6 +6,7 @@ In each job of `LAYOUTS` policy, reference and critic have other layouts, and al
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 from collections.abc import Callable
@@ -53,7 +54,14 @@ class RoleLayout:
     policy: dict = field(default_factory=dict)
     reference: dict = field(default_factory=dict)
     critic: dict = field(default_factory=dict)
+    learner: dict = field(default_factory=dict)
 
+
+# All that can be away is, while another model works.
+OFFLOAD = {
+    "use_distributed_optimizer": True,
+    "offload": {"parameters": True, "gradients": True, "optimizer": True},
+}
 
 LAYOUTS = {
     "one": RoleLayout(1),
@@ -62,6 +70,7 @@ LAYOUTS = {
     "dp2-sp2-sp2": RoleLayout(2, reference=SP, critic=SP),
     "pp2-dp2-vpp2": RoleLayout(2, policy={"pp": 2}, critic=VPP),
     "dp2-cp2-cp2": RoleLayout(2, reference={"cp": 2}, critic={"cp": 2}),
+    "tp2-sp2-dp2-offload": RoleLayout(2, "llama", {"tp": 2}, SP, learner=OFFLOAD),
     "tp2-tp2-tp2": RoleLayout(2, policy={"tp": 2}, reference={"tp": 2}, critic={"tp": 2}),
     "sp2dp2-pp2dp2-sp2pp2": RoleLayout(4, policy=SP, reference={"pp": 2}, critic=SP | {"pp": 2}),
     "sp2-pp2-pp2-tied": RoleLayout(2, "tied", SP, {"pp": 2}, {"pp": 2}),
@@ -89,6 +98,7 @@ def config_of(name: str, folder: Path) -> Config:
     table = json.loads(json.dumps(SETTINGS))
     table["model"]["path"] = str(folder / layout.model)
     table["algorithm"] |= {"advantage": "gae", "kl": {"coefficient": 0.1}}
+    table["learner"] |= layout.learner
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.policy}
     table["reference"] = {
         "refresh_every_steps": REFRESH_STEPS,
@@ -131,6 +141,7 @@ def roles(folder: Path, job: str) -> None:
     """What the roles say and learn by themselves, then what the policy learns with them."""
     from slipstream.learner.trainer.export import hf_tensors
     from slipstream.learner.trainer.model import open_policy, unwrapped
+    from slipstream.learner.trainer.offload import Part
     from slipstream.learner.trainer.parallel import Launch
     from slipstream.learner.trainer.roles import open_roles
 
@@ -166,8 +177,10 @@ def roles(folder: Path, job: str) -> None:
         all(torch.equal(after[name], before[name]) for name in before)
         for after in found.pop("weights")
     ]
-    head = getattr(unwrapped(critic.model.chunks[-1]), "output_layer", None)
-    found["head"] = {} if head is None else dict(head.state_dict())
+    with critic.model.memory.resident(Part.PARAMETERS):
+        head = getattr(unwrapped(critic.model.chunks[-1]), "output_layer", None)
+        state = {} if head is None else head.state_dict()
+        found["head"] = {name: value.clone() for name, value in state.items()}
     torch.save(found, folder / f"{job}-{policy.ranks.rank}.pt")
     policy.ranks.close()
 
@@ -196,13 +209,17 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
 
 def save(folder: Path, layout: str) -> None:
     """Saves the models of a layout after two of three steps, asynchronously."""
+    from slipstream.learner.trainer.offload import Part
     from slipstream.protocol.types import PolicyVersion
 
     config = config_of_run(layout, folder, layout)
     run = _Run(config)
     for batch in batches(config)[:2]:
         run.step.run(batch)
-    run.checkpointer.save(PolicyVersion(0, 2), b"digest")
+    with contextlib.ExitStack() as stack:
+        for memory in (run.policy.memory, *run.roles.memories()):
+            stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
+        run.checkpointer.save(PolicyVersion(0, 2), b"digest")
     torch.save(run.last_step(), folder / f"save:{layout}-{run.policy.ranks.rank}.pt")
     run.checkpointer.finish()
     run.policy.ranks.close()

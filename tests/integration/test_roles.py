@@ -259,7 +259,7 @@ def test_sequence_parallelism_needs_no_groups_of_its_own(swapped: list[dict]) ->
         assert found["groups_again"] == 0
 
 
-SAVED = {"one": 1, "tp2-pp2-dp2": 2, "sp2-pp2-pp2-tied": 2}
+SAVED = ("one", "tp2-pp2-dp2", "sp2-pp2-pp2-tied", "tp2-sp2-dp2-offload")
 # Which checkpoint goes on in which layout.
 LOADED = [
     ("one", "one"),
@@ -269,13 +269,14 @@ LOADED = [
     ("tp2-pp2-dp2", "dp2-sp2-sp2"),
     ("sp2-pp2-pp2-tied", "sp2-pp2-pp2-tied"),
     ("sp2-pp2-pp2-tied", "one-tied"),
+    ("tp2-sp2-dp2-offload", "tp2-sp2-dp2-offload"),
 ]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
     """What rank 0 saw in the last step of each run, saved and loaded ones."""
-    jobs = {f"save:{name}": size for name, size in SAVED.items()}
+    jobs = {f"save:{name}": LAYOUTS[name].world_size for name in SAVED}
     second = {f"load:{saved}:{name}": LAYOUTS[name].world_size for saved, name in LOADED}
     second["start:one:tp2-pp2-dp2"] = 2
     for names in (jobs, second):
