@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from slipstream.learner.trainer.context_parallel import share_of_rank, zigzag
 from slipstream.learner.trainer.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.loss import TokenLoss
 from slipstream.learner.trainer.model import ParallelModel, TrainedModel
 from slipstream.learner.trainer.offload import Part
-from slipstream.learner.trainer.packing import (
-    MicroBatch,
-    TrainingSequence,
-    build_micro_batch,
-    round_up,
-)
-from slipstream.learner.trainer.planner import plan_micro_batches
+from slipstream.learner.trainer.packing import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.settings import Megatron
+from slipstream.learner.trainer.shares import masked_outputs
 from slipstream.protocol.types import LogprobArray, TokenArray
 from torch import Tensor
 
@@ -93,38 +86,12 @@ def sequence_logprobs(
 
     On every rank, one array for each sequence.
     """
-    prepared = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]
-    ranks, sequence_multiple = model.ranks, model.sequence_multiple
-    # Every replica computes all of them; one counts.
-    plan = plan_micro_batches(
-        [round_up(len(sequence), sequence_multiple) for sequence in prepared],
-        max_tokens=max_tokens * ranks.cp_size,
-        dp_size=1,
-        multiple=model.micro_batch_multiple,
-    )[0]
-    wholes = [
-        build_micro_batch(
-            prepared, members, multiple=model.token_multiple, sequence_multiple=sequence_multiple
-        )
-        for members in plan
-    ]
-    shares = [share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes]
-    logprobs = forward_logprobs(model, shares, temperature=1.0)
-    starts = [0]
-    for sequence in prepared:
-        starts.append(starts[-1] + len(sequence) - 1)
-    found = torch.zeros(starts[-1], dtype=torch.float32)
-    if ranks.counts and ranks.dp_rank == 0:
-        for whole, values in zip(wholes, logprobs, strict=True):
-            bounds = whole.cu_seqlens.tolist()
-            # Each context parallel rank knows some; the sum over all ranks completes them.
-            row = torch.zeros(bounds[-1], dtype=torch.float32)
-            row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.cpu()
-            for start, index in zip(bounds, whole.indices, strict=False):
-                length = starts[index + 1] - starts[index]
-                found[starts[index] : starts[index + 1]] = row[start : start + length]
-    ranks.sum(found)
-    return [found[a:b].numpy() for a, b in itertools.pairwise(starts)]
+    return masked_outputs(
+        model,
+        [TrainingSequence.of_tokens(token_ids) for token_ids in sequences],
+        functools.partial(forward_logprobs, model, temperature=1.0),
+        max_tokens=max_tokens,
+    )
 
 
 def run_schedule(

@@ -35,8 +35,26 @@ def batch_outputs(
     `model` must be in force; each replica computes its share. Collective: besides what the model
     itself sends, one sum over all ranks of 4 bytes for each sampled token of the batch.
     """
-    ranks = model.ranks
     sequences = [_sequence(trajectory, batch.step) for trajectory in batch.trajectories]
+    found = masked_outputs(model, sequences, forward, max_tokens=max_tokens)
+    return [
+        _of_sampled(trajectory, outputs)
+        for trajectory, outputs in zip(batch.trajectories, found, strict=True)
+    ]
+
+
+def masked_outputs(
+    model: ParallelModel,
+    sequences: Sequence[TrainingSequence],
+    forward: Forward,
+    *,
+    max_tokens: int,
+) -> list[LogprobArray]:
+    """For each sequence what stands at the positions of its loss mask, float32; on every rank.
+
+    Collective as `batch_outputs`.
+    """
+    ranks = model.ranks
     wholes = _packed(model, sequences, range(len(sequences)), max_tokens=max_tokens)
     outputs = forward([share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes])
     starts = [0, *accumulate(int(sequence.loss_mask.sum()) for sequence in sequences)]
@@ -52,10 +70,7 @@ def batch_outputs(
             ):
                 found[starts[index] : starts[index + 1]] = row[part][whole.loss_mask[part]]
     ranks.sum(found)
-    return [
-        _of_sampled(trajectory, found[start:end].numpy())
-        for trajectory, (start, end) in zip(batch.trajectories, pairwise(starts), strict=True)
-    ]
+    return [found[start:end].numpy() for start, end in pairwise(starts)]
 
 
 def rank_micro_batches(
