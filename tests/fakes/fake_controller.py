@@ -46,6 +46,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.starts: list[pb.PublishStart] = []
         self.results: list[pb.PublishResult] = []
         self.checkpoints: list[pb.CheckpointReport] = []
+        self.saved = threading.Event()
         self.failures: list[pb.TrainerFailure] = []
         self.goodbye: pb.TrainerGoodbye | None = None
 
@@ -96,6 +97,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.CheckpointReport, context: grpc.ServicerContext
     ) -> pb.CheckpointReceipt:
         self.checkpoints.append(request)
+        self.saved.set()
         return pb.CheckpointReceipt()
 
     def ReportFailure(

@@ -13,7 +13,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from slipstream.client.session import rank_environments
+from slipstream.client.trainer_ranks import rank_environments
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import load_config

@@ -141,6 +141,8 @@ COMMANDS = {
     "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
     "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
     "replay of nothing": (["replay", "nowhere"], "nowhere", "no such file"),
+    "export of nothing": (["export", "nowhere"], "nowhere", "no such file"),
+    "export without checkpoints": (["export", "."], "has no checkpoints"),
     "replay of no run": (["replay", "."], "has no journal"),
     "node rank": (["learner", "config.toml", "--node-rank", "1"], "must be 0 to 0, got 1"),
     "negative node rank": (["learner", "config.toml", "--node-rank=-1"], "got -1"),

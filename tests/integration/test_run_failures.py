@@ -166,7 +166,9 @@ async def test_a_killed_queue_is_started_again_and_loses_nothing(
 async def test_a_run_that_cannot_go_on_ends_at_once_with_the_cause(
     what: str, name: str, ranks: int, tmp_path: Path, tiny_model: Path
 ) -> None:
-    config = write_slow_run(tmp_path, tiny_model, learner__world_size=ranks)
+    config = write_slow_run(
+        tmp_path, tiny_model, learner__world_size=ranks, learner__max_restarts=0
+    )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with connection(config, run) as client:
             await until_step(client, 2)

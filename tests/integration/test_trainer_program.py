@@ -97,7 +97,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_trainer(
-    folder: Path, model: Path, address: str, *, world_size: int = 1, **learner: object
+    folder: Path,
+    model: Path,
+    address: str,
+    *,
+    world_size: int = 1,
+    checkpoint: dict[str, object] | None = None,
+    **learner: object,
 ) -> list[subprocess.Popen[str]]:
     config = parse_config(
         {
@@ -111,6 +117,7 @@ def start_trainer(
             },
             "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24},
             "controller": {"address": address},
+            "checkpoint": checkpoint or {},
             "learner": {"world_size": world_size, "timeout_s": 60.0, **learner},
             "weights": {"bucket_mib": 1},
         },
@@ -280,13 +287,50 @@ def test_sigterm_ends_the_trainer_in_order_while_it_waits(tmp_path: Path, model:
     assert controller.failures == []
 
 
+def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
+    tmp_path: Path, model: Path
+) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    orders = [*map(batch_order, BATCHES), stop_order()]
+    with FakeController(orders) as controller:
+        processes = start_trainer(whole, model, controller.address, checkpoint={"every_steps": 2})
+        assert finish(processes, whole) == [0]
+    expected = [report.weight_digest for report in controller.steps]
+    # One is due after two steps, and the end has one of its own.
+    assert [report.version.step for report in controller.checkpoints] == [2, 3]
+    assert [report.weight_digest for report in controller.checkpoints] == expected[1:]
+
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    settings = {"checkpoint": {"every_steps": 2}, "export_final": False}
+    with FakeController([*map(batch_order, BATCHES)]) as controller:
+        processes = start_trainer(killed, model, controller.address, **settings)
+        assert controller.saved.wait(TIMEOUT_S)
+        assert controller.asked.wait(TIMEOUT_S)
+        processes[0].kill()
+        assert finish(processes, killed) == [-signal.SIGKILL]
+    assert [report.weight_digest for report in controller.steps] == expected
+    (killed / "program" / "checkpoints" / "step-000009.partial").mkdir()
+    with FakeController([batch_order(BATCHES[2]), stop_order()]) as controller:
+        assert finish(start_trainer(killed, model, controller.address, **settings), killed) == [0]
+    hello, goodbye = controller.hello, controller.goodbye
+    assert hello is not None
+    assert goodbye is not None
+    assert (hello.version.step, hello.weight_digest) == (2, expected[1])
+    assert [report.weight_digest for report in controller.steps] == expected[2:]
+    assert goodbye.weight_digest == expected[-1]
+    assert (killed / "program" / "checkpoints" / "step-000003" / "manifest.json").is_file()
+    assert not list((killed / "program" / "checkpoints").glob("*.partial"))
+
+
 def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path: Path, model: Path) -> None:
     with FakeController([]) as controller:
         processes = start_trainer(tmp_path, model, controller.address, world_size=2)
         assert controller.asked.wait(TIMEOUT_S)
         processes[1].kill()
         assert finish(processes, tmp_path) == [1, -signal.SIGKILL]
-    assert [failure.rank for failure in controller.failures] == [0]
+    assert [(failure.rank, failure.final) for failure in controller.failures] == [(0, False)]
     assert controller.failures[0].message
     assert controller.goodbye is None
 
@@ -294,9 +338,10 @@ def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path: Path, model: 
 def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path) -> None:
     orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), batch_order(with_old_token())]
     with FakeController(orders) as controller:
-        assert finish(start_trainer(tmp_path, model, controller.address), tmp_path) == [1]
+        assert finish(start_trainer(tmp_path, model, controller.address), tmp_path) == [3]
     assert len(controller.steps) == 2
     assert "StalenessError: step 2" in controller.failures[0].message
+    assert controller.failures[0].final
     assert "a lag of 2" in controller.failures[0].message
 
 

@@ -86,6 +86,12 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     replay.set_defaults(execute=_replay)
 
+    export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
+    export.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
+    export.add_argument("--out", type=Path, help="default: RUN/checkpoints/hf-STEP")
+    export.set_defaults(execute=_export)
+
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
     doctor.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
@@ -160,6 +166,12 @@ async def _learner(arguments: argparse.Namespace) -> int:
         master=arguments.master,
         dry_run=arguments.dry_run,
     )
+
+
+async def _export(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launcher import run_export
+
+    return await run_export(arguments.run, arguments.step, arguments.out)
 
 
 async def _replay(arguments: argparse.Namespace) -> int:

@@ -25,10 +25,11 @@ from slipstream.client.session import (
     GRACE_S,
     ROLLOUT_SERVER,
     Session,
-    rank_environments,
     stop_signal,
     write_config,
 )
+from slipstream.client.trainer_ranks import rank_environments
+from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import dump_config, load_config, parse_config
 from slipstream.protocol.errors import ConfigError, RunFailed
@@ -36,6 +37,7 @@ from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.tracking import check_trackers
 
 REPLAY = "slipstream.learner.trainer.replay"
+EXPORT = "slipstream.learner.trainer.export_checkpoint"
 
 
 async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
@@ -169,6 +171,38 @@ async def run_replay(folder: Path) -> int:
     if failed:
         raise RunFailed(failed[0].describe_end())
     return int(any(rank.process.returncode for rank in ranks))
+
+
+async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
+    """`slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder."""
+    path = folder / "config.toml"
+    config = load_config(path)
+    check_settings(config)
+    check_installed("torch", "megatron.core")
+    steps = complete_steps(folder / "checkpoints")
+    if not steps:
+        raise ConfigError(f"{folder} has no checkpoints")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise ConfigError(
+            f"{folder} has no checkpoint of version {chosen}, only of {', '.join(map(str, steps))}"
+        )
+    target = out or folder / "checkpoints" / f"hf-{chosen:06d}"
+    if target.exists():
+        raise ConfigError(f"--out: {target} exists already")
+    (environ,) = rank_environments(config, 0, 1)
+    environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
+    arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
+    log_path = folder / "logs" / "export.log"
+    child = await start_child("export", EXPORT, arguments, log_path=log_path, environ=environ)
+    try:
+        await child.process.wait()
+    finally:
+        await child.stop(GRACE_S)
+    if child.process.returncode:
+        raise RunFailed(child.describe_end())
+    print(f"version {chosen} lies in {target}")
+    return 0
 
 
 def _master_overrides(environ: Mapping[str, str]) -> list[str]:

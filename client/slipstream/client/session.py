@@ -19,8 +19,9 @@ from pathlib import Path
 import grpc.aio
 from slipstream.client.children import Child, start_child
 from slipstream.client.display import Display
-from slipstream.client.preflight import free_port, make_folder
-from slipstream.protocol.config import Config, address_parts
+from slipstream.client.preflight import make_folder
+from slipstream.client.trainer_ranks import TrainerRanks
+from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import dump_config
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
@@ -28,7 +29,6 @@ from slipstream.protocol.security import Credentials, call_metadata, open_channe
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 CONTROLLER = "slipstream.learner.controller"
-TRAINER = "slipstream.learner.trainer"
 ROLLOUT_SERVER = "slipstream.rollout_server"
 GRACE_S = 30.0
 STOP_LIMIT_S = 30.0
@@ -52,7 +52,7 @@ class Session:
         )
         self._children: list[Child] = []
         self._controller: asyncio.Task[Child] | None = None
-        self._trainers: list[Child] = []
+        self._trainers: TrainerRanks | None = None
         self._servers: dict[str, asyncio.Task[None]] = {}
         self._display = Display(config)
         self._over = False
@@ -67,6 +67,8 @@ class Session:
         for task in self._servers.values():
             task.cancel()
         await asyncio.gather(*self._servers.values(), return_exceptions=True)
+        if self._trainers is not None:
+            await self._trainers.stop(GRACE_S)
         await asyncio.gather(*(child.stop(GRACE_S) for child in self._children))
 
     def start_controller(self) -> None:
@@ -75,10 +77,9 @@ class Session:
         self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
 
     async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:
-        """Starts the trainer ranks of this node as torchrun would."""
-        for environ in rank_environments(self._config, first_rank, num_ranks):
-            name = f"trainer-rank-{environ['RANK']}"
-            self._trainers.append(await self._start(name, TRAINER, [], environ=environ))
+        """Starts the trainer ranks of this node; `wait` starts them again when they die."""
+        self._trainers = TrainerRanks(self._config, first_rank, num_ranks, warn=self._display.warn)
+        await self._trainers.start(self._config_arguments)
 
     def keep_queue(self, server: EmbeddedServer) -> None:
         """Starts the queue's own server again when it dies: it keeps what it has acknowledged."""
@@ -118,8 +119,11 @@ class Session:
         raise RunFailed(controller.describe_end())
 
     async def _let_leave(self) -> None:
+        trainers = self._trainers.children if self._trainers is not None else []
         others = [
-            child for child in self._children if child.name != "controller" and child.is_running
+            child
+            for child in (*self._children, *trainers)
+            if child.name != "controller" and child.is_running
         ]
         for child in others:
             # Who had not come yet would look for the controller; the others are done.
@@ -128,20 +132,16 @@ class Session:
             async with asyncio.timeout(LEAVE_LIMIT_S):
                 await asyncio.gather(*(child.process.wait() for child in others))
 
-    async def _start(
-        self,
-        name: str,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        environ: dict[str, str] | None = None,
-    ) -> Child:
+    @property
+    def _config_arguments(self) -> list[str]:
+        return ["--config", str(self._resolved)]
+
+    async def _start(self, name: str, module: str, arguments: Sequence[str]) -> Child:
         child = await start_child(
             name,
             module,
-            ["--config", str(self._resolved), *arguments],
+            [*self._config_arguments, *arguments],
             log_path=self._logs / f"{name}.log",
-            environ=environ or {},
         )
         self._children.append(child)
         return child
@@ -180,31 +180,27 @@ class Session:
             await asyncio.sleep(min(2.0**restarts / 2, 30.0))
 
     async def _watch_trainers(self) -> None:
-        waits = {asyncio.ensure_future(child.process.wait()): child for child in self._trainers}
-        while waits:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in done:
-                child = waits.pop(wait)
-                if child.process.returncode != 0:
-                    if child.was_killed:
-                        self._killed = child.describe_end()
-                    await self._stop_run(child.describe_end(), failed=True)
-                    return
+        if self._trainers is None:
+            return
+        failed = await self._trainers.keep(self._config_arguments)
+        if failed is not None and not self._over:
+            if failed.was_killed:
+                self._killed = failed.describe_end()
+            await self._stop_run(failed.describe_end(), failed=True)
 
     async def _wait_for_trainers(self) -> int:
+        assert self._trainers is not None
         stop = asyncio.ensure_future(stop_signal())
-        ends = asyncio.ensure_future(self._ends())
+        ends = asyncio.ensure_future(self._trainers.keep(self._config_arguments))
         await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        for child in self._trainers:
-            await child.stop(GRACE_S)
-        failed = [child for child in self._trainers if child.process.returncode]
+        ends.cancel()
+        await asyncio.gather(ends, return_exceptions=True)
+        await self._trainers.stop(GRACE_S)
+        failed = [child for child in self._trainers.children if child.process.returncode]
         if failed:
             raise RunFailed(failed[0].describe_end())
         return 0
-
-    async def _ends(self) -> None:
-        await asyncio.gather(*(child.process.wait() for child in self._trainers))
 
     async def _forward_stop(self) -> None:
         number = await stop_signal()
@@ -236,24 +232,6 @@ class Session:
 
     def _channel(self) -> grpc.aio.Channel:
         return open_channel(self._config.controller.address, self._credentials)
-
-
-def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[dict[str, str]]:
-    """What torchrun would set for each trainer rank of a node."""
-    learner = config.learner
-    host, port = address_parts(learner.master)
-    shared = {
-        "WORLD_SIZE": str(learner.world_size),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port or free_port(host)),
-    }
-    if learner.threads:
-        shared["OMP_NUM_THREADS"] = str(learner.threads)
-    return [
-        {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
-        for local_rank in range(num_ranks)
-    ]
 
 
 async def stop_signal() -> signal.Signals:

@@ -170,6 +170,8 @@ class LearnerSection(Section):
     profile: ProfileSection = ProfileSection()
     # Write the trained model as a Hugging Face folder at the end.
     export_final: bool = True
+    # Restarts of all ranks when one has died, by the command that started them.
+    max_restarts: int = Field(3, ge=0)
     # Silence of a rank after which the trainer stops; also the limit of one collective.
     timeout_s: Seconds = 600.0
 

@@ -69,7 +69,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         version = version_from_pb(request.version)
         missing = self._former.first_missing(version.step)
         problem = ""
-        if version.step > self._progress.version.step:
+        if self._progress.is_over:
+            problem = "the run is over"
+        elif version.step > self._progress.version.step:
             problem = f"the run is at version {self._progress.version}"
         elif missing is not None:
             problem = f"the batch of step {missing} was removed"

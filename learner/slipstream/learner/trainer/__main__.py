@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 USAGE_ERROR = 2
+# Starting again would fail the same way.
+FINAL_ERROR = 3
 
 
 def main() -> int:
-    """Trains until the controller says stop; 0 then, 2 for impossible settings, 1 for a failure."""
+    """Trains until the controller says stop; 0 then, 2 for impossible settings.
+
+    1 for a failure that need not come again, 3 for one that would.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved settings")
     arguments = parser.parse_args()
@@ -57,16 +62,17 @@ def _run_rank(config: Config) -> int:
         _train(config, launch, client)
     except Exception as error:
         logger.exception("rank %d failed", launch.rank)
+        is_final = isinstance(error, SlipstreamError)
         client.report_failure(
             trainer_pb2.TrainerFailure(
                 message=f"{type(error).__name__}: {error}",
                 rank=launch.rank,
-                final=isinstance(error, SlipstreamError),
+                final=is_final,
             )
         )
         logging.shutdown()
         # A collective that the other ranks never finish would hold up an orderly exit.
-        os._exit(1)
+        os._exit(FINAL_ERROR if is_final else 1)
     client.close()
     return 0
 

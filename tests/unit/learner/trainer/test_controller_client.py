@@ -50,7 +50,7 @@ def test_controller_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     client = ControllerClient(config(controller.address, tmp_path))
     timer = threading.Timer(1.0, controller.__enter__)
     timer.start()
-    assert client.register(pb.TrainerHello(world_size=1)) == "run"
+    assert client.register(pb.TrainerHello(world_size=1)).run_id == "run"
     timer.join()
     controller.__exit__()
     client.close()

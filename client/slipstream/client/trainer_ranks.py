@@ -1,0 +1,111 @@
+"""The trainer ranks of one node: started together, and together again when one of them dies.
+
+Consumes: the ends of the processes. Produces: restarts.
+Waits for: a rank that ends. Unblocked by: its end. All ranks go on from the last checkpoint then,
+while controller and rollout servers live on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+
+from slipstream.client.children import Child, start_child
+from slipstream.client.preflight import free_port
+from slipstream.protocol.config import Config, address_parts
+
+TRAINER = "slipstream.learner.trainer"
+# Ranks that lived so long may die as often as new ones.
+FORGIVEN_S = 600.0
+MAX_PAUSE_S = 30.0
+# Exit codes after which the same would happen again: impossible settings, and what is a bug or
+# damage by the trainer's own judgement.
+FINAL_CODES = (2, 3)
+
+
+class TrainerRanks:
+    """`keep` starts them and returns when they are over."""
+
+    def __init__(
+        self, config: Config, first_rank: int, num_ranks: int, *, warn: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._first_rank, self._num_ranks = first_rank, num_ranks
+        self._warn = warn
+        self._logs = config.run_dir / "logs"
+        self.children: list[Child] = []
+
+    async def start(self, arguments: list[str]) -> None:
+        """Starts all ranks of the node as torchrun would."""
+        self.children = []
+        for environ in rank_environments(self._config, self._first_rank, self._num_ranks):
+            name = f"trainer-rank-{environ['RANK']}"
+            log_path = self._logs / f"{name}.log"
+            self.children.append(
+                await start_child(name, TRAINER, arguments, log_path=log_path, environ=environ)
+            )
+
+    async def keep(self, arguments: list[str]) -> Child | None:
+        """Starts ranks that have died again; None when all ended in order.
+
+        Otherwise the rank that died, when it is final or there were too many.
+        """
+        restarts, pause_s = 0, 1.0
+        while True:
+            started_s = time.monotonic()
+            failed = await self._first_failure()
+            if failed is None:
+                return None
+            for child in self.children:
+                # They wait for the dead one, and hold nothing that is not on the disk.
+                child.signal(signal.SIGKILL)
+            await asyncio.gather(*(child.process.wait() for child in self.children))
+            if time.monotonic() - started_s > FORGIVEN_S:
+                restarts, pause_s = 0, 1.0
+            restarts += 1
+            is_final = failed.process.returncode in FINAL_CODES
+            if is_final or restarts > self._config.learner.max_restarts:
+                return failed
+            self._warn(f"{failed.describe_end()}; the trainer starts again, start {restarts + 1}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            await self.start(arguments)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends all ranks."""
+        await asyncio.gather(*(child.stop(grace_s) for child in self.children))
+
+    async def _first_failure(self) -> Child | None:
+        waits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}
+        try:
+            while waits:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                ended = [waits.pop(wait) for wait in done]
+                failed = [child for child in ended if child.process.returncode != 0]
+                if failed:
+                    # One that was killed could not say why; the others only say they lost it.
+                    return next((child for child in failed if child.was_killed), failed[0])
+            return None
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun would set for each trainer rank of a node."""
+    learner = config.learner
+    host, port = address_parts(learner.master)
+    shared = {
+        "WORLD_SIZE": str(learner.world_size),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port or free_port(host)),
+    }
+    if learner.threads:
+        shared["OMP_NUM_THREADS"] = str(learner.threads)
+    return [
+        {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank in range(num_ranks)
+    ]

@@ -1,0 +1,66 @@
+"""Turns a checkpoint of a run into a Hugging Face folder.
+
+One rank, whatever layout wrote it: `python -m slipstream.learner.trainer.export_checkpoint --config
+RUN/config.toml --step N --out FOLDER`. The weights are those of the run when their digest is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_manifest
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import check_model, load_config, parse_config
+from slipstream.protocol.errors import CheckpointError, SlipstreamError
+
+USAGE_ERROR = 2
+
+
+def main() -> int:
+    """0: the folder is there; 2: the checkpoint cannot be exported."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
+    parser.add_argument("--step", type=int, required=True, help="the version")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config)
+        check_model(config)
+        path = checkpoint_path(arguments.config.parent / "checkpoints", arguments.step)
+        export(config, path, arguments.out)
+    except (SlipstreamError, OSError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+def export(config: Config, path: Path, out: Path) -> None:
+    """Writes `out`; CheckpointError when the files or the weights are not those that were saved."""
+    from slipstream.learner.trainer.export import export_weights, save_hf_folder
+    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.parallel import Launch
+
+    manifest = read_manifest(path)
+    check_files(path, manifest.files)
+    alone = on_one_rank(config, path)
+    policy = open_policy(alone, Launch.from_environment())
+    weights = export_weights(policy, alone)
+    if weights is None or weights.digest.hex() != manifest.weight_digest:
+        raise CheckpointError(f"{path} gives other weights than those that were saved")
+    save_hf_folder(policy, alone.model.path, out)
+    policy.ranks.close()
+
+
+def on_one_rank(config: Config, path: Path) -> Config:
+    """The settings of a run, for one rank that begins with the weights of a checkpoint."""
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["learner"] |= {"world_size": 1, "parallel": {}, "use_distributed_optimizer": False}
+    table["learner"].pop("ranks_per_node", None)
+    table["checkpoint"]["load"] = str(path)
+    return parse_config(table, source=str(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
