@@ -96,7 +96,7 @@ def config_of(name: str, folder: Path) -> Config:
     """The settings of a layout; the critic's head is drawn from the run's seed."""
     layout = LAYOUTS[name]
     table = json.loads(json.dumps(SETTINGS))
-    table["model"]["path"] = str(folder / layout.model)
+    table["model"] = {"path": str(folder / layout.model), "dtype": "float32"}
     table["algorithm"] |= {"advantage": "gae", "kl": {"coefficient": 0.1}}
     table["learner"] |= layout.learner
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.policy}
