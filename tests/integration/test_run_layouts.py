@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ LAYOUTS = {
     "two replicas with a distributed optimizer": {"learner__use_distributed_optimizer": True},
     "tensor parallel": {"learner__parallel": {"tp": 2, "sequence_parallel": True}},
     "pipeline parallel": {"learner__parallel": {"pp": 2}},
+    "expert parallel": {"learner__parallel": {"ep": 2}},
 }
 
 
@@ -39,13 +41,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(folder, num_attention_heads=4, num_key_value_heads=2)
 
 
+@pytest.fixture(scope="module")
+def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with four experts, whose size the engine's kernel takes."""
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "four-experts"
+    shutil.copytree(model, folder)
+    kept = AutoConfig.from_pretrained(model).to_dict()
+    for name in ("model_type", "architectures", "transformers_version"):
+        kept.pop(name)
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(**kept | experts, norm_topk_prob=True)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_and_publish_what_the_servers_prove(
-    layout: str, tmp_path: Path, model: Path
+    layout: str, tmp_path: Path, model: Path, mixture: Path
 ) -> None:
     write_config(
         copy_environments(tmp_path),
-        model,
+        mixture if layout == "expert parallel" else model,
         run__steps=3,
         evaluations=[],
         algorithm__group_size=8,

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -227,6 +228,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         finalize_layerwise_reload(self.model, self.model_config)
         if self.refresh_kept_linears:
             _repack_kept_linears(self.model)
+        if self.device.type == "cpu":
+            _repack_experts(self.model)
 
     def take_digests(self) -> list[bytes]:
         """The digests of the last update's buckets."""
@@ -258,6 +261,18 @@ def _repack_kept_linears(model: torch.nn.Module) -> None:
         weight = module.weight
         if isinstance(weight, torch.Tensor) and weight.numel():
             module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Packs the experts' matrices again.
+
+    vLLM for CPU packs them when it makes their kernel, and at no later load: it would compute with
+    plain matrices as if they were packed (0.32.0).
+    """
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            kernel = module.quant_method.moe_kernel
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 class WorkerExtension:
