@@ -269,7 +269,7 @@ def test_statistics_are_those_of_the_batch(folder: Path, one_rank: dict[str, dic
     for step, batch in enumerate(batches(config_of("one", folder))):
         metrics = one_rank["one"]["metrics"][step]
         assert metrics["trained_tokens"] == sum(t.num_sampled_tokens for t in batch.trajectories)
-        fresh = sum(int((token_lags(t, step) == 0).sum()) for t in batch.trajectories)
+        fresh = sum(int((token_lags([t], step) == 0).sum()) for t in batch.trajectories)
         assert metrics["logprob_gap_tokens"] == fresh
         assert metrics["clip_fraction"] == 0.0
         assert metrics["learning_rate"] == pytest.approx([5e-4, 1e-3, 1e-3][step])

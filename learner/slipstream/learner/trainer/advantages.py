@@ -7,6 +7,7 @@ follow each other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -168,10 +169,10 @@ def _gae_of(episodes: Sequence[Episode], settings: GaeSection) -> list[TokenAdva
 
 
 def _spread(advantages: FloatArray, episodes: Sequence[Episode]) -> list[TokenAdvantages]:
-    return [
-        TokenAdvantages(np.full(len(episode.token_costs), advantage))
-        for advantage, episode in zip(advantages, episodes, strict=True)
-    ]
+    lengths = [len(episode.token_costs) for episode in episodes]
+    bounds = itertools.pairwise([0, *itertools.accumulate(lengths)])
+    spread = np.repeat(advantages, lengths)
+    return [TokenAdvantages(spread[start:end]) for start, end in bounds]
 
 
 def _groups(group_ids: Sequence[str]) -> list[npt.NDArray[np.bool_]]:

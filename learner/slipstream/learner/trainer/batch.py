@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,17 +34,18 @@ class Batch:
     def check(self, max_staleness: int) -> None:
         """StalenessError for a token too old or of the future; RunFailed without a reward."""
         for trajectory in self.trajectories:
-            name = trajectory.trajectory_id
             if not trajectory.has_reward:
                 raise RunFailed(
-                    f"batch {self.batch_id}: {name} is {trajectory.status.name}, it has no reward"
+                    f"batch {self.batch_id}: {trajectory.trajectory_id} is "
+                    f"{trajectory.status.name}, it has no reward"
                 )
             for span in trajectory.version_spans:
                 found = lag(self.step, span.version.step)
                 if span.length and not 0 <= found <= max_staleness:
                     raise StalenessError(
-                        f"step {self.step}: {name} has tokens of version {span.version}, a lag of "
-                        f"{found}, but it must be between 0 and max_staleness {max_staleness}"
+                        f"step {self.step}: {trajectory.trajectory_id} has tokens of version "
+                        f"{span.version}, a lag of {found}, but it must be between 0 and "
+                        f"max_staleness {max_staleness}"
                     )
 
     def mini_batches(self, number: int) -> list[list[int]]:
@@ -62,7 +64,7 @@ class Batch:
     def metrics(self) -> dict[str, float]:
         """Rewards, sizes and lags."""
         rewards = self.rewards()
-        lags = np.concatenate([token_lags(t, self.step) for t in self.trajectories])
+        lags = token_lags(self.trajectories, self.step)
         spans = [{s.version for s in t.version_spans if s.length} for t in self.trajectories]
         sampled = [t.num_sampled_tokens for t in self.trajectories]
         turns = [max(1, len(t.run_lengths) // 2) for t in self.trajectories]
@@ -79,10 +81,10 @@ class Batch:
         }
 
 
-def token_lags(trajectory: Trajectory, step: int) -> LagArray:
-    """The lag of each sampled token."""
-    spans = trajectory.version_spans
+def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:
+    """The lag of each sampled token, one trajectory after the other."""
+    spans = [span for trajectory in trajectories for span in trajectory.version_spans]
     return np.repeat(
         np.array([lag(step, span.version.step) for span in spans], dtype=np.int32),
-        [span.length for span in spans],
+        np.array([span.length for span in spans], dtype=np.int64),
     )

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,24 @@ class TokenEstimates:
         )
         return TokenEstimates(change(self.advantages), reference, values, returns)
 
+    @classmethod
+    def map_all(
+        cls, many: Sequence[TokenEstimates], change: Callable[[FloatArray], list[FloatArray]]
+    ) -> list[TokenEstimates]:
+        """From the joined arrays of all to one entry for each, as `change` parts them."""
+
+        def mapped(arrays: Sequence[FloatArray | None]) -> Sequence[FloatArray | None]:
+            joined = _joined_or_none(arrays)
+            return [None] * len(arrays) if joined is None else change(joined)
+
+        columns = [
+            mapped([one.reference_logprobs for one in many]),
+            mapped([one.values for one in many]),
+            mapped([one.returns for one in many]),
+        ]
+        advantages = change(np.concatenate([one.advantages for one in many]))
+        return [cls(*arrays) for arrays in zip(advantages, *columns, strict=True)]
+
 
 @dataclass(frozen=True)
 class TrainingSequence:
@@ -64,21 +82,43 @@ class TrainingSequence:
     def of_trajectory(
         cls, trajectory: Trajectory, estimates: TokenEstimates, *, step: int
     ) -> TrainingSequence:
-        """Trains the sampled tokens. One at the very beginning is left out: nothing predicts it."""
-        sampled = trajectory.sampled_mask()
+        """As `of_trajectories`, for one."""
+        return cls.of_trajectories([trajectory], [estimates], step=step)[0]
 
-        def placed(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
+    @classmethod
+    def of_trajectories(
+        cls, trajectories: Sequence[Trajectory], estimates: Sequence[TokenEstimates], *, step: int
+    ) -> list[TrainingSequence]:
+        """Trains the sampled tokens. One at the very beginning is left out: nothing predicts it.
+
+        `estimates` has an entry for each trajectory; all have the same arrays, or None. The
+        sequences are parts of arrays for the whole batch: for short ones many small arrays would
+        cost more than their training.
+        """
+        if not trajectories:
+            return []
+        ends = np.cumsum([len(trajectory.token_ids) for trajectory in trajectories])
+        sampled = np.repeat(
+            [bool(place % 2) for t in trajectories for place in range(len(t.run_lengths))],
+            [length for t in trajectories for length in t.run_lengths],
+        )
+
+        def placed(values: npt.NDArray[Item]) -> list[npt.NDArray[Item]]:
             whole = np.zeros(len(sampled), dtype=values.dtype)
             whole[sampled] = values
-            return _predicted(whole)
+            return _parts(_predicted(whole, ends), ends)
 
-        return cls(
-            token_ids=trajectory.token_ids.astype(np.int64),
-            loss_mask=_predicted(sampled),
-            behavior_logprobs=placed(trajectory.behavior_logprobs),
-            lags=placed(token_lags(trajectory, step)),
-            estimates=estimates.map(placed),
-        )
+        return [
+            cls(*arrays)
+            for arrays in zip(
+                _parts(np.concatenate([t.token_ids for t in trajectories]).astype(np.int64), ends),
+                _parts(_predicted(sampled, ends), ends),
+                placed(np.concatenate([t.behavior_logprobs for t in trajectories])),
+                placed(token_lags(trajectories, step)),
+                TokenEstimates.map_all(estimates, placed),
+                strict=True,
+            )
+        ]
 
     @classmethod
     def of_tokens(cls, token_ids: TokenArray) -> TrainingSequence:
@@ -86,7 +126,7 @@ class TrainingSequence:
         length = len(token_ids)
         return cls(
             token_ids=token_ids.astype(np.int64),
-            loss_mask=_predicted(np.ones(length, dtype=np.bool_)),
+            loss_mask=np.arange(length) < length - 1,
             behavior_logprobs=np.zeros(length, dtype=np.float32),
             lags=np.zeros(length, dtype=np.int32),
             estimates=TokenEstimates(np.zeros(length, dtype=np.float32)),
@@ -157,33 +197,32 @@ def build_micro_batch(
     of the step's, and what is estimated of them is estimated of filler too: as 0.
     """
     chosen = [_padded(sequences[index], sequence_multiple) for index in indices]
-    total = sum(len(sequence) for sequence in chosen)
+    total = sum(map(len, chosen))
     filler = round_up(max(1, total), multiple) - total
     if filler:
         like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
         chosen.append(_filler(filler, like))
-    lengths = [len(sequence) for sequence in chosen]
-    token_ids = [sequence.token_ids for sequence in chosen]
+    lengths = np.array([len(sequence) for sequence in chosen])
+    ends = np.cumsum(lengths)
+    token_ids = np.concatenate([sequence.token_ids for sequence in chosen])
+    weights = np.array([sequence.loss_weight for sequence in chosen], dtype=np.float32)
+    estimates = [sequence.estimates for sequence in chosen]
     return MicroBatch(
-        token_ids=_joined(token_ids),
-        position_ids=_joined([np.arange(length, dtype=np.int64) for length in lengths]),
-        targets=_joined([_predicted(ids) for ids in token_ids]),
-        loss_mask=_joined([sequence.loss_mask for sequence in chosen]),
-        loss_weights=_joined(
-            [np.full(len(sequence), sequence.loss_weight, dtype=np.float32) for sequence in chosen]
-        ),
-        advantages=_joined([sequence.estimates.advantages for sequence in chosen]),
-        behavior_logprobs=_joined([sequence.behavior_logprobs for sequence in chosen]),
-        lags=_joined([sequence.lags for sequence in chosen]),
-        sequence_ids=_joined(
-            [np.full(length, place, dtype=np.int64) for place, length in enumerate(lengths)]
-        ),
-        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
-        max_seqlen=max(lengths),
+        token_ids=_tensor(token_ids),
+        position_ids=_tensor(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)),
+        targets=_tensor(_predicted(token_ids, ends)),
+        loss_mask=_tensor(np.concatenate([sequence.loss_mask for sequence in chosen])),
+        loss_weights=_tensor(np.repeat(weights, lengths)),
+        advantages=_tensor(np.concatenate([one.advantages for one in estimates])),
+        behavior_logprobs=_tensor(np.concatenate([s.behavior_logprobs for s in chosen])),
+        lags=_tensor(np.concatenate([sequence.lags for sequence in chosen])),
+        sequence_ids=_tensor(np.repeat(np.arange(len(chosen)), lengths)),
+        cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
+        max_seqlen=int(lengths.max()),
         indices=tuple(indices),
-        reference_logprobs=_joined_or_none([s.estimates.reference_logprobs for s in chosen]),
-        values=_joined_or_none([s.estimates.values for s in chosen]),
-        returns=_joined_or_none([s.estimates.returns for s in chosen]),
+        reference_logprobs=_tensor(_joined_or_none([e.reference_logprobs for e in estimates])),
+        values=_tensor(_joined_or_none([e.values for e in estimates])),
+        returns=_tensor(_joined_or_none([e.returns for e in estimates])),
     )
 
 
@@ -192,11 +231,19 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _predicted(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
-    """Moves what belongs to token i + 1 to position i; the last position gets 0."""
-    moved = np.zeros_like(values)
-    moved[:-1] = values[1:]
+def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDArray[Item]:
+    """Moves what belongs to token i + 1 to position i; the last of each sequence gets 0.
+
+    `ends` is where each of the joined sequences ends.
+    """
+    moved = np.roll(values, -1)
+    moved[ends - 1] = 0
     return moved
+
+
+def _parts(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
+    bounds = [0, *ends.tolist()]
+    return [values[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
@@ -227,13 +274,17 @@ def _filler(length: int, like: TokenEstimates) -> TrainingSequence:
     )
 
 
-def _joined(arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays))
+@overload
+def _tensor(array: npt.NDArray[np.generic]) -> Tensor: ...
+@overload
+def _tensor(array: FloatArray | None) -> Tensor | None: ...
+def _tensor(array: npt.NDArray[np.generic] | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(array)
 
 
-def _joined_or_none(arrays: Sequence[FloatArray | None]) -> Tensor | None:
+def _joined_or_none(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
     known = [array for array in arrays if array is not None]
     if not known:
         return None
     assert len(known) == len(arrays), "all sequences of a step are estimated, or none"
-    return _joined(known)
+    return np.concatenate(known)

@@ -64,9 +64,16 @@ def training_sequences(
         for index in counted
     ]
     found = dict(zip(counted, token_advantages(episodes, config.algorithm), strict=True))
-    return [
-        _sequence(trajectory, found.get(index), known[index], batch.step)
+    token_estimates = [
+        _token_estimates(trajectory, found.get(index), known[index])
         for index, trajectory in enumerate(batch.trajectories)
+    ]
+    sequences = TrainingSequence.of_trajectories(
+        batch.trajectories, token_estimates, step=batch.step
+    )
+    return [
+        sequence if index in found else _without_loss(sequence)
+        for index, sequence in enumerate(sequences)
     ]
 
 
@@ -78,12 +85,13 @@ def weighted(
     changed = list(sequences)
     for members in mini_batches:
         weights = loss_weights(
-            [int(sequences[index].loss_mask.sum()) for index in members],
+            [int(np.count_nonzero(sequences[index].loss_mask)) for index in members],
             algorithm.aggregation,
             fixed_tokens=algorithm.fixed_tokens or config.sampling.max_reply_tokens,
         )
         for index, weight in zip(members, weights, strict=True):
-            changed[index] = dataclasses.replace(changed[index], loss_weight=weight)
+            if weight != changed[index].loss_weight:
+                changed[index] = dataclasses.replace(changed[index], loss_weight=weight)
     return changed
 
 
@@ -101,13 +109,15 @@ def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, config: Conf
     return kl.coefficient * divergence.numpy()
 
 
-def _sequence(
-    trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates, step: int
-) -> TrainingSequence:
+def _token_estimates(
+    trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
+) -> TokenEstimates:
     """`found` is None for an episode that does not count."""
-    zeros = np.zeros(trajectory.num_sampled_tokens)
-    worth = found if found is not None else TokenAdvantages(zeros, zeros)
-    estimates = TokenEstimates(
+    worth = found
+    if worth is None:
+        zeros = np.zeros(trajectory.num_sampled_tokens)
+        worth = TokenAdvantages(zeros, zeros)
+    return TokenEstimates(
         advantages=worth.advantages.astype(np.float32),
         reference_logprobs=known.reference_logprobs,
         values=known.values,
@@ -116,11 +126,10 @@ def _sequence(
         if known.values is None or worth.returns is None
         else worth.returns.astype(np.float32),
     )
-    sequence = TrainingSequence.of_trajectory(trajectory, estimates, step=step)
-    if found is None:
-        nothing = np.zeros_like(sequence.loss_mask)
-        sequence = dataclasses.replace(sequence, loss_mask=nothing)
-    return sequence
+
+
+def _without_loss(sequence: TrainingSequence) -> TrainingSequence:
+    return dataclasses.replace(sequence, loss_mask=np.zeros_like(sequence.loss_mask))
 
 
 def _float64(values: LogprobArray | None) -> FloatArray | None:

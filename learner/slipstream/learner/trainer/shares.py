@@ -35,7 +35,11 @@ def batch_outputs(
     `model` must be in force; each replica computes its share. Collective: besides what the model
     itself sends, one sum over all ranks of 4 bytes for each sampled token of the batch.
     """
-    sequences = [_sequence(trajectory, batch.step) for trajectory in batch.trajectories]
+    nothing = [
+        TokenEstimates(np.zeros(trajectory.num_sampled_tokens, dtype=np.float32))
+        for trajectory in batch.trajectories
+    ]
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, nothing, step=batch.step)
     found = masked_outputs(model, sequences, forward, max_tokens=max_tokens)
     return [
         _of_sampled(trajectory, outputs)
@@ -109,11 +113,6 @@ def _packed(
         )
         for places in plan[model.ranks.dp_rank]
     ]
-
-
-def _sequence(trajectory: Trajectory, step: int) -> TrainingSequence:
-    nothing = np.zeros(trajectory.num_sampled_tokens, dtype=np.float32)
-    return TrainingSequence.of_trajectory(trajectory, TokenEstimates(nothing), step=step)
 
 
 def _of_sampled(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:

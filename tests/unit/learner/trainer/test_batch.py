@@ -43,7 +43,7 @@ def span(length: int, step: int) -> VersionSpan:
 
 def test_lag_of_a_token_is_the_step_less_the_version_that_sampled_it() -> None:
     batch = batch_of(7, (span(2, 5), span(1, 7)))
-    assert token_lags(batch.trajectories[0], 7).tolist() == [2, 2, 0]
+    assert token_lags(batch.trajectories[:1], 7).tolist() == [2, 2, 0]
 
 
 def test_lag_up_to_max_staleness_passes() -> None:

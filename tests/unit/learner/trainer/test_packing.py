@@ -150,3 +150,17 @@ def test_token_sampled_without_any_context_is_left_out() -> None:
     found = TrainingSequence.of_trajectory(alone, estimates(number, 1.0), step=0)
     assert found.loss_mask.sum() == number - 1
     assert found.behavior_logprobs.tolist() == [*range(-1, -number, -1), 0]
+
+
+def test_sequences_of_a_batch_are_those_of_each_trajectory_alone() -> None:
+    batch = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
+    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
+    together = TrainingSequence.of_trajectories(batch.trajectories, known, step=3)
+    for trajectory, one, found in zip(batch.trajectories, known, together, strict=True):
+        alone = TrainingSequence.of_trajectory(trajectory, one, step=3)
+        assert found.token_ids.tolist() == trajectory.token_ids.tolist()
+        assert not found.loss_mask[-1]
+        for name in ("loss_mask", "behavior_logprobs", "lags"):
+            assert getattr(found, name).tolist() == getattr(alone, name).tolist()
+        assert found.estimates.advantages.tolist() == alone.estimates.advantages.tolist()
+    assert TrainingSequence.of_trajectories([], [], step=3) == []
