@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 STAMP := $(VENV)/.installed
 SOURCES := protos client rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-slow lint type protos protos-check clean
+.PHONY: install quickstart smollm2 test test-slow mutants lint type protos protos-check clean
 
 install: $(STAMP)
 
@@ -44,6 +44,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
+
+# Takes the code behind each row of docs/feature-parity.md away and shows that its tests notice.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants/run.py $(ITEMS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
