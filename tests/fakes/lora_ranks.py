@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from parity_layouts import SETTINGS, batches, probe
+from parity_layouts import SETTINGS, STEPS, batches, probe
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 
@@ -42,7 +42,7 @@ def jobs_of(world_size: int) -> list[str]:
 def config_of(name: str, folder: Path) -> Config:
     world_size, model, learner = JOBS[name]
     table = json.loads(json.dumps(SETTINGS))
-    table["model"]["path"] = str(folder / model)
+    table["model"] = {"path": str(folder / model), "dtype": "float32"}
     table["learner"] |= learner | {"world_size": world_size}
     table["lora"] = {"rank": RANK, "alpha": ALPHA}
     return parse_config(table, source=name)
@@ -51,12 +51,14 @@ def config_of(name: str, folder: Path) -> Config:
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
     from slipstream.learner.trainer import offload
+    from slipstream.learner.trainer.distributed_files import load_models
     from slipstream.learner.trainer.export import hf_tensors, save_hf_folder
     from slipstream.learner.trainer.lora import save_adapters
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
     from slipstream.learner.trainer.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.stored_model import POLICY, StoredModel
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
@@ -64,13 +66,20 @@ def run_rank(folder: Path, job: str) -> None:
     metrics, logprobs = [], []
     before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     save_adapters(policy, config, folder / f"lora-{job}-first")
+    stored = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
     for batch in batches(config):
+        if batch.step == STEPS - 1:
+            save(stored, folder / f"lora-{job}-checkpoint")
         metrics.append(step.run(batch).metrics)
         found = sequence_logprobs(policy, probe(config), max_tokens=64)
         logprobs.append(torch.from_numpy(np.concatenate(found)))
     save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
     save_adapters(policy, config, folder / f"lora-{job}-adapters")
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    load_models(stored, folder / f"lora-{job}-checkpoint")
+    loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    step.run(batches(config)[-1])
+    retrained = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     state = offload.optimizer_state(policy.optimizer, policy.chunks)
     trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
     result = {
@@ -78,9 +87,20 @@ def run_rank(folder: Path, job: str) -> None:
         "logprobs": logprobs,
         "before": before,
         "weights": weights,
+        "loaded": loaded,
+        "retrained": retrained,
         "state_elements": sum(t.numel() for t in state),
         "trained_elements": sum(p.numel() for p in trained),
     }
     if policy.ranks.is_main:
         torch.save(result, folder / f"lora-{job}.pt")
     policy.ranks.close()
+
+
+def save(models: list, path: Path) -> None:
+    from slipstream.learner.trainer.distributed_files import begin_save
+
+    path.mkdir(exist_ok=True)
+    pending = begin_save(models, path, copy=False)
+    pending.write()
+    pending.finish()

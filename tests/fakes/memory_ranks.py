@@ -53,7 +53,7 @@ def jobs_of(world_size: int) -> list[str]:
 def config_of(name: str, folder: Path) -> Config:
     world_size, changes = (JOBS | GPU_JOBS)[name]
     table = json.loads(json.dumps(SETTINGS))
-    table["model"]["path"] = str(folder / "llama")
+    table["model"] = {"path": str(folder / "llama"), "dtype": "float32"}
     for section, values in changes.items():
         table[section] |= values
     table["learner"]["world_size"] = world_size

@@ -158,3 +158,14 @@ def test_adapter_folder_is_what_was_merged(job: str, folder: Path, found: dict[s
             b, a = tensors[f"{prefix}.lora_B.weight"], tensors[f"{prefix}.lora_A.weight"]
             expected = base + SCALE * b @ a
         torch.testing.assert_close(found[job]["weights"][name], expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("job", list(JOBS))
+def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(
+    job: str, found: dict[str, dict]
+) -> None:
+    ours = found[job]
+    moved = [n for n, t in ours["weights"].items() if not torch.equal(ours["loaded"][n], t)]
+    assert len(moved) == NUM_ADAPTED
+    for name, tensor in ours["weights"].items():
+        assert torch.equal(ours["retrained"][name], tensor), name

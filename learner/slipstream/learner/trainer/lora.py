@@ -69,6 +69,7 @@ def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
         for name, module in layer.named_modules():
             if not isinstance(module, LoRALinear):
                 continue
+            module._register_load_state_dict_pre_hook(_as_wrapped)
             weight = module.adapter.linear_in.weight
             is_split_by_input = module.adapter.input_is_parallel
             rank, inputs = weight.shape
@@ -81,6 +82,14 @@ def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
             part = torch.from_numpy(whole).chunk(ranks.tp_size, dim=int(is_split_by_input))
             weight.copy_(part[ranks.tp_group.rank()])
             module.adapter.linear_out.weight.zero_()
+
+
+def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
+    """The state of a wrapped matrix is saved under the matrix' own name; loading asks for both."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        rest = name.removeprefix(prefix)
+        if not rest.startswith(("adapter.", "to_wrap.")):
+            state[f"{prefix}to_wrap.{rest}"] = state.pop(name)
 
 
 def save_adapters(policy: Policy, config: Config, target: Path) -> None:
