@@ -45,6 +45,8 @@ from slipstream.learner.controller.journal import read_batch, read_records  # no
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 12
+# Of a run that is killed often: more than one life trains on the average.
+STEPS_FOR_A_KILL = 200
 RUN_LIMIT_S = 400.0
 SETTINGS = {
     "run__steps": STEPS,
@@ -124,7 +126,10 @@ async def run_and_kill(folder: Path, config: Path, what: str, after_s: float | N
         elif what == CONTROLLER:
             await run.wait(60.0)
         else:
-            await run.wait(RUN_LIMIT_S)
+            # The run goes on without it, until the command dies as well.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(after_s):
+                    await run.process.wait()
     records = journal_of(run_folder) if (run_folder / "journal").exists() else []
     checkpoints = [r["version"][1] for r in records if r["kind"] == "checkpoint"]
     return Kill(
@@ -193,14 +198,14 @@ def test_a_checkpoint_is_exported_and_a_longer_run_goes_on(folder: Path) -> None
     check_whole_run(folder / "run", 5)
 
 
-async def kill_often(folder: Path, kills: int, seed: int) -> list[Kill]:
+async def kill_often(folder: Path, kills: int, steps: int) -> list[Kill]:
     """Kills a run at random moments until it was killed so often, then lets it end."""
-    draw, found = random.Random(seed), []
+    draw, found = random.Random(0), []
     config = folder / "config.toml"
     while len(found) < kills:
         what = draw.choice(["command", CONTROLLER, f"{TRAINER} ", ROLLOUT_SERVER])
-        # From the first moment on to the middle of its steps.
-        outcome = await run_and_kill(folder, config, what, draw.uniform(0.5, 60.0))
+        # While it starts, or in the middle of its steps.
+        outcome = await run_and_kill(folder, config, what, draw.uniform(1.0, 40.0))
         if outcome is None:
             break
         found.append(outcome)
@@ -209,7 +214,7 @@ async def kill_often(folder: Path, kills: int, seed: int) -> list[Kill]:
             f"{outcome.checkpoint} |",
             flush=True,
         )
-        if (folder / "run" / "summary.json").exists() and outcome.steps == STEPS:
+        if outcome.steps == steps:
             break
     return found
 
@@ -217,16 +222,17 @@ async def kill_often(folder: Path, kills: int, seed: int) -> list[Kill]:
 async def main(kills: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = copy_environments(Path(name))
-        settings = SETTINGS | {"run__steps": STEPS}
+        steps = STEPS_FOR_A_KILL * kills
+        settings = SETTINGS | {"run__steps": steps}
         write_config(folder, make_model_folder(folder / "model"), **settings)
         print("| kill | what | after | steps in the journal | last checkpoint |")
         print("|---|---|---|---|---|")
-        found = await kill_often(folder, kills, seed=0)
-        if len(digests(folder / "run")) < STEPS or not (folder / "run/summary.json").exists():
+        found = await kill_often(folder, kills, steps)
+        if not (folder / "run" / "summary.json").exists():
             last = run_command("run", "config.toml", cwd=folder, limit_s=RUN_LIMIT_S)
             assert last.returncode == 0, last.stdout + last.stderr
-        check_whole_run(folder / "run", STEPS)
-        print(f"{len(found)} kills, {STEPS} steps, bit for bit as the replay of the journal")
+        check_whole_run(folder / "run", steps)
+        print(f"{len(found)} kills, {steps} steps, bit for bit as the replay of the journal")
 
 
 if __name__ == "__main__":
