@@ -94,22 +94,23 @@ class Session:
         if self._controller is None:
             return await self._wait_for_trainers()
         controller = await self._controller
-        watchers = [
-            asyncio.ensure_future(self._watch_trainers()),
-            asyncio.ensure_future(self._forward_stop()),
-        ]
+        keep_trainers = asyncio.ensure_future(self._watch_trainers())
+        forward_stop = asyncio.ensure_future(self._forward_stop())
         show = asyncio.ensure_future(self._show_events())
+        tasks = (keep_trainers, forward_stop, show)
         try:
             await controller.process.wait()
+            # Without a controller nobody is started again, however the ranks end.
+            keep_trainers.cancel()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5.0):
                     await show
             if self._display.is_over:
                 await self._let_leave()
         finally:
-            for task in (*watchers, show):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*watchers, show, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         if controller.process.returncode == 0:
             self._display.summary()
             return 0
