@@ -32,11 +32,6 @@ class Episode:
     # The critic's estimate before each token was sampled.
     values: FloatArray | None = None
 
-    @property
-    def score(self) -> float:
-        """The reward of the episode, less what its tokens cost."""
-        return self.reward - float(self.token_costs.sum())
-
     def token_rewards(self) -> FloatArray:
         """The reward at the last token, less what each token costs."""
         rewards = -self.token_costs
@@ -61,7 +56,7 @@ def token_advantages(
     `episodes` are those that count: a filtered one is in no statistic.
     """
     groups = [episode.group_id for episode in episodes]
-    scores = np.array([episode.score for episode in episodes], dtype=np.float64)
+    scores = episode_scores(episodes)
     match algorithm.advantage:
         case "grpo":
             return _spread(group_advantages(scores, groups, normalize_by_std=True), episodes)
@@ -77,6 +72,16 @@ def token_advantages(
             return [TokenAdvantages(a) for a in whitened([c.advantages for c in centred])]
         case "gae":
             return _gae_of(episodes, algorithm.gae)
+
+
+def episode_scores(episodes: Sequence[Episode]) -> FloatArray:
+    """The reward of each episode, less what its tokens cost."""
+    rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
+    if not episodes:
+        return rewards
+    costs = np.concatenate([episode.token_costs for episode in episodes])
+    places = np.repeat(np.arange(len(episodes)), [len(one.token_costs) for one in episodes])
+    return rewards - np.bincount(places, weights=costs, minlength=len(episodes))
 
 
 def group_advantages(

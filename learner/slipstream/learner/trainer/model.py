@@ -94,6 +94,7 @@ class TrainedModel(ParallelModel):
             return self._optimizer_step(learning_rate)
 
     def _optimizer_step(self, learning_rate: float) -> float:
+        """What Megatron's `step` does, once each, with a look at the norm before weights change."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -104,8 +105,22 @@ class TrainedModel(ParallelModel):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * (group["max_lr"] / base.lr)
             group["weight_decay"] = base.weight_decay * group["wd_mult"]
-        self.optimizer.step()
+        self._clip(norm)
+        self.optimizer.step_with_ready_grads()
         return norm
+
+    def _clip(self, norm: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        for part in self.optimizer.chained_optimizers:
+            trained = [] if part.is_stub_optimizer else part.get_parameters()
+            if trained and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(
+                    trained,
+                    max_norm=part.config.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
 
     def gather_parameters(self) -> None:
         """Completes an all-gather left to the next forward: an export would see old weights."""

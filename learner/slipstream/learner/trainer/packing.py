@@ -103,16 +103,18 @@ class TrainingSequence:
             [length for t in trajectories for length in t.run_lengths],
         )
 
+        token_ids = np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)
+
         def placed(values: npt.NDArray[Item]) -> list[npt.NDArray[Item]]:
             whole = np.zeros(len(sampled), dtype=values.dtype)
             whole[sampled] = values
-            return _parts(_predicted(whole, ends), ends)
+            return parts_of(_predicted(whole, ends), ends)
 
         return [
             cls(*arrays)
             for arrays in zip(
-                _parts(np.concatenate([t.token_ids for t in trajectories]).astype(np.int64), ends),
-                _parts(_predicted(sampled, ends), ends),
+                parts_of(token_ids, ends),
+                parts_of(_predicted(sampled, ends), ends),
                 placed(np.concatenate([t.behavior_logprobs for t in trajectories])),
                 placed(token_lags(trajectories, step)),
                 TokenEstimates.map_all(estimates, placed),
@@ -241,7 +243,8 @@ def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.ND
     return moved
 
 
-def _parts(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
+def parts_of(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
+    """The array cut at `ends`, views of it; the last of them is its length."""
     bounds = [0, *ends.tolist()]
     return [values[start:end] for start, end in itertools.pairwise(bounds)]
 

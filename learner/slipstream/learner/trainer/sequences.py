@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from slipstream.learner.trainer.advantages import (
 from slipstream.learner.trainer.aggregation import loss_weights
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.kl import kl_estimate
-from slipstream.learner.trainer.packing import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.packing import TokenEstimates, TrainingSequence, parts_of
 from slipstream.protocol.config import Config
 from slipstream.protocol.rewards import is_counted, shaped_reward
 from slipstream.protocol.types import LogprobArray, Trajectory
@@ -64,10 +64,7 @@ def training_sequences(
         for index in counted
     ]
     found = dict(zip(counted, token_advantages(episodes, config.algorithm), strict=True))
-    token_estimates = [
-        _token_estimates(trajectory, found.get(index), known[index])
-        for index, trajectory in enumerate(batch.trajectories)
-    ]
+    token_estimates = _token_estimates(batch.trajectories, found, known)
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories, token_estimates, step=batch.step
     )
@@ -110,22 +107,37 @@ def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, config: Conf
 
 
 def _token_estimates(
-    trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
-) -> TokenEstimates:
-    """`found` is None for an episode that does not count."""
-    worth = found
-    if worth is None:
-        zeros = np.zeros(trajectory.num_sampled_tokens)
-        worth = TokenAdvantages(zeros, zeros)
-    return TokenEstimates(
-        advantages=worth.advantages.astype(np.float32),
-        reference_logprobs=known.reference_logprobs,
-        values=known.values,
-        # Without a critic nobody asks what it should have said.
-        returns=None
-        if known.values is None or worth.returns is None
-        else worth.returns.astype(np.float32),
-    )
+    trajectories: Sequence[Trajectory],
+    found: Mapping[int, TokenAdvantages],
+    known: Sequence[ModelEstimates],
+) -> list[TokenEstimates]:
+    """One for each trajectory; what is not `found` is of an episode that does not count."""
+    worths = [
+        found[index] if index in found else _worthless(trajectory)
+        for index, trajectory in enumerate(trajectories)
+    ]
+    advantages = _float32([worth.advantages for worth in worths])
+    returns: Sequence[LogprobArray | None] = [None] * len(worths)
+    # Without a critic nobody asks what it should have said.
+    if any(one.values is not None for one in known):
+        returns = _float32([worth.returns for worth in worths if worth.returns is not None])
+    return [
+        TokenEstimates(advantage, one.reference_logprobs, one.values, wanted)
+        for advantage, one, wanted in zip(advantages, known, returns, strict=True)
+    ]
+
+
+def _worthless(trajectory: Trajectory) -> TokenAdvantages:
+    zeros = np.zeros(trajectory.num_sampled_tokens)
+    return TokenAdvantages(zeros, zeros)
+
+
+def _float32(arrays: Sequence[FloatArray]) -> list[LogprobArray]:
+    """Converted together: many short arrays one by one would cost more than their training."""
+    if not arrays:
+        return []
+    joined = np.concatenate(list(arrays)).astype(np.float32)
+    return parts_of(joined, np.cumsum([len(array) for array in arrays]))
 
 
 def _without_loss(sequence: TrainingSequence) -> TrainingSequence:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from packed import algorithm
 from slipstream.learner.trainer.advantages import (
     Episode,
+    episode_scores,
     gae,
     group_advantages,
     leave_one_out_advantages,
@@ -101,8 +102,13 @@ def test_reward_stands_at_the_last_token_and_each_token_pays_its_cost() -> None:
     one = episode("a", 2.0, [0.5, 0.25])
     assert one.token_rewards().tolist() == [-0.5, 1.75]
     assert one.token_costs.tolist() == [0.5, 0.25]
-    assert one.score == 1.25
     assert episode("a", 2.0, []).token_rewards().tolist() == []
+
+
+def test_score_of_an_episode_is_its_reward_less_the_costs_of_its_own_tokens() -> None:
+    episodes = [episode("a", 2.0, [0.5, 0.25]), episode("a", 1.0, []), episode("b", 0.0, [1.0])]
+    assert episode_scores(episodes).tolist() == [1.25, 1.0, -1.0]
+    assert episode_scores([]).tolist() == []
 
 
 @pytest.mark.parametrize(
