@@ -40,13 +40,6 @@ GOAL = 0.9
 # Name -> overrides. Replies have four tokens: ranges of ratios are wider than those for long ones.
 ALGORITHMS: dict[str, list[str]] = {
     "GRPO": [],
-    "DAPO": [
-        "algorithm.mini_batches=2",
-        "algorithm.clip_high=0.28",
-        "algorithm.dynamic_sampling.enabled=true",
-        # Near the end most groups are solved by all their members.
-        "algorithm.dynamic_sampling.max_filtered_batches=100",
-    ],
     "RLOO": ["algorithm.advantage=rloo", "algorithm.loss=reinforce"],
     "GSPO": [
         "algorithm.mini_batches=2",
@@ -60,6 +53,11 @@ ALGORITHMS: dict[str, list[str]] = {
         "algorithm.ratio=behavior",
         "algorithm.correction.weight=none",
     ],
+    "SAPO": [
+        "algorithm.loss=sapo",
+        "algorithm.mini_batches=2",
+        "algorithm.aggregation=sequence_mean",
+    ],
     "PPO": [
         "algorithm.mini_batches=2",
         "algorithm.advantage=gae",
@@ -72,10 +70,12 @@ ALGORITHMS: dict[str, list[str]] = {
         "algorithm.advantage=reinforce_pp_baseline",
         "algorithm.mini_batches=2",
     ],
-    "SAPO": [
-        "algorithm.loss=sapo",
+    "DAPO": [
         "algorithm.mini_batches=2",
-        "algorithm.aggregation=sequence_mean",
+        "algorithm.clip_high=0.28",
+        "algorithm.dynamic_sampling.enabled=true",
+        # Once every group is solved by all its members nothing is left: ask for 100 steps.
+        "algorithm.dynamic_sampling.max_filtered_batches=100",
     ],
     "GRPO, KL to the start": ["algorithm.kl.coefficient=0.001", "algorithm.kl.estimator=k2"],
 }

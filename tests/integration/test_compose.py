@@ -325,6 +325,15 @@ def test_images_and_make_install_the_same_packages() -> None:
         assert name in kept
 
 
+def test_the_gpu_image_has_transformer_engine_built_in() -> None:
+    pins = read_pins(DEPLOY.parent / "requirements" / "gpu.txt")
+    assert {"transformer-engine", "transformer-engine-torch"} <= set(pins)
+    build = (DEPLOY / "gpu.Dockerfile").read_text().split("\nFROM ")[1]
+    assert "$(grep '^transformer-engine-torch==' /build/requirements/gpu.txt)" in build
+    # The build fails where it cannot be imported.
+    assert 'python -c "import transformer_engine.pytorch"' in build
+
+
 def redis_settings(service: dict[str, Any]) -> dict[str, str]:
     program, *words = service["command"]
     assert program == "valkey-server"
