@@ -16,6 +16,7 @@ import pytest
 from controller_runs import make_config, play, with_evaluations
 from fake_server import FakeServer, environment_failure
 from fake_trainer import START, FakeTrainer
+from slipstream.client import Client
 from slipstream.client.preflight import free_port
 from slipstream.learner.controller.journal import read_batch, read_records
 from slipstream.protocol.config import Config
@@ -72,6 +73,11 @@ def check_run(config: Config, summary: dict) -> list[dict]:
     assert len(members) == len(set(members)) == STEPS * GROUPS * MEMBERS
     ends = [r["id"] for r in records if r["kind"] == "end"]
     assert len(ends) == len(set(ends))
+    # Each group has the next task of its environment: none comes again after a crash.
+    leases = [r for r in records if r["kind"] == "lease"]
+    # A group that is leased again has no number of its own.
+    dealt = [(r["environment"], r["number"]) for r in leases if r["number"] >= 0]
+    assert len(set(dealt)) == len(dealt)
     assert len({r["run_id"] for r in records if r["kind"] == "start"}) == 1
     rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "step" in row] == list(range(STEPS))
@@ -244,3 +250,26 @@ async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
     controller_run = play(config, fleet, trainer=first, during=replace)
     with pytest.raises(Exception, match="another trainer has taken over"):
         await controller_run
+
+
+async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(tmp_path):
+    config = run_config(tmp_path, run__steps=5)
+    trainer = FakeTrainer(config.controller.address, step_s=0.05, checkpoint_every=1)
+
+    async def submit_and_stop(controller, tasks):
+        del tasks
+        while trainer.version.step < 1:
+            await asyncio.sleep(0.01)
+        async with Client(config.controller.address) as client:
+            await client.submit("m:F", name="submitted")
+        while trainer.version.step < 3:
+            await asyncio.sleep(0.01)
+        controller.stop("enough for today")
+
+    await play(
+        config, FakeServer(config.controller.address), trainer=trainer, during=submit_and_stop
+    )
+    again = moved(config, tmp_path, steps=STEPS)
+    summary, _, fleet = await resume(again, trainer.newest_checkpoint)
+    check_run(again, summary)
+    assert {lease.environment for server in fleet for lease in server.leases} == {"e", "submitted"}
