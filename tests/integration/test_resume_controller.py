@@ -43,6 +43,9 @@ class Crashes:
         del controller, tasks
         while self.trainer.version.step < STEPS - 1:
             await asyncio.sleep(self.random.uniform(0.0, 0.15))
+            # On a busy machine the run may be over by now: that would be no crash.
+            if self.trainer.version.step >= STEPS - 1:
+                return
             if (self.config.run_dir / "journal" / "journal.log").exists():
                 copy = self.folder / f"crash-{len(self.found)}"
                 shutil.copytree(self.config.run_dir, copy / "r")
