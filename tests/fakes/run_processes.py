@@ -37,7 +37,6 @@ CONTROLLER = "slipstream.learner.controller"
 TRAINER = "slipstream.learner.trainer"
 ROLLOUT_SERVER = "slipstream.rollout_server"
 WORKER = "slipstream.client.worker"
-ENGINE = "VLLM::"
 
 _PR_SET_CHILD_SUBREAPER = 36
 _NO_CREDENTIALS = Credentials(certificate=None, key=None, ca=None, token=None)
@@ -161,11 +160,29 @@ class Command:
             pytest.fail(f"still running after {limit_s:g} s:\n{self.out}\n{self.err}")
 
     def find(self, *texts: str) -> list[psutil.Process]:
-        """The processes below it whose command line or name has all of `texts`."""
-        return [
+        """The processes below it whose command line or name has all of `texts`.
+
+        Not those that such a process forked: they have its command line until they rename
+        themselves.
+        """
+        found = [
             process
             for process in descendants(self.process.pid)
             if all(text in describe(process) for text in texts)
+        ]
+        pids = {process.pid for process in found}
+        return [process for process in found if parent_pid(process) not in pids]
+
+    def engines(self) -> list[psutil.Process]:
+        """vLLM's own processes: all below the rollout servers but environment workers.
+
+        Not by their title: it has room only where the server's environment is large enough.
+        """
+        return [
+            process
+            for server in self.find(ROLLOUT_SERVER)
+            for process in descendants(server.pid)
+            if WORKER not in describe(process)
         ]
 
 
@@ -267,6 +284,13 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def parent_pid(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def describe(process: psutil.Process) -> str:

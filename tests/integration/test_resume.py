@@ -22,7 +22,6 @@ pytest.importorskip("vllm")
 
 from run_processes import (  # noqa: E402
     CONTROLLER,
-    ENGINE,
     ROLLOUT_SERVER,
     TRAINER,
     check_ledger,
@@ -30,6 +29,7 @@ from run_processes import (  # noqa: E402
     connection,
     copy_environments,
     descendants,
+    is_alive,
     kill,
     make_model_folder,
     rows_of,
@@ -166,14 +166,14 @@ async def test_a_killed_rank_starts_again_beside_the_fleet(folder: Path) -> None
     async with command(folder, "run", "config.toml", cwd=folder) as run:
         async with connection(folder / "config.toml", run) as client:
             await until_step(client, STEPS // 2)
-            servers = run.find(ROLLOUT_SERVER) + run.find(ENGINE)
+            servers = run.find(ROLLOUT_SERVER) + run.engines()
             (rank,) = run.find(f"{TRAINER} ")
             kill(rank)
             await until_event(client, lambda event: "trained again" in event.text)
+            assert [is_alive(process) for process in servers] == [True] * len(servers)
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
         assert "was killed by SIGKILL" in run.out
         assert "the trainer starts again, start 2" in run.out
-        assert servers
     starts = [record for record in journal_of(folder / "run") if record["kind"] == "start"]
     assert len(starts) == 1
     check_whole_run(folder / "run", STEPS)

@@ -17,7 +17,6 @@ pytest.importorskip("vllm")
 
 from run_processes import (  # noqa: E402
     CONTROLLER,
-    ENGINE,
     ROLLOUT_SERVER,
     TRAINER,
     check_ledger,
@@ -90,7 +89,7 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
             await until_in_flight(client, 50)
             (server,) = run.find(ROLLOUT_SERVER)
             below = descendants(server.pid)
-            assert [process.name() for process in below if process.name().startswith(ENGINE)]
+            assert run.engines()
             kill(server)
             await until_gone([server, *below], limit_s=10.0)
             await until_back(client, "server-0")
@@ -252,7 +251,7 @@ async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Pat
         everything = descendants(run.process.pid)
         names = " ".join(process.name() for process in everything)
         assert "valkey" in names
-        assert ENGINE in names
+        assert run.engines()
         kill(psutil.Process(run.process.pid))
         assert await run.wait(5.0) == -signal.SIGKILL
         await until_gone(everything, limit_s=15.0)

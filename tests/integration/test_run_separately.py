@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from run_processes import (  # noqa: E402
-    ENGINE,
     Command,
     address_of,
     check_ledger,
@@ -135,7 +134,7 @@ async def test_callers_without_the_right_secrets_are_refused_in_one_line(
             cwd=tmp_path,
         ) as server:
             assert await server.wait(30) == 2
-            assert server.find(ENGINE) == []
+            assert server.engines() == []
         assert server.err == (
             f"slipstream: the controller at {address}: the token is missing or wrong "
             "(security.token_file)\n"
