@@ -201,40 +201,6 @@ async def test_an_environment_that_no_server_can_load_fails_the_run(tmp_path):
     assert "no module named nowhere" in summary["cause"]
 
 
-async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
-    def by_group(lease, member, attempt):
-        return 1.0 if int(lease.group_id[1:]) % 2 else float(member)
-
-    config = make_config(tmp_path, run__steps=4, algorithm__dynamic_sampling={"enabled": True})
-    trainer = FakeTrainer(config.controller.address)
-    server = FakeServer(config.controller.address, judge=by_group)
-    summary = await play(config, server, trainer=trainer)
-    assert summary["steps"] == 4
-    assert summary["ledger"]["filtered"] > 0
-    assert summary["ledger"]["difference"] == 0
-    assert all(int(t.group_id[1:]) % 2 == 0 for batch in trainer.batches for t in batch)
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    by_step = [row["filtered_groups"] for row in map(json.loads, lines) if "step" in row]
-    assert 0 < sum(by_step) <= summary["filtered_groups"]
-    records = list(read_records(config.run_dir / "journal"))
-    filtered = {r["id"].split(".")[0] for r in records if r.get("end") == "filtered"}
-    assert len(filtered) == summary["filtered_groups"]
-
-
-async def test_a_run_whose_groups_are_all_filtered_stops_with_the_cause(tmp_path):
-    settings = {"enabled": True, "max_filtered_batches": 2}
-    config = make_config(tmp_path, run__steps=3, algorithm__dynamic_sampling=settings)
-    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 1.0)
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
-    assert summary["code"] == 1
-    limit = 2 * config.algorithm.groups_per_step
-    assert summary["cause"].startswith(
-        f"{limit} groups were filtered for their equal rewards while the batch of step 0 was formed"
-    )
-    assert "mean reward of 1" in summary["cause"]
-    assert summary["ledger"]["difference"] == 0
-
-
 async def test_stale_training_without_a_correction_is_warned_of(tmp_path, caplog):
     config = make_config(tmp_path, run__steps=1, algorithm__correction={"weight": "none"})
     address = config.controller.address

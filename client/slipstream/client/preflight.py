@@ -76,6 +76,11 @@ def check_run_folder(config: Config) -> bool:
     summary = folder / "summary.json"
     if summary.is_file():
         values = json.loads(summary.read_text())
+        if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
+            raise ConfigError(
+                f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
+                "another run.name, or set algorithm.dynamic_sampling.enabled = false to go on"
+            )
         if values["state"] == "finished" and values["steps"] >= config.run.steps:
             raise ConfigError(
                 f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "

@@ -99,8 +99,11 @@ class DynamicSamplingSection(Section):
 
     # Leave such groups out and lease others in their place.
     enabled: bool = False
-    # The run stops when so many steps' groups were left out while one batch was formed.
+    # The run ends when so many steps' groups were left out while one batch was formed: as finished
+    # when every one of them is solved, else as failed.
     max_filtered_batches: Positive = 20
+    # Full reward of an episode, as the environment gives it: a group is solved when all reach it.
+    solved_reward: float = 1.0
 
 
 class AlgorithmSection(Section):

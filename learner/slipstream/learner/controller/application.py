@@ -26,7 +26,7 @@ from slipstream.learner.controller.intake import Intake
 from slipstream.learner.controller.journal import Journal
 from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.ledger import TokenLedger
-from slipstream.learner.controller.metrics import RunRecorder
+from slipstream.learner.controller.metrics import Ending, RunRecorder
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
 from slipstream.learner.controller.receivers import open_receiver
@@ -318,8 +318,11 @@ class Controller:
             publish=self._publisher.totals.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,
-            state="failed" if self._failed else "finished",
-            cause=progress.cause,
+            ending=Ending(
+                state="failed" if self._failed else "finished",
+                cause=progress.cause,
+                solved=bool(progress.solved) and not self._failed,
+            ),
         )
         if self._recorder.rows:
             await asyncio.to_thread(

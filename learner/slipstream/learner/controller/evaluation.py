@@ -87,6 +87,8 @@ class Evaluator:
         self._on_result = on_result
         self._round: Round | None = None
         self._wanted_step: int | None = 0 if self._sections else None
+        # The newest step that was ever wanted.
+        self._asked_step = 0
         self.results: list[EvaluationResult] = []
 
     def restore(self, history: RunHistory) -> None:
@@ -107,6 +109,7 @@ class Evaluator:
         due = [step for step in range(history.version.step + 1) if step == 0 or self._is_due(step)]
         if self._sections:
             self._wanted_step = due[-1] if due[-1] > measured else None
+            self._asked_step = due[-1]
 
     async def run_forever(self) -> None:
         """Starts rounds and feeds them until it is cancelled."""
@@ -118,15 +121,23 @@ class Evaluator:
     def step_done(self, step: int) -> None:
         """A version exists: it may be one that is to be evaluated."""
         if self._sections and self._is_due(step):
-            self._wanted_step = step
+            self._wanted_step = self._asked_step = step
 
     def _is_due(self, step: int) -> bool:
-        last = step >= self._progress.config.run.steps
-        return last or any(e.every_steps and step % e.every_steps == 0 for e in self._sections)
+        return step >= self._progress.last_step or any(
+            e.every_steps and step % e.every_steps == 0 for e in self._sections
+        )
 
     def is_done(self) -> bool:
         """Whether nothing is left to evaluate."""
+        self._want_the_last()
         return self._round is None and self._wanted_step is None
+
+    def _want_the_last(self) -> None:
+        """No step says that it was the last one when the run is solved before its last step."""
+        progress = self._progress
+        if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
+            self.step_done(progress.version.step)
 
     def server_lost(self, session: ServerSession) -> None:
         """The round of a lost server starts again elsewhere."""
@@ -141,6 +152,7 @@ class Evaluator:
         self._intake.withdraw(list(round_.running.values()), "its server is gone")
 
     def _turn(self) -> None:
+        self._want_the_last()
         if self._round is None:
             self._start()
         if self._round is not None:
@@ -172,7 +184,7 @@ class Evaluator:
 
     def _suits(self, version: PolicyVersion) -> bool:
         """The last version is measured itself; an earlier round takes what is served by now."""
-        wanted, last = self._wanted_step, self._progress.config.run.steps
+        wanted, last = self._wanted_step, self._progress.last_step
         assert wanted is not None
         return version.step >= wanted and (wanted < last or version.step == last)
 

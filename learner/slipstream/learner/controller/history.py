@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import JsonValue
 from slipstream.learner.controller.ends import End
+from slipstream.learner.controller.filtering import FilteredGroups
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId
 
@@ -101,7 +102,11 @@ class RunHistory:
     batch_tokens: dict[int, int] = field(default_factory=dict)
     groups: dict[GroupId, str] = field(default_factory=dict)
     # Groups that were filtered since the last batch.
-    filtered: int = 0
+    filtered: FilteredGroups = field(default_factory=FilteredGroups)
+    # Number of filtered groups, by the step whose batch was being formed.
+    filtered_groups: Counter[int] = field(default_factory=Counter)
+    # Why training ended before its last step, if it did: the task is solved.
+    solved: str = ""
 
     @property
     def next_step(self) -> int:
@@ -142,6 +147,8 @@ class RunHistory:
                 for name, epoch, generated in record["generated"]:
                     tokens = self._server(name, epoch)
                     tokens.generated = max(tokens.generated, generated)
+            case "solved":
+                self.solved = record["cause"]
             case "checkpoint":
                 self.checkpoint = PolicyVersion(*record["version"])
             case "submitted":
@@ -196,7 +203,9 @@ class RunHistory:
             history.failed += 1
         elif record["how"] == "filtered":
             history.accepted += 1
-            self.filtered += 1
+            solved, reward = record.get("solved", False), record.get("reward", 0.0)
+            self.filtered.add(group.environment, reward, solved=solved)
+            self.filtered_groups[self.next_step] += 1
 
     def _batch(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
@@ -204,7 +213,9 @@ class RunHistory:
             raise ProtocolError(
                 f"the journal holds the batch of step {step} after that of {self.next_step - 1}"
             )
-        self.filtered = 0
+        self.filtered.clear()
+        # Training went on after all, under other settings.
+        self.solved = ""
         self.batches[step] = RecordedBatch(step, record["batch_id"], record["crc32"])
         for name in record["groups"]:
             group_id = GroupId(name)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from slipstream.learner.controller.ends import End
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.filtering import FilteredGroups, Verdict, is_solved
 from slipstream.learner.controller.fleet import Fleet
 from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.journal import EarlierIds, Journal
@@ -60,6 +61,8 @@ class Intake:
         self._receiver = receiver
         # By the step whose batch was being formed.
         self.filtered_groups: Counter[int] = Counter()
+        self._filtered = FilteredGroups()
+        self._filtered_step = 0
         self._ended: list[TrajectoryId] = []
         self._earlier = EarlierIds(RunHistory(), journal)
         self._flush_wanted = asyncio.Event()
@@ -67,7 +70,8 @@ class Intake:
     def restore(self, history: RunHistory) -> None:
         """What an earlier controller journaled may be delivered again."""
         self._earlier = EarlierIds(history, self._journal)
-        self.filtered_groups[history.next_step] = history.filtered
+        self.filtered_groups = history.filtered_groups
+        self._filtered, self._filtered_step = history.filtered, history.next_step
 
     async def consume(self) -> None:
         """Takes deliveries until it is cancelled."""
@@ -167,22 +171,55 @@ class Intake:
             self._filter(group, rewards)
 
     def _filter(self, group: Group, rewards: Sequence[float]) -> None:
-        algorithm, step = self._progress.config.algorithm, self._book.step
+        settings, step = self._progress.config.algorithm.dynamic_sampling, self._book.step
+        if self._filtered_step != step:
+            self._filtered.clear()
+            self._filtered_step = step
+        solved = is_solved(rewards, settings.solved_reward)
+        mean = statistics.fmean(rewards)
+        self._filtered.add(group.environment, mean, solved=solved)
         self.filtered_groups[step] += 1
         self._book.remove(group.group_id)
         self._environments.group_ended(group.environment, cause=None)
-        self._close(group, "filtered", "all rewards of its group are equal")
+        cause = "all rewards of its group are equal"
+        self._journal.append(
+            "closed",
+            group=group.group_id,
+            how="filtered",
+            cause=cause,
+            solved=solved,
+            reward=mean,
+        )
         for trajectory in group.in_order():
-            self._end(trajectory, End.FILTERED, "all rewards of its group are equal")
-        limit = algorithm.dynamic_sampling.max_filtered_batches
-        if self.filtered_groups[step] >= limit * algorithm.groups_per_step:
+            self._end(trajectory, End.FILTERED, cause)
+        self._judge_filtered(step)
+
+    def _judge_filtered(self, step: int) -> None:
+        algorithm = self._progress.config.algorithm
+        settings, filtered = algorithm.dynamic_sampling, self._filtered
+        limit = settings.max_filtered_batches * algorithm.groups_per_step
+        verdict = filtered.verdict(limit)
+        if verdict is Verdict.GO_ON or self._progress.is_over or self._progress.solved:
+            return
+        if self._book.has_whole_batch:
+            # Only the trainer is slow: the next batch is there already.
+            return
+        count = (
+            f"{filtered.total} groups were filtered for their equal rewards while the batch of "
+            f"step {step} was formed ({filtered.describe()})"
+        )
+        if verdict is Verdict.STUCK:
             self._progress.fail(
-                f"{self.filtered_groups[step]} groups were filtered for their equal rewards while "
-                f"the batch of step {step} was formed, as many as "
-                f"algorithm.dynamic_sampling.max_filtered_batches = {limit} allows; the newest is "
-                f"of environment {group.environment}, with a mean reward of "
-                f"{statistics.fmean(rewards):.3g}"
+                f"{count}, as many as algorithm.dynamic_sampling.max_filtered_batches = "
+                f"{settings.max_filtered_batches} allows; solved are those whose rewards all reach "
+                f"solved_reward = {settings.solved_reward:g}"
             )
+            return
+        cause = f"the task is solved: the last {count}"
+        self._journal.append("solved", step=step, cause=cause)
+        self._progress.solve(step, cause)
+        # Their servers are free for the last evaluation.
+        self.withdraw(self._book.training_groups(), cause)
 
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")

@@ -182,6 +182,12 @@ class LeaseBook:
         """Forgets a group, whatever its state; None when it is not there."""
         return self.groups.pop(group_id, None)
 
+    @property
+    def has_whole_batch(self) -> bool:
+        """Whether as many groups are complete as a step trains."""
+        complete = sum(group.is_complete for group in self.training_groups())
+        return complete >= self.groups_per_step
+
     def take_batch(self) -> list[Group] | None:
         """Takes the batch of the present step and goes on to the next; None while there is none."""
         chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -44,6 +44,17 @@ class RunFacts:
     gap_max: float = 0.0
     generation: list[Interval] = field(default_factory=list)
     training: list[Interval] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    # finished or failed
+    state: str
+    cause: str
+    # It finished before its last configured step, because nothing is left to learn.
+    solved: bool
 
 
 class RunRecorder:
@@ -159,8 +170,7 @@ class RunRecorder:
         publish: Mapping[str, float],
         weight_digest: str,
         trainer_ranks: int,
-        state: str,
-        cause: str,
+        ending: Ending,
     ) -> dict[str, JsonValue]:
         """Everything that people ask first about a finished run; also written to summary.json."""
         facts, rewards = self.facts, self.facts.reward_by_step
@@ -169,8 +179,7 @@ class RunRecorder:
         heldout = [result.reward_mean for result in evaluations]
         summary: dict[str, JsonValue] = {
             "run": self._config.run.name,
-            "state": state,
-            "cause": cause,
+            **asdict(ending),
             "steps": len(rewards),
             "reward_first": _mean(rewards[:EDGE_STEPS]),
             "reward_last": _mean(rewards[-EDGE_STEPS:]),

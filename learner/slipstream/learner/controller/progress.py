@@ -24,10 +24,17 @@ class RunProgress:
     # The newest version that the trainer has made.
     version: PolicyVersion = PolicyVersion(0, 0)
     trainer_registered: bool = False
+    # Why training ends before its last configured step; empty: it does not.
+    solved: str = ""
     waiting_for: str = "the trainer"
     started_s: float = field(default_factory=time.monotonic)
     # When an episode ended or a step was made last.
     moved_s: float = field(default_factory=time.monotonic)
+    # The version with which training ends.
+    last_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last_step = self.config.run.steps
 
     @property
     def is_over(self) -> bool:
@@ -41,11 +48,17 @@ class RunProgress:
     @property
     def all_steps_done(self) -> bool:
         """Whether the last version exists."""
-        return self.version.step >= self.config.run.steps
+        return self.version.step >= self.last_step
 
     def moved(self) -> None:
         """Notes progress."""
         self.moved_s = time.monotonic()
+        self.signal.notify()
+
+    def solve(self, last_step: int, cause: str) -> None:
+        """Version `last_step` is the last one; then the run ends as after its last step."""
+        self.last_step, self.solved = last_step, cause
+        self.events.add(cause)
         self.signal.notify()
 
     def stop(self, reason: str) -> None:

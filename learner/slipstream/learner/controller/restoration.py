@@ -51,6 +51,8 @@ def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) ->
     """Every part goes on where the journal ends; before anyone has connected."""
     if history.starts == 1:
         return
+    if history.solved and progress.config.algorithm.dynamic_sampling.enabled:
+        progress.solve(history.next_step, history.solved)
     parts.book.restore(history)
     parts.ledger.restore(history)
     parts.intake.restore(history)

@@ -49,7 +49,8 @@ class Scheduler:
     async def lease_forever(self) -> None:
         """Grants what may be granted, whenever something changed, until it is cancelled."""
         while True:
-            if self._progress.trainer_registered and not self._progress.is_over:
+            may_lease = not self._progress.is_over and not self._progress.solved
+            if self._progress.trainer_registered and may_lease:
                 self.lease_all()
             await self._progress.signal.wait(1.0)
 

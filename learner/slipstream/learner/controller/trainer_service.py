@@ -235,7 +235,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             progress.waiting_for = self._describe_wait()
             return None
         if self._evaluations_done():
-            reason = "all steps are done"
+            reason = progress.solved or "all steps are done"
             progress.state, progress.cause = status_pb2.RUN_STATE_STOPPING, reason
             progress.signal.notify()
             return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))

@@ -215,6 +215,26 @@ def test_attempts_of_an_open_group_count_on():
     assert group.attempts == {1: 2}
 
 
+def closed(group: str, **changes):
+    return {"kind": "closed", "group": group, "how": "filtered", "cause": ""} | changes
+
+
+def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
+    records = [start(), *(lease(f"g00000{i}", i) for i in range(5))]
+    records += [closed("g000000", solved=True, reward=1.0), batch(0, "g000001")]
+    # As an earlier version wrote it.
+    records += [closed("g000002"), closed("g000003", solved=True, reward=1.0)]
+    history = read_history(records)
+    assert history.filtered_groups == {0: 1, 1: 2}
+    assert history.filtered.describe() == "e: 1 of 2 solved, mean reward 0.5"
+
+
+def test_a_solved_run_stays_solved_until_it_goes_on():
+    records = [start(), lease("g000000"), {"kind": "solved", "step": 0, "cause": "why"}]
+    assert read_history(records).solved == "why"
+    assert not read_history([*records, batch(0, "g000000")]).solved
+
+
 def test_a_lease_that_goes_on_elsewhere_is_the_same_group():
     history = read_history([start(), lease("g000000"), lease("g000000", number=-1)])
     assert len(history.open_groups) == 1
