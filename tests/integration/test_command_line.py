@@ -249,6 +249,9 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
         "# dp: 2 x 2: [0 1] [2 3]",
         "# pp: 2 x 2: [0 2] [1 3]",
         "#",
+        "# The GPUs of what starts here:",
+        "# no GPU is used",
+        "#",
         "# Only sizes were checked. Before a run can start:",
         "# model.path must hold safetensors weights, but weightless has none",
     ]

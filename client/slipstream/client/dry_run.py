@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from slipstream.client.placement import describe_sharing, place_here, share_memory
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import check_sizes, dump_config
+from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.model_sizes import read_model_sizes
 from slipstream.protocol.rank_layout import RankLayout
 from slipstream.protocol.roles import role_settings
 
 
-def describe_dry_run(config: Config) -> str:
+def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> str:
     """TOML that `load_config` reads back; all that is no setting stands in comments.
 
-    The model's config.json is read, nothing else of it. ConfigError as of `check_sizes`.
+    `ranks` and `servers` would start here. The model's config.json is read, nothing else of it.
+    ConfigError as of `check_sizes`.
     """
     missing = check_sizes(config)
+    config, gpus = place_dry(config, ranks=ranks, servers=servers)
     has_experts = read_model_sizes(config.model.path).experts > 0
     layout = RankLayout.of(config.learner.parallel, config.learner.world_size)
     notes = ["The trainer's ranks:", *layout.describe(has_experts=has_experts).splitlines()]
@@ -24,9 +30,28 @@ def describe_dry_run(config: Config) -> str:
         own = RankLayout.of(learner.parallel, learner.world_size)
         notes += ["", f"The {name} in the same ranks:"]
         notes += own.describe(has_experts=has_experts).splitlines()
+    notes += ["", *gpus]
     if config.algorithm.staleness_warning is not None:
         notes += ["", f"Warning: {config.algorithm.staleness_warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
-    lines = "\n".join(f"# {note}".rstrip() for note in notes)
-    return f"{dump_config(config)}\n{lines}\n"
+    return f"{dump_config(config)}\n{as_comments(notes)}"
+
+
+def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Config, list[str]]:
+    """Which GPU each process would have here, or why it does not fit: a dry run needs none.
+
+    With the settings as sharing a GPU makes them.
+    """
+    try:
+        placement = place_here(config, ranks=ranks, servers=servers)
+        config = share_memory(config, placement)
+    except ConfigError as error:
+        return config, [f"The GPUs here do not fit: {error}"]
+    sharing = describe_sharing(config, placement)
+    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing]
+
+
+def as_comments(notes: Sequence[str]) -> str:
+    """Lines of TOML that say nothing to a program."""
+    return "".join(f"# {note}".rstrip() + "\n" for note in notes)

@@ -11,7 +11,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from slipstream.client.children import start_child
-from slipstream.client.dry_run import describe_dry_run
+from slipstream.client.dry_run import as_comments, describe_dry_run, place_dry
+from slipstream.client.placement import place_here, share_memory
 from slipstream.client.preflight import (
     check_controller,
     check_environments,
@@ -49,22 +50,25 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_run_folder(config)
     check_port(config.controller.address)
     await check_passed_settings(config)
+    local = {"ranks": config.learner.world_size, "servers": config.rollout_server.count}
     if dry_run:
-        print(describe_dry_run(config), end="")
+        print(describe_dry_run(config, **local), end="")
         return 0
+    placement = place_here(config, **local)
+    config = share_memory(config, placement)
     logs = config.run_dir / "logs"
     await check_environments(config, logs / "preflight.log")
     async with AsyncExitStack() as stack:
         queue = await _start_queue(stack, config)
         if queue is not None:
             config = _with_queue(config, queue.url)
-        session = await stack.enter_async_context(Session(config, credentials))
+        session = await stack.enter_async_context(Session(config, credentials, placement))
         if queue is not None:
             session.keep_queue(queue)
         session.start_controller()
         await session.start_trainers(first_rank=0, num_ranks=config.learner.world_size)
-        for index in range(config.rollout_server.count):
-            session.keep_rollout_server(f"server-{index}")
+        for number in range(config.rollout_server.count):
+            session.keep_rollout_server(number)
         return await session.wait()
 
 
@@ -94,11 +98,12 @@ async def run_learner(
     if dry_run or node_rank == 0:
         await check_passed_settings(config)
     if dry_run:
-        print(describe_dry_run(config), end="")
+        print(describe_dry_run(config, ranks=per_node), end="")
         return 0
+    placement = place_here(config, ranks=per_node)
     if node_rank == 0:
         await check_environments(config, config.run_dir / "logs" / "preflight.log")
-    async with Session(config, credentials, node_rank=node_rank) as session:
+    async with Session(config, credentials, placement, node_rank=node_rank) as session:
         if node_rank == 0:
             session.start_controller()
         await session.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
@@ -123,15 +128,21 @@ async def run_rollout_server(
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
-        print(dump_config(config), end="")
+        config, gpus = place_dry(config, servers=1)
+        print(dump_config(config) + as_comments(gpus), end="")
         return 0
+    placement = place_here(config, servers=1)
     await check_controller(config.controller.address, credentials, connect_timeout_s)
     name = server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}"
     folder = config.run_dir / "servers" / name
     resolved = write_config(config, folder)
     arguments = ["--config", str(resolved), "--controller", config.controller.address]
     child = await start_child(
-        name, ROLLOUT_SERVER, [*arguments, "--server-id", name], log_path=folder / "server.log"
+        name,
+        ROLLOUT_SERVER,
+        [*arguments, "--server-id", name],
+        log_path=folder / "server.log",
+        environ=placement.server_environment(0),
     )
     print(f"rollout server {name} joins {config.controller.address}; its log is {child.log_path}")
     stop = asyncio.ensure_future(stop_signal())
@@ -155,7 +166,9 @@ async def run_replay(folder: Path) -> int:
     if not (folder / "journal").is_dir():
         raise ConfigError(f"{folder} has no journal")
     ranks = []
-    for environ in rank_environments(config, 0, config.learner.world_size):
+    placement = place_here(config, ranks=config.learner.world_size)
+    for torchrun in rank_environments(config, 0, config.learner.world_size):
+        environ = torchrun | placement.learner_environment
         name = f"replay-rank-{environ['RANK']}"
         log_path = folder / "logs" / f"{name}.log"
         log_path.unlink(missing_ok=True)

@@ -13,12 +13,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc.aio
 from slipstream.client.children import Child, start_child
 from slipstream.client.display import Display
+from slipstream.client.placement import Placement, describe_sharing
 from slipstream.client.preflight import make_folder
 from slipstream.client.trainer_ranks import TrainerRanks
 from slipstream.protocol.config import Config
@@ -42,8 +43,15 @@ FORGIVEN_S = 600.0
 class Session:
     """The processes of one command, from the first to the last; an async context manager."""
 
-    def __init__(self, config: Config, credentials: Credentials, *, node_rank: int = 0) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        credentials: Credentials,
+        placement: Placement,
+        *,
+        node_rank: int = 0,
+    ) -> None:
+        self._config, self._placement = config, placement
         self._credentials = credentials
         self._node_rank = node_rank
         self._logs = config.run_dir / "logs"
@@ -74,20 +82,30 @@ class Session:
     def start_controller(self) -> None:
         """Starts the controller."""
         self._display.tell(f"the run starts; its logs are in {self._logs}/")
+        for line in describe_sharing(self._config, self._placement):
+            self._display.tell(line)
         self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
 
     async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:
         """Starts the trainer ranks of this node; `wait` starts them again when they die."""
-        self._trainers = TrainerRanks(self._config, first_rank, num_ranks, warn=self._display.warn)
+        self._trainers = TrainerRanks(
+            self._config,
+            self._placement,
+            first_rank=first_rank,
+            num_ranks=num_ranks,
+            warn=self._display.warn,
+        )
         await self._trainers.start(self._config_arguments)
 
     def keep_queue(self, server: EmbeddedServer) -> None:
         """Starts the queue's own server again when it dies: it keeps what it has acknowledged."""
         self._servers["queue"] = asyncio.ensure_future(self._keep_queue(server))
 
-    def keep_rollout_server(self, name: str) -> None:
-        """Starts a rollout server and starts it again when it dies."""
-        self._servers[name] = asyncio.ensure_future(self._keep(name))
+    def keep_rollout_server(self, number: int) -> None:
+        """Starts the rollout server with this number and starts it again when it dies."""
+        name = f"server-{number}"
+        environ = self._placement.server_environment(number)
+        self._servers[name] = asyncio.ensure_future(self._keep(name, environ))
 
     async def wait(self) -> int:
         """Shows progress until the run is over; 0, or RunFailed with the cause."""
@@ -137,12 +155,15 @@ class Session:
     def _config_arguments(self) -> list[str]:
         return ["--config", str(self._resolved)]
 
-    async def _start(self, name: str, module: str, arguments: Sequence[str]) -> Child:
+    async def _start(
+        self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = {}
+    ) -> Child:
         child = await start_child(
             name,
             module,
             [*self._config_arguments, *arguments],
             log_path=self._logs / f"{name}.log",
+            environ=environ,
         )
         self._children.append(child)
         return child
@@ -158,14 +179,14 @@ class Session:
                 return
         await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
-    async def _keep(self, name: str) -> None:
+    async def _keep(self, name: str, environ: Mapping[str, str]) -> None:
         settings = self._config.rollout_server
         restarts = 0
         address = self._config.controller.address
         while True:
             started_s = time.monotonic()
             arguments = ["--controller", address, "--server-id", name]
-            child = await self._start(name, ROLLOUT_SERVER, arguments)
+            child = await self._start(name, ROLLOUT_SERVER, arguments, environ)
             await child.process.wait()
             # What the server started must not go on without it.
             child.signal(signal.SIGKILL)

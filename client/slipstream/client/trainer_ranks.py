@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from slipstream.client.children import Child, start_child
+from slipstream.client.placement import Placement
 from slipstream.client.preflight import free_port
 from slipstream.protocol.config import Config, address_parts
 
@@ -29,9 +30,15 @@ class TrainerRanks:
     """`keep` starts them and returns when they are over."""
 
     def __init__(
-        self, config: Config, first_rank: int, num_ranks: int, *, warn: Callable[[str], None]
+        self,
+        config: Config,
+        placement: Placement,
+        *,
+        first_rank: int,
+        num_ranks: int,
+        warn: Callable[[str], None],
     ) -> None:
-        self._config = config
+        self._config, self._placement = config, placement
         self._first_rank, self._num_ranks = first_rank, num_ranks
         self._warn = warn
         self._logs = config.run_dir / "logs"
@@ -40,7 +47,9 @@ class TrainerRanks:
     async def start(self, arguments: list[str]) -> None:
         """Starts all ranks of the node as torchrun would."""
         self.children = []
-        for environ in rank_environments(self._config, self._first_rank, self._num_ranks):
+        gpus = self._placement.learner_environment
+        for torchrun in rank_environments(self._config, self._first_rank, self._num_ranks):
+            environ = torchrun | gpus
             name = f"trainer-rank-{environ['RANK']}"
             log_path = self._logs / f"{name}.log"
             self.children.append(

@@ -140,6 +140,11 @@ class LearnerSection(Section):
     master: Address = "127.0.0.1:0"
     # Tokens of one packed micro batch, on each of the context parallel ranks that share it.
     micro_batch_tokens: Positive = 4096
+    # GPUs of the ranks that start on a machine, by number or UUID as in CUDA_VISIBLE_DEVICES; None:
+    # the first ones.
+    devices: tuple[int | str, ...] | None = None
+    # Share of its GPU's memory that torch may hold in a rank, as a limit; None: no limit.
+    gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
     # CPU threads of each rank; 0: all.
     threads: int = Field(1, ge=0)
     # Decoupled; not for norms and biases.
@@ -185,7 +190,11 @@ class RolloutServerSection(Section):
     max_episodes: Positive = 64
     # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1
-    # Share of a GPU's memory; on a CPU `kv_cache_gib` counts.
+    # GPUs of the servers that start on a machine, `tensor_parallel_size` for each, number or UUID
+    # as in CUDA_VISIBLE_DEVICES; None: the ones behind the learner's, or the only one.
+    devices: tuple[int | str, ...] | None = None
+    # Share of a GPU's memory; on a CPU `kv_cache_gib` counts. Left out on a GPU that the learner
+    # uses too: 0.4, divided by the servers there.
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     # Memory of the engine's KV cache on a CPU.
     kv_cache_gib: Positive = 1

@@ -18,9 +18,11 @@ import sys
 import traceback
 from pathlib import Path
 
+from slipstream.protocol.card_lock import cards_of, fill_cards
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import check_model, load_config
 from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.process import die_with_parent
 from slipstream.protocol.types import ServerId
 
@@ -80,11 +82,19 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     os.environ.update(
         process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
     )
+    set_nccl_environment(os.environ)
     process.bind_children()
     renderer = Renderer(config.model.path)
-    with process.limited_start(config.rollout_server.start_timeout_s):
+    settings = config.rollout_server
+    with process.limited_start(settings.start_timeout_s):
         from slipstream.rollout_server.engine import VllmEngine
-
+    cards = cards_of(os.environ, 0, settings.tensor_parallel_size)
+    limit_s = config.learner.timeout_s
+    # Nothing else runs in this loop yet.
+    with (
+        fill_cards(config.run_dir / "locks", cards, alone=True, limit_s=limit_s),
+        process.limited_start(settings.start_timeout_s),
+    ):
         engine = await VllmEngine.start(config, seed=secrets.randbits(31))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -33,10 +33,10 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "learner": {"world_size": 2, "parallel": {"tp": 2}},
         "critic": {"learning_rate": 1e-3, "parallel": {"pp": 2}},
     }
-    text = describe_dry_run(parse_config(table, source="test"))
+    text = describe_dry_run(parse_config(table, source="test"), ranks=2, servers=1)
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
-    assert notes[:11] == [
+    assert notes[:14] == [
         "# The trainer's ranks:",
         "# 2 ranks: tp 2, pp 1, cp 1, dp 1",
         "# tp: 1 x 2: [0 1]",
@@ -48,4 +48,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "# The critic in the same ranks:",
         "# 2 ranks: tp 1, pp 2, cp 1, dp 1",
         "# pp: 1 x 2: [0 1]",
+        "#",
+        "# The GPUs of what starts here:",
+        "# no GPU is used",
     ]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.protocol.card_lock import cards_of, fill_cards
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import check_model, load_config
 from slipstream.protocol.errors import ConfigError, SlipstreamError
@@ -81,7 +82,10 @@ def _train(config: Config, launch: Launch, client: ControllerClient) -> None:
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.train import Trainer
 
-    policy = open_policy(config, launch)
+    cards = cards_of(os.environ, launch.local_rank, 1)
+    limit_s = config.rollout_server.start_timeout_s
+    with fill_cards(config.run_dir / "locks", cards, alone=False, limit_s=limit_s):
+        policy = open_policy(config, launch)
     Trainer(config, policy, client).run()
     policy.ranks.close()
 

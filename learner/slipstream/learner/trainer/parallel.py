@@ -17,6 +17,7 @@ from slipstream.learner.trainer.grid import Grids
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.config import LearnerSection, ParallelSection
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.rank_layout import RankLayout
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -199,7 +200,10 @@ def _start(launch: Launch, learner: LearnerSection) -> torch.device:
         torch.set_num_threads(learner.threads)
     has_cuda = torch.cuda.is_available()
     if has_cuda:
+        set_nccl_environment(os.environ)
         torch.cuda.set_device(launch.local_rank)
+        if learner.gpu_memory_fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction)
     dist.init_process_group(
         "nccl" if has_cuda else "gloo",
         store=_meeting_place(launch, timedelta(seconds=learner.timeout_s)),
