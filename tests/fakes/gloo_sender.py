@@ -9,11 +9,11 @@ import torch
 from slipstream.protocol.buckets import (
     Bucket,
     TensorSpec,
-    bucket_digest,
     layout_from_pb,
     layout_to_pb,
 )
 from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import weights_pb2
 from torch._C import _distributed_c10d as c10d
@@ -73,7 +73,7 @@ class GlooSender:
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = self._timeout
             self._group.broadcast([buffer], options).wait(self._timeout)
-            digests.append(bucket_digest(buffer.numpy().data))
+            digests.append(bucket_digest(bucket_tensor_digests(bucket, buffer.numpy().data)))
         return digests
 
 

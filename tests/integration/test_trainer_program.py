@@ -25,9 +25,10 @@ from fake_controller import (
 from make_tiny_model import make_model, make_tokenizer
 from safetensors.torch import load_file
 from slipstream.client.preflight import free_port
-from slipstream.protocol.buckets import bucket_digest, layout_from_pb, weight_digest
+from slipstream.protocol.buckets import layout_from_pb
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 from slipstream.protocol.config_file import dump_config, parse_config
+from slipstream.protocol.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
 
 TIMEOUT_S = 300
@@ -43,6 +44,7 @@ class Receiver:
         self.group: dist.ProcessGroupGloo | None = None
         self.received: list[dict[str, torch.Tensor]] = []
         self.digests: list[list[bytes]] = []
+        self.identities: list[bytes] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, publish: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
@@ -67,17 +69,20 @@ class Receiver:
                 where.world_size,
                 timedelta(seconds=10),
             )
-        tensors, digests = {}, []
+        tensors, digests, by_name = {}, [], {}
         for bucket in layout_from_pb(publish.layout):
             data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self.group.broadcast(data, 0).wait()
-            digests.append(bucket_digest(data.numpy().data))
+            of_tensors = bucket_tensor_digests(bucket, data.numpy().data)
+            digests.append(bucket_digest(of_tensors))
+            by_name |= zip((s.tensor.name for s in bucket.spans), of_tensors, strict=True)
             for span in bucket.spans:
                 raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes]
                 dtype = getattr(torch, span.tensor.dtype)
                 tensors[span.tensor.name] = raw.view(dtype).reshape(span.tensor.shape)
         self.received.append(tensors)
         self.digests.append(digests)
+        self.identities.append(weight_digest(by_name))
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +195,10 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
     hello, goodbye = controller.hello, controller.goodbye
     assert hello is not None
     assert goodbye is not None
-    assert hello.weight_digest == weight_digest(receiver.digests[0])
+    assert hello.weight_digest == receiver.identities[0]
+    assert hello.num_senders == 1
     assert hello.num_parameters == sum(tensor.numel() for tensor in stored.values())
-    assert [s.weight_digest for s in controller.steps] == [
-        weight_digest(digests) for digests in receiver.digests[1:]
-    ]
+    assert [s.weight_digest for s in controller.steps] == receiver.identities[1:]
     assert goodbye.weight_digest == controller.steps[1].weight_digest
     assert [(s.step, s.version.step, s.batch_id) for s in controller.steps] == [
         (0, 1, "batch-0"),

@@ -1,12 +1,11 @@
-"""How a model's tensors are cut into buckets, and how a bucket is proved.
+"""How a model's tensors are cut into buckets.
 
 Both sides derive the same plan from the layout.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,6 +23,8 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    # Rank in the communicator of the trainer rank that sends it.
+    sender: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -41,17 +42,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel in one collective."""
+    """Tensors of one sender that travel in one broadcast."""
 
     spans: tuple[Span, ...]
     num_bytes: int
+
+    @property
+    def root(self) -> int:
+        """Rank in the communicator of the sender."""
+        return self.spans[0].tensor.sender
 
 
 def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     """Cuts `tensors`, in their order, into buckets of at most `bucket_bytes`.
 
-    A larger tensor has a bucket of its own. Every tensor starts at a multiple of 16 bytes, so that
-    a view of its element type is aligned.
+    A larger tensor has a bucket of its own; another sender begins another bucket. Every tensor
+    starts at a multiple of 16 bytes, so that a view of its element type is aligned.
     """
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -64,7 +70,8 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
                 f"tensor {tensor.name} has element type {tensor.dtype}, "
                 f"known are {', '.join(ITEM_BYTES)}"
             )
-        if spans and used + tensor.num_bytes > bucket_bytes:
+        is_full = used + tensor.num_bytes > bucket_bytes
+        if spans and (is_full or spans[-1].tensor.sender != tensor.sender):
             buckets.append(Bucket(tuple(spans), used))
             spans, used = [], 0
         spans.append(Span(tensor, used))
@@ -74,34 +81,25 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
     return buckets
 
 
-def bucket_digest(data: bytes | memoryview) -> bytes:
-    """BLAKE2b, 16 bytes, of a bucket's bytes, padding included (which senders fill with zeros)."""
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def weight_digest(bucket_digests: Iterable[bytes]) -> bytes:
-    """Identity of a whole set of weights: BLAKE2b, 16 bytes, over its bucket digests in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in bucket_digests:
-        digest.update(part)
-    return digest.digest()
-
-
 def layout_to_pb(tensors: Sequence[TensorSpec], bucket_bytes: int) -> weights_pb2.WeightLayout:
     """The wire form of a layout."""
     return weights_pb2.WeightLayout(
         tensors=[
-            weights_pb2.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in tensors
+            weights_pb2.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape, sender=t.sender)
+            for t in tensors
         ],
         bucket_bytes=bucket_bytes,
     )
 
 
+def tensors_from_pb(message: weights_pb2.WeightLayout) -> list[TensorSpec]:
+    """The tensors of a layout, in order."""
+    return [TensorSpec(t.name, t.dtype, tuple(t.shape), t.sender) for t in message.tensors]
+
+
 def layout_from_pb(message: weights_pb2.WeightLayout) -> list[Bucket]:
     """The buckets of a layout."""
-    return plan_buckets(
-        [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in message.tensors], message.bucket_bytes
-    )
+    return plan_buckets(tensors_from_pb(message), message.bucket_bytes)
 
 
 def _align(offset: int) -> int:

@@ -226,8 +226,8 @@ class QueueSection(Section):
 class WeightsSection(Section):
     """How new weights reach the rollout servers."""
 
-    # gloo: TCP, from the main memory of rank 0.
-    transport: Literal["gloo"] = "gloo"
+    # gloo: TCP, from main memory. auto: the only one so far.
+    transport: Literal["auto", "gloo"] = "auto"
     # Address of trainer rank 0's machine through which the weights travel.
     host: str = "127.0.0.1"
     # Element type on the wire; None: model.dtype.

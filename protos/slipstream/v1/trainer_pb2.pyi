@@ -9,18 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TrainerHello(_message.Message):
-    __slots__ = ("world_size", "layout_description", "version", "weight_digest", "num_parameters")
+    __slots__ = ("world_size", "layout_description", "version", "weight_digest", "num_parameters", "num_senders")
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
     world_size: int
     layout_description: str
     version: _trajectory_pb2.PolicyVersion
     weight_digest: bytes
     num_parameters: int
-    def __init__(self, world_size: _Optional[int] = ..., layout_description: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., num_parameters: _Optional[int] = ...) -> None: ...
+    num_senders: int
+    def __init__(self, world_size: _Optional[int] = ..., layout_description: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., num_parameters: _Optional[int] = ..., num_senders: _Optional[int] = ...) -> None: ...
 
 class TrainerWelcome(_message.Message):
     __slots__ = ("run_id", "version", "trainer_epoch")
@@ -134,7 +136,7 @@ class PublishStarted(_message.Message):
     def __init__(self, receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ...) -> None: ...
 
 class PublishResult(_message.Message):
-    __slots__ = ("publish_id", "error", "bucket_digests", "probe", "export_s", "send_s", "bytes_sent")
+    __slots__ = ("publish_id", "error", "bucket_digests", "probe", "export_s", "send_s", "bytes_sent", "wire_s")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +144,7 @@ class PublishResult(_message.Message):
     EXPORT_S_FIELD_NUMBER: _ClassVar[int]
     SEND_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    WIRE_S_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     error: str
     bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
@@ -149,7 +152,8 @@ class PublishResult(_message.Message):
     export_s: float
     send_s: float
     bytes_sent: int
-    def __init__(self, publish_id: _Optional[str] = ..., error: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., export_s: _Optional[float] = ..., send_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
+    wire_s: float
+    def __init__(self, publish_id: _Optional[str] = ..., error: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., export_s: _Optional[float] = ..., send_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., wire_s: _Optional[float] = ...) -> None: ...
 
 class PublishReceipt(_message.Message):
     __slots__ = ("serving", "discard_communicator")

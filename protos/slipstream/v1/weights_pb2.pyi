@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape")
+    __slots__ = ("name", "dtype", "shape", "sender")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    sender: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., sender: _Optional[int] = ...) -> None: ...
 
 class WeightLayout(_message.Message):
     __slots__ = ("tensors", "bucket_bytes")
@@ -26,18 +28,22 @@ class WeightLayout(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class Communicator(_message.Message):
-    __slots__ = ("communicator_id", "transport", "store_host", "store_port", "world_size")
+    __slots__ = ("communicator_id", "transport", "store_host", "store_port", "world_size", "unique_id", "num_senders")
     COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNIQUE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
     communicator_id: str
     transport: str
     store_host: str
     store_port: int
     world_size: int
-    def __init__(self, communicator_id: _Optional[str] = ..., transport: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+    unique_id: bytes
+    num_senders: int
+    def __init__(self, communicator_id: _Optional[str] = ..., transport: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., unique_id: _Optional[bytes] = ..., num_senders: _Optional[int] = ...) -> None: ...
 
 class Receiver(_message.Message):
     __slots__ = ("server_id", "first_rank", "num_workers")

@@ -16,7 +16,8 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from slipstream.protocol.buckets import Bucket, TensorSpec, bucket_digest, plan_buckets
+from slipstream.protocol.buckets import Bucket, TensorSpec, plan_buckets, tensors_from_pb
+from slipstream.protocol.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.v1 import weights_pb2
 from torch._C import _distributed_c10d as c10d
@@ -64,10 +65,13 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What arrives: (name, element type, shape) in order; `abandon` only clears a failed update."""
+    """What arrives, in order: (name, element type, shape, rank of its sender).
+
+    `abandon` only clears a failed update.
+    """
 
     communicator_id: str = ""
-    tensors: list[tuple[str, str, list[int]]] | None = None
+    tensors: list[tuple[str, str, list[int], int]] | None = None
     bucket_bytes: int = 0
     bucket_deadline_s: float = 0.0
     abandon: bool = False
@@ -77,7 +81,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
         """What an order and its layout say of the buckets."""
         return cls(
             communicator_id=order.communicator.communicator_id,
-            tensors=[(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in layout.tensors],
+            tensors=[(t.name, t.dtype, list(t.shape), t.sender) for t in tensors_from_pb(layout)],
             bucket_bytes=layout.bucket_bytes,
             bucket_deadline_s=order.bucket_deadline_s,
         )
@@ -86,7 +90,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class BucketTransport(Protocol):
     """One member of a communicator, on the receiving side."""
 
-    def receive(self, num_bytes: int, device: torch.device, deadline_s: float) -> torch.Tensor:
+    def receive(self, bucket: Bucket, device: torch.device, deadline_s: float) -> torch.Tensor:
         """The next bucket, in a uint8 tensor of its own; WeightSyncError after the deadline."""
         ...
 
@@ -96,7 +100,7 @@ class BucketTransport(Protocol):
 
 
 class GlooTransport:
-    """Buckets broadcast from rank 0 over TCP into main memory."""
+    """Buckets broadcast from their senders over TCP into main memory."""
 
     def __init__(self, info: JoinInfo, worker_rank: int) -> None:
         """Joins; WeightSyncError when not all members came within the deadline."""
@@ -122,17 +126,18 @@ class GlooTransport:
                 f"within {info.join_deadline_s:g} s: {error}"
             ) from error
 
-    def receive(self, num_bytes: int, device: torch.device, deadline_s: float) -> torch.Tensor:
+    def receive(self, bucket: Bucket, device: torch.device, deadline_s: float) -> torch.Tensor:
         """See `BucketTransport`; the tensor lies in main memory."""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options.rootRank, options.rootTensor = bucket.root, 0
         options.timeout = timedelta(seconds=deadline_s)
         try:
             self._group.broadcast([buffer], options).wait(timedelta(seconds=deadline_s))
         except RuntimeError as error:
             raise WeightSyncError(
-                f"a bucket of {num_bytes} bytes did not arrive within {deadline_s:g} s: {error}"
+                f"a bucket of {bucket.num_bytes} bytes did not arrive "
+                f"within {deadline_s:g} s: {error}"
             ) from error
         return buffer
 
@@ -208,14 +213,13 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             raise WeightSyncError("the update was abandoned")
         if self._transport is None or self._communicator_id != update_info.communicator_id:
             raise WeightSyncError(f"not a member of communicator {update_info.communicator_id!r}")
-        tensors = [TensorSpec(n, d, tuple(s)) for n, d, s in update_info.tensors or ()]
+        tensors = [TensorSpec(n, d, tuple(s), r) for n, d, s, r in update_info.tensors or ()]
         for bucket in plan_buckets(tensors, update_info.bucket_bytes):
             # Never a buffer twice: the layerwise reload keeps references into it until a layer is
             # complete.
-            buffer = self._transport.receive(
-                bucket.num_bytes, self.device, update_info.bucket_deadline_s
-            )
-            self._digests.append(bucket_digest(buffer.cpu().numpy().data))
+            buffer = self._transport.receive(bucket, self.device, update_info.bucket_deadline_s)
+            data = buffer.cpu().numpy().data
+            self._digests.append(bucket_digest(bucket_tensor_digests(bucket, data)))
             loaded = self.model.load_weights(_cut(buffer, bucket))
             # Not every model says what it loaded.
             self._missing -= self._missing if loaded is None else loaded

@@ -74,6 +74,8 @@ class Publisher:
         self._settings = progress.config.weights
         self._tasks = tasks
         self._reports = PhaseReports()
+        # Ranks of the trainer that send: the first ranks of a communicator.
+        self.num_senders = 1
         self._members: tuple[ServerKey, ...] = ()
         self._epoch = 0
         self._count = 0
@@ -213,7 +215,7 @@ class Publisher:
         if new:
             self._members = members
             self._epoch += 1
-        receivers, rank = [], 1
+        receivers, rank = [], self.num_senders
         for session in targets:
             workers = session.hello.engine_workers
             receivers.append(
@@ -227,6 +229,7 @@ class Publisher:
                 communicator_id=f"{self._progress.run_id}-{self._epoch}",
                 transport=self._settings.transport,
                 world_size=rank,
+                num_senders=self.num_senders,
             ),
             new_communicator=new,
             receivers=receivers,

@@ -84,6 +84,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 {"version": str(self._progress.version)},
             )
         self._publisher.trainer_lost()
+        self._publisher.num_senders = max(1, request.num_senders)
         self._former.training = None
         self._epoch += 1
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())

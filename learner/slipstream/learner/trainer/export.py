@@ -14,12 +14,11 @@ from slipstream.learner.trainer.offload import Part
 from slipstream.protocol.buckets import (
     Bucket,
     TensorSpec,
-    bucket_digest,
     layout_to_pb,
     plan_buckets,
-    weight_digest,
 )
 from slipstream.protocol.config import Config
+from slipstream.protocol.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 
@@ -36,12 +35,20 @@ class ExportedWeights:
     bucket_bytes: int
     # uint8, filled with zeros between tensors.
     buckets: tuple[Tensor, ...]
-    digests: tuple[bytes, ...]
+    # For each bucket, of each tensor.
+    tensor_digests: tuple[tuple[bytes, ...], ...]
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Of each bucket."""
+        return [bucket_digest(digests) for digests in self.tensor_digests]
 
     @property
     def digest(self) -> bytes:
         """Identity of the weights."""
-        return weight_digest(self.digests)
+        names = (tensor.name for tensor in self.tensors)
+        digests = (digest for bucket in self.tensor_digests for digest in bucket)
+        return weight_digest(dict(zip(names, digests, strict=True)))
 
     @property
     def num_parameters(self) -> int:
@@ -95,8 +102,12 @@ def _export(policy: Policy, config: Config) -> ExportedWeights | None:
     specs = tuple(spec for spec, _ in named)
     by_name = {spec.name: tensor for spec, tensor in named}
     bucket_bytes = config.weights.bucket_mib << 20
-    buckets = tuple(_fill(bucket, by_name) for bucket in plan_buckets(specs, bucket_bytes))
-    digests = tuple(bucket_digest(bucket.numpy().data) for bucket in buckets)
+    plan = plan_buckets(specs, bucket_bytes)
+    buckets = tuple(_fill(bucket, by_name) for bucket in plan)
+    digests = tuple(
+        tuple(bucket_tensor_digests(bucket, data.numpy().data))
+        for bucket, data in zip(plan, buckets, strict=True)
+    )
     return ExportedWeights(specs, bucket_bytes, buckets, digests)
 
 

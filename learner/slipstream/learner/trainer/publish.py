@@ -27,14 +27,14 @@ def publish(
     result = trainer_pb2.PublishResult(publish_id=order.publish_id, export_s=export_s)
     started = time.monotonic()
     try:
-        digests = _deliver(order, weights, sender=sender, client=client)
+        sent = _deliver(order, weights, sender=sender, client=client)
     except WeightSyncError as error:
         logger.warning("publish %s of version %s: %s", order.publish_id, order.version.step, error)
         result.error = str(error)
     else:
-        if digests is None:
+        if not sent:
             return
-        result.bucket_digests.extend(digests)
+        result.bucket_digests.extend(weights.digests)
         result.bytes_sent = weights.num_bytes
         if probe is not None:
             result.probe.CopyFrom(probe)
@@ -50,8 +50,8 @@ def _deliver(
     *,
     sender: WeightSender,
     client: ControllerClient,
-) -> list[bytes] | None:
-    """Digests of what was sent; None when the controller gave the publish up."""
+) -> bool:
+    """Whether it was sent; False when the controller gave the publish up."""
     communicator, is_new = order.communicator, order.new_communicator
     if is_new:
         world_size = 1 + sum(receiver.num_workers for receiver in order.receivers)
@@ -67,7 +67,7 @@ def _deliver(
         join_deadline_s=order.join_deadline_s,
     )
     if not answer.receivers:
-        return None
+        return False
     lost = {r.server_id for r in order.receivers} - {r.server_id for r in answer.receivers}
     if lost:
         # A group with a member missing can neither be joined nor used.
@@ -75,4 +75,5 @@ def _deliver(
         raise WeightSyncError(f"{', '.join(sorted(lost))} did not take part")
     if is_new:
         sender.connect()
-    return sender.send(weights.buckets)
+    sender.send(weights.buckets)
+    return True

@@ -105,6 +105,7 @@ class Trainer:
                     version=version_to_pb(version),
                     weight_digest=self._weights.digest,
                     num_parameters=self._weights.num_parameters,
+                    num_senders=1,
                 )
             )
             version = version_from_pb(welcome.version)

@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
-from slipstream.protocol.buckets import bucket_digest
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.v1 import weights_pb2
@@ -43,8 +42,8 @@ class WeightSender(Protocol):
     def connect(self) -> None:
         """Waits for all members; WeightSyncError after the join deadline."""
 
-    def send(self, buckets: Iterable[Tensor]) -> list[bytes]:
-        """Sends each bucket to all and returns its digest; WeightSyncError after a deadline."""
+    def send(self, buckets: Iterable[Tensor]) -> None:
+        """Sends each bucket to all; WeightSyncError after a deadline."""
 
     @property
     def communicator_id(self) -> str | None:
@@ -96,6 +95,7 @@ class GlooWeightSender:
             store_host=self._weights.host,
             store_port=port,
             world_size=world_size,
+            num_senders=1,
         )
         return self._announced
 
@@ -121,7 +121,7 @@ class GlooWeightSender:
             what=f"{announced.world_size - 1} workers joining {announced.communicator_id}",
         )
 
-    def send(self, buckets: Iterable[Tensor]) -> list[bytes]:
+    def send(self, buckets: Iterable[Tensor]) -> None:
         """See `WeightSender`."""
         group = self._group
         if group is None:
@@ -129,18 +129,13 @@ class GlooWeightSender:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=self._weights.bucket_deadline_s)
-        digests = []
         for place, bucket in enumerate(buckets):
 
-            def broadcast(bucket: Tensor = bucket) -> bytes:
-                work = group.broadcast([bucket], options)  # type: ignore[attr-defined]
-                digest = bucket_digest(bucket.numpy().data)
-                work.wait()
-                return digest
+            def broadcast(bucket: Tensor = bucket) -> None:
+                group.broadcast([bucket], options).wait()  # type: ignore[attr-defined]
 
             what = f"bucket {place} of {bucket.numel()} bytes"
-            digests.append(self._within(self._weights.bucket_deadline_s, broadcast, what=what))
-        return digests
+            self._within(self._weights.bucket_deadline_s, broadcast, what=what)
 
     def abort(self) -> None:
         """See `WeightSender`."""
