@@ -73,6 +73,31 @@ def make_models(folder: Path) -> None:
     mixture.save_pretrained(folder / "moe")
 
 
+def optimizer_tensors(policy) -> dict[str, torch.Tensor]:
+    """The optimizer's state by parameter, as whole tensors where no rank holds a part of one."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from slipstream.learner.trainer.model import unwrapped
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    of_chunks = {
+        f"model{place}": unwrapped(chunk).sharded_state_dict(metadata=dict(metadata))
+        for place, chunk in enumerate(policy.chunks)
+    }
+    state = of_chunks if len(of_chunks) > 1 else of_chunks["model0"]
+    state = policy.optimizer.sharded_state_dict(state, metadata=metadata)
+    apply_factories(state)
+    leaves = [leaf for leaf in nested_values(state) if isinstance(leaf, ShardedTensor)]
+    return {
+        f"{leaf.key.replace('.fp32_param.', '.param.')} {leaf.global_offset}": leaf.data.clone()
+        for leaf in leaves
+    }
+
+
 def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.checkpoint import Checkpointer
     from slipstream.learner.trainer.distributed_files import begin_save, load_models
@@ -101,6 +126,8 @@ def run_rank(folder: Path, name: str) -> None:
         step = loaded.step
         result["loaded_digest"] = loaded.weight_digest
     result["loaded"] = step
+    if loaded is not None:
+        result["loaded_optimizer"] = optimizer_tensors(policy)
     probe = [t.token_ids for t in BATCHES[0].trajectories[:6]]
     found = sequence_logprobs(policy, probe, max_tokens=64)
     result["logprobs"] = torch.from_numpy(np.concatenate(found))
@@ -127,6 +154,7 @@ def run_rank(folder: Path, name: str) -> None:
         digest = weights.digest if weights is not None else b""
         if step in job.get("save", []):
             result["saved"].append(checkpointer.save(PolicyVersion(0, step), digest))
+            result["saved_optimizer"] = optimizer_tensors(policy)
     result["saved"].append(checkpointer.finish())
     result["saved"] = [saved.manifest.step for saved in result["saved"] if saved is not None]
     result["weights"] = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}

@@ -34,6 +34,7 @@ SAVED = {
     "pp2-tied": {"learner": PP2, "model": "tied"},
     "distopt": {"learner": DISTOPT},
     "bf16": {"learner": {}, "dtype": "bfloat16"},
+    "distopt-bf16": {"learner": DISTOPT, "dtype": "bfloat16"},
     "ep2-moe": {"learner": EP2, "model": "moe"},
     "ep2-distopt-moe": {"learner": {**EP2, "use_distributed_optimizer": True}, "model": "moe"},
 }
@@ -62,6 +63,17 @@ LOADED |= {
     "ep2-distopt-moe-again": ("ep2-distopt-moe", SAVED["ep2-distopt-moe"]["learner"]),
     "one-from-ep2-distopt-moe": ("ep2-distopt-moe", {"use_distributed_optimizer": True}),
 }
+# Saved with the distributed optimizer and loaded without it, or the other way.
+CONVERTED = {
+    "dp2-from-distopt": ("distopt", DP2),
+    "distopt-from-one": ("one", DISTOPT),
+    "one-from-distopt-bf16": ("distopt-bf16", {}),
+    "distopt-from-bf16": ("bf16", DISTOPT),
+    "ep2-moe-from-distopt": ("ep2-distopt-moe", EP2),
+    "ep2-distopt-from-ep2-moe": ("ep2-moe", SAVED["ep2-distopt-moe"]["learner"]),
+    "tp2-distopt-from-pp2-tied": ("pp2-tied", {**TP2, "use_distributed_optimizer": True}),
+}
+LOADED |= CONVERTED
 AGAIN = [name for name in LOADED if name.endswith("-again")]
 
 
@@ -100,12 +112,6 @@ def results(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
         "until": 3,
         "algorithm": {"learning_rate": 1e-4},
         "learner": {"adam_betas": [0.5, 0.9]},
-    }
-    second["one-other-optimizer"] = SAVED["distopt"] | {
-        "run": "distopt",
-        "learner": {},
-        "resume": True,
-        "until": 0,
     }
     for jobs in (first, second):
         for name, job in jobs.items():
@@ -152,9 +158,12 @@ def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(
     assert found["loaded"] == 2
     assert found["digest"] == found["loaded_digest"]
     expected, metrics = saved["metrics"][2], found["metrics"][0]
+    # Another number of replicas rounds bfloat16 elsewhere.
+    is_bf16 = SAVED[LOADED[job][0]].get("dtype") == "bfloat16"
     for name in ("loss", "grad_norm", "entropy", "kl"):
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
-    if job != "one-bf16-again":
+        near = pytest.approx(expected[name], rel=2e-2 if is_bf16 else 1e-5, abs=2e-6)
+        assert metrics[name] == near, name
+    if not is_bf16:
         for name, weight in saved["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=2e-6)
 
@@ -202,9 +211,21 @@ def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer
         torch.testing.assert_close(rounded[name], weight, rtol=1e-2, atol=5e-3)
 
 
-def test_the_other_kind_of_optimizer_is_refused(results: dict[str, dict]) -> None:
-    error = results["one-other-optimizer"]["error"]
-    assert error.startswith("learner.use_distributed_optimizer must be true, as in ")
+# No rank of the others has whole tensors: their next step is compared.
+@pytest.mark.parametrize("job", [job for job in CONVERTED if not job.startswith("tp2")])
+def test_the_other_kind_of_optimizer_has_the_same_state_bit_for_bit(
+    job: str, results: dict[str, dict]
+) -> None:
+    run, _ = CONVERTED[job]
+    saved, loaded = results[run]["saved_optimizer"], results[job]["loaded_optimizer"]
+    shared = saved.keys() & loaded.keys()
+    kinds = {key.split(".")[2] for key in shared}
+    # With float32 weights only the distributed optimizer has a copy of them.
+    is_bf16 = SAVED[run].get("dtype") == "bfloat16"
+    assert kinds == {"exp_avg", "exp_avg_sq"} | ({"param"} if is_bf16 else set())
+    assert {key.split(".")[2] for key in saved.keys() ^ loaded.keys()} <= {"param"}
+    assert all(torch.equal(saved[key], loaded[key]) for key in shared)
+    assert all(group["step"] == 3 for group in results[job]["groups"])
 
 
 @pytest.fixture

@@ -176,11 +176,6 @@ class Checkpointer:
             raise CheckpointError(
                 f"{path} holds {', '.join(manifest.models)}, the run has {', '.join(names)}"
             )
-        ours = manifest.layout.distributed_optimizer
-        if ours != self._config.learner.use_distributed_optimizer:
-            raise CheckpointError(
-                f"learner.use_distributed_optimizer must be {str(ours).lower()}, as in {path}"
-            )
         check_files(path, manifest.files[self._ranks.rank :: self._ranks.world_size])
         return manifest
 

@@ -11,6 +11,7 @@ import dataclasses
 import io
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from slipstream.learner.trainer.model import unwrapped
+from slipstream.learner.trainer.optimizer_formats import (
+    check_convertible,
+    is_distributed,
+    load_converted,
+    was_distributed,
+)
 from slipstream.learner.trainer.restricted_pickle import read_index
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.learner.trainer.stored_model import POLICY, StoredModel
@@ -92,11 +99,29 @@ def begin_save(models: Sequence[StoredModel], folder: Path, *, copy: bool) -> Pe
 def load_models(models: Sequence[StoredModel], folder: Path) -> None:
     """Loads weights, and optimizers where `optimizer` is given, in any layout; collective.
 
-    CheckpointError when the files do not hold these models.
+    An optimizer may have been saved with the distributed optimizer and be without it now, or the
+    other way. CheckpointError when the files do not hold these models.
     """
     state = _sharded_states(models, is_loading=True)
     try:
-        loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=_SafeLoadStrategy())
+        saved = dist_checkpointing.load_common_state_dict(str(folder))
+        converted = {
+            model.name: state[model.name].pop("optimizer")
+            for model in models
+            if model.optimizer is not None
+            and was_distributed(saved[model.name]["optimizer"]) != is_distributed(model.optimizer)
+        }
+        loaded = _load(state, folder)
+        for model in models:
+            if model.name in converted:
+                prefix = "" if model.name == POLICY else f"{model.name}."
+                check_convertible(model.optimizer, read_index(folder / ".metadata"), prefix)
+                loaded[model.name]["optimizer"] = load_converted(
+                    model.optimizer,
+                    converted[model.name],
+                    saved[model.name]["optimizer"],
+                    partial(_load, folder=folder),
+                )
     except (CheckpointingException, KeyError, OSError) as error:
         cause = str(error).splitlines()[0]
         raise CheckpointError(f"{folder} does not hold this model: {cause}") from error
@@ -107,6 +132,13 @@ def load_models(models: Sequence[StoredModel], folder: Path) -> None:
                 unwrapped(chunk).load_state_dict(part[key])
             if model.optimizer is not None:
                 model.optimizer.load_state_dict(part["optimizer"])
+
+
+def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = dist_checkpointing.load(
+        state, str(folder), sharded_strategy=_SafeLoadStrategy()
+    )
+    return loaded
 
 
 def _sharded_states(models: Sequence[StoredModel], *, is_loading: bool) -> dict[str, Any]:
