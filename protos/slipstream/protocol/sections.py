@@ -145,6 +145,9 @@ class LearnerSection(Section):
     devices: tuple[int | str, ...] | None = None
     # Share of its GPU's memory that torch may hold in a rank, as a limit; None: no limit.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
+    # Share of a rank's GPU memory that the logits of one micro batch's trained tokens may take.
+    # Where they are more, the backward pass computes them a second time, in chunks.
+    kept_logits_share: float = Field(0.08, ge=0, le=1)
     # CPU threads of each rank; 0: all.
     threads: int = Field(1, ge=0)
     # Decoupled; not for norms and biases.

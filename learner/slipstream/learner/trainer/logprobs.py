@@ -1,8 +1,9 @@
 """Log-probabilities and entropies from hidden states: logits exist one chunk at a time.
 
 The logits of a micro batch are by far its largest tensor. They are projected, reduced and forgotten
-in chunks, and the backward pass projects each chunk again. The vocabulary may be split over
-tensor-parallel ranks, and be padded at its end so that it splits evenly.
+in chunks, and the backward pass projects each chunk again; where all of them fit what may be kept,
+they are projected once. The vocabulary may be split over tensor-parallel ranks, and be padded at
+its end so that it splits evenly.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from slipstream.learner.trainer import logits
+from slipstream.learner.trainer.logits import Columns, Sums
 from slipstream.learner.trainer.settings import Megatron
 from torch import Tensor
 
-# 128 MiB in float32, of which three are alive at one time. A chunk is large enough for the
-# matrix product of a GPU; a tiny model's micro batch is one chunk.
-CHUNK_LOGITS = 1 << 25
-# Far below every logit, and far enough from the smallest float that differences stay finite.
-_PADDING_LOGIT = -1e30
+# On a CPU 128 MiB in float32, of which three are alive at one time: a tiny model's micro batch is
+# one chunk. A GPU holds one in the model's precision, and needs thousands of tokens for its matrix
+# units.
+CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
+_FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,11 @@ class Projection:
     group: dist.ProcessGroup | None = None
     # Whether the entropies carry a gradient.
     entropy_gradient: bool = False
-    # Logits of one chunk, at least those of one token.
-    chunk_logits: int = CHUNK_LOGITS
+    # Logits of one chunk, at least those of one token; None: as `CHUNK_LOGITS` says.
+    chunk_logits: int | None = None
+    # Logits of a micro batch that are kept for the backward pass when they are at most so many;
+    # those of a single chunk always are.
+    kept_logits: int = 0
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
@@ -54,8 +60,9 @@ def vocab_parallel_logprobs(
     part of a sum; `weight` [padded vocabulary / size of group, hidden size] is this rank's part.
     Only the positions `rows` are computed, the others are 0. Collective over the group.
     """
+    is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden.index_select(0, rows), weight, targets.index_select(0, rows), projection
+        hidden.index_select(0, rows), weight, targets.index_select(0, rows), projection, is_trained
     )
     nothing = found.new_zeros(len(targets))
     return nothing.index_copy(0, rows, found), nothing.index_copy(0, rows, entropy)
@@ -71,35 +78,30 @@ class _Logprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         projection: Projection,
+        is_trained: bool,
     ) -> tuple[Tensor, Tensor]:
         part = _Part(weight, projection)
-        places, is_here = part.places(targets)
-        peaks, totals, expected, wanted = part.new_rows(4, len(targets))
+        places = part.places(targets)
+        sums = part.new_sums(len(targets))
 
         # A function of its own, so that a chunk is forgotten before the next one is made.
         def reduce(chunk: slice) -> Tensor:
-            logits = part.logits(hidden[chunk])
-            wanted[chunk] = logits.gather(-1, places[chunk, None]).squeeze(-1) * is_here[chunk]
-            peaks[chunk] = logits.amax(dim=-1)
-            shifted = logits - peaks[chunk, None]
-            exps = shifted.exp()
-            totals[chunk] = exps.sum(dim=-1)
-            expected[chunk] = exps.mul_(shifted).sum(dim=-1)
-            return logits
+            found = part.logits(hidden[chunk])
+            part.reduce(found, places[chunk], Sums(*(values[chunk] for values in sums)))
+            return found
 
-        chunks = part.chunks(len(targets))
-        # The backward pass of a micro batch that is one chunk need not project again.
-        kept = reduce(chunks[0]) if len(chunks) == 1 else None
-        if kept is None:
+        chunks = part.chunks(len(targets), is_trained=is_trained)
+        ctx.kept = reduce(chunks[0]) if is_trained and len(chunks) == 1 else None
+        if ctx.kept is None:
             for chunk in chunks:
                 reduce(chunk)
-        log_total, mean = _merge(peaks, totals, expected, wanted, projection.tp_group)
+        log_total, mean = _merge(sums, projection.tp_group)
         entropy = log_total - mean
-        ctx.save_for_backward(hidden, weight, places, is_here, log_total, entropy, kept)
+        ctx.save_for_backward(hidden, weight, places, log_total, entropy)
         ctx.projection = projection
         if not projection.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return wanted - log_total, entropy
+        return sums.wanted - log_total, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -107,36 +109,32 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         logprob_grad: Tensor,
         entropy_grad: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, places, is_here, log_total, entropy, kept = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, places, log_total, entropy = ctx.saved_tensors
         projection: Projection = ctx.projection
         part = _Part(weight, projection)
-        slope = (logprob_grad / projection.temperature)[:, None]
-        bend = (entropy_grad / projection.temperature)[:, None]
-        chosen = slope * is_here[:, None]
+        slopes = logprob_grad / projection.temperature
+        bends = entropy_grad / projection.temperature if projection.entropy_gradient else None
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = _WeightGrad(weight) if ctx.needs_input_grad[1] else None
+        # They become their gradient; whoever comes back a second time projects again.
+        kept, ctx.kept = ctx.kept, None
 
         def logits_grad(chunk: slice) -> Tensor:
-            sums = log_total[chunk, None]
-            logprobs = part.logits(hidden[chunk]).sub_(sums) if kept is None else kept - sums
-            if projection.entropy_gradient:
-                grad = logprobs.exp()
-                factor = logprobs.add_(entropy[chunk, None]).mul_(bend[chunk]).add_(slope[chunk])
-                grad.mul_(factor).neg_()
-            else:
-                grad = logprobs.exp_().mul_(-slope[chunk])
-            grad.scatter_add_(-1, places[chunk, None], chosen[chunk])
-            return grad.to(weight.dtype)
+            found = part.logits(hidden[chunk]) if kept is None else kept
+            bend = None if bends is None else (bends[chunk], entropy[chunk])
+            return part.gradient(found, places[chunk], log_total[chunk], slopes[chunk], bend)
 
-        for chunk in part.chunks(len(hidden)):
+        chunks = part.chunks(len(hidden)) if kept is None else [slice(0, len(hidden))]
+        for chunk in chunks:
             grad = logits_grad(chunk)
             if hidden_grad is not None:
                 torch.mm(grad, weight, out=hidden_grad[chunk])
             if weight_grad is not None:
                 weight_grad.add(grad, hidden[chunk])
             del grad
-        return hidden_grad, weight_grad.total() if weight_grad is not None else None, None, None
+        total = weight_grad.total() if weight_grad is not None else None
+        return hidden_grad, total, None, None, None
 
 
 class _Part:
@@ -148,34 +146,62 @@ class _Part:
         group = projection.tp_group
         self._width = len(weight)
         self._first = self._width * (group.rank() if group is not None else 0)
-        self._num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
+        num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
+        self._columns = Columns(num_tokens, projection.temperature)
+        self._is_fused = weight.is_cuda and weight.dtype in _FUSED_TYPES
 
-    def new_rows(self, number: int, length: int) -> tuple[Tensor, ...]:
-        """Uninitialised [length] in the precision of the sums."""
+    def new_sums(self, length: int) -> Sums:
+        """Uninitialised, for `length` rows, in the precision of the sums."""
         dtype = torch.promote_types(self._weight.dtype, torch.float32)
-        return tuple(
-            torch.empty(length, dtype=dtype, device=self._weight.device) for _ in range(number)
+        return Sums(
+            *(torch.empty(length, dtype=dtype, device=self._weight.device) for _ in Sums._fields)
         )
 
-    def chunks(self, length: int) -> list[slice]:
-        """The positions 0..length in chunks; there is one chunk of no positions, too."""
-        step = max(1, self._projection.chunk_logits // self._width)
+    def chunks(self, length: int, *, is_trained: bool = False) -> list[slice]:
+        """The positions 0..length in chunks; there is one chunk of no positions, too.
+
+        One chunk, if it `is_trained`, where all logits may be kept.
+        """
+        limit = self._projection.chunk_logits or CHUNK_LOGITS[self._weight.device.type]
+        step = max(1, limit // self._width)
+        if is_trained and length * self._width <= self._projection.kept_logits:
+            step = max(1, length)
         starts = range(0, max(1, length), step)
         return [slice(start, min(start + step, length)) for start in starts]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """New tensor [len(hidden), width], divided by the temperature, padding far below."""
-        logits = F.linear(hidden, self._weight)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self._projection.temperature != 1.0:
-            logits /= self._projection.temperature
-        logits[:, self._num_tokens :] = _PADDING_LOGIT
-        return logits
+        """New tensor [len(hidden), width], as `reduce` and `gradient` take it."""
+        found = F.linear(hidden, self._weight)
+        return found if self._is_fused else logits.prepared(found, self._columns)
 
-    def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of each target, and whether it is one of this rank's; 0 where it is not."""
+    def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
+        """As `logits.reduce`."""
+        if self._is_fused:
+            from slipstream.learner.trainer import fused_logits
+
+            fused_logits.reduce(found, places, self._columns, sums)
+        else:
+            logits.reduce(found, places, sums)
+
+    def gradient(
+        self,
+        found: Tensor,
+        places: Tensor,
+        log_total: Tensor,
+        slopes: Tensor,
+        bends: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """As `logits.gradient`, in the weight's type."""
+        if self._is_fused:
+            from slipstream.learner.trainer import fused_logits
+
+            return fused_logits.gradient(found, places, self._columns, log_total, slopes, bends)
+        return logits.gradient(found, places, log_total, slopes, bends).to(self._weight.dtype)
+
+    def places(self, targets: Tensor) -> Tensor:
+        """The row of each target, -1 where it is not one of this rank's."""
         is_here = (targets >= self._first) & (targets < self._first + self._width)
-        return torch.where(is_here, targets - self._first, 0), is_here
+        return torch.where(is_here, targets - self._first, -1)
 
 
 class _WeightGrad:
@@ -205,17 +231,12 @@ class _WeightGrad:
         return self._sum.to(self._weight.dtype)
 
 
-def _merge(
-    peaks: Tensor,
-    totals: Tensor,
-    expected: Tensor,
-    wanted: Tensor,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
+def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """The logarithm of the sum of exp(logit), and the mean logit, over all ranks' vocabularies.
 
-    Each rank summed relative to its own peak; `wanted` becomes the targets' logits.
+    Each rank summed relative to its own peak; `rows.wanted` becomes the targets' logits.
     """
+    peaks, totals, expected, wanted = rows
     if group is None:
         return peaks + totals.log(), peaks + expected / totals
     top = peaks.clone()

@@ -45,6 +45,8 @@ class ParallelModel:
     vocab_size: int
     # Tokens of a sequence whose attention costs as much as its matrix products.
     attention_length: float
+    # Logits of a micro batch that are kept for the backward pass when they are at most so many.
+    kept_logits: int
     memory: HostMemory
 
     @property
@@ -240,5 +242,16 @@ def _load(
         max_positions=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
         attention_length=model_sizes(hf_config.to_dict()).attention_length,
+        kept_logits=_kept_logits(config, ranks, provider.params_dtype),
         memory=memory,
     )
+
+
+def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
+    """How many fit the share of the device's memory that they may take; none without a device."""
+    if ranks.device.type == "cpu":
+        return 0
+    learner = config.learner
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory
+    share = learner.kept_logits_share * (learner.gpu_memory_fraction or 1.0)
+    return int(share * memory) // dtype.itemsize

@@ -174,14 +174,18 @@ class MicroBatch:
         return dataclasses.replace(self, **tensors)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """The same on another device, without waiting for it."""
         if device.type == "cpu":
             return self
+        moved = self.map_tokens(lambda tensor: to_device(tensor, device))
+        return dataclasses.replace(moved, cu_seqlens=to_device(self.cu_seqlens, device))
 
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
 
-        return dataclasses.replace(self.map_tokens(moved), cu_seqlens=moved(self.cu_seqlens))
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on `device`; a copy from pageable memory would wait for all that runs there."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def build_micro_batch(

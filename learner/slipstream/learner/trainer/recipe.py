@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from slipstream.learner.trainer import compat
 from slipstream.learner.trainer.precision import check_fp8
 from slipstream.learner.trainer.settings import Megatron, passed_through, refusals_of
-from slipstream.protocol.config import Config
+from slipstream.protocol.config import Config, LearnerSection
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.rank_layout import RankLayout
 
 # Of the vocabulary's share of a rank, where the vocabulary is padded.
 VOCAB_MULTIPLE = 8
@@ -24,6 +26,14 @@ _FUSIONS = (
     "moe_permute_fusion",
     "moe_grouped_gemm",
 )
+# What Bridge leaves off for Qwen, and TransformerEngine or torch.compile does better: without the
+# fused rotary embedding packed sequences stop the host twice in each layer.
+_DEFAULTS_OF_TRANSFORMER_ENGINE = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+)
+_DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
 # Without it these fail late, or change nothing.
 _OF_TRANSFORMER_ENGINE = ("moe_router_fusion", "use_te_activation_func", "fp4")
 
@@ -73,15 +83,27 @@ def provider_of(
 
         values |= experts.mixture_settings(hf_config.to_dict())
         provider.register_pre_wrap_hook(experts.mark_experts)
-    if not compat.has_transformer_engine():
+    if compat.has_transformer_engine():
+        values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
+        values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))
+    else:
         values |= _without_transformer_engine(config)
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     check_fp8(values, config.learner)
+    if values.get("deterministic_mode"):
+        _choose_deterministic_kernels()
     for name, value in values.items():
         setattr(provider, name, value)
     with refusals_of("learner.transformer"):
         provider.finalize()
     return provider
+
+
+def _choose_deterministic_kernels() -> None:
+    """For this process, before the first of them runs."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
 
 
 def _without_transformer_engine(config: Config) -> dict[str, object]:
@@ -117,11 +139,29 @@ def ddp_config_of(config: Config) -> Megatron:
         "use_distributed_optimizer": config.learner.use_distributed_optimizer,
         "average_in_collective": False,
     }
+    if torch.cuda.is_available():
+        values |= _overlap(config.learner)
     values |= passed_through(
         DistributedDataParallelConfig, config.learner.ddp, section="learner.ddp"
     )
+    if "overlap_param_gather" not in config.learner.ddp and not values.get("overlap_grad_reduce"):
+        values["overlap_param_gather"] = False
     with refusals_of("learner.ddp"):
         return DistributedDataParallelConfig(**values)
+
+
+def _overlap(learner: LearnerSection) -> dict[str, object]:
+    """Gradients and parameters travel while others are computed, where there are replicas.
+
+    Not what is offloaded: a part that is away cannot be received.
+    """
+    layout = RankLayout.of(learner.parallel, learner.world_size)
+    away = learner.offload.parameters or learner.offload.gradients
+    overlaps = layout.dp * layout.cp > 1 and not away
+    return {
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps and learner.use_distributed_optimizer,
+    }
 
 
 def optimizer_config_of(config: Config) -> Megatron:
@@ -141,7 +181,7 @@ def optimizer_config_of(config: Config) -> Megatron:
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
         "use_distributed_optimizer": learner.use_distributed_optimizer,
-        "overlap_param_gather": bool(learner.ddp.get("overlap_param_gather", False)),
+        "overlap_param_gather": ddp_config_of(config).overlap_param_gather,
     }
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
     if values.get("optimizer_cpu_offload") and not torch.cuda.is_available():

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from slipstream.learner.trainer.attention_choice import log_attention_once
 from slipstream.learner.trainer.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.loss import TokenLoss
 from slipstream.learner.trainer.model import ParallelModel, TrainedModel
 from slipstream.learner.trainer.offload import Part
-from slipstream.learner.trainer.packing import MicroBatch, TrainingSequence
+from slipstream.learner.trainer.packing import MicroBatch, TrainingSequence, to_device
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.learner.trainer.shares import masked_outputs
 from slipstream.protocol.types import LogprobArray, TokenArray
@@ -42,17 +43,20 @@ def forward_backward(
     def finish(
         place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, TokenLoss]:
-        # Where nothing is trained no logits are computed. Found on the CPU: it would stop a GPU.
-        rows = micro_batches[place].loss_mask.nonzero()[:, 0].to(hidden.device)
         logprobs, entropy = vocab_parallel_logprobs(
-            hidden[0], model.output_weight, micro_batch.targets, rows, projection
+            hidden[0], model.output_weight, micro_batch.targets, rows[place], projection
         )
         found = loss(place, micro_batch, logprobs, entropy)
         kept = dataclasses.replace(found, loss=found.loss.detach())
         return found.loss, found.num_tokens.to(torch.int), kept
 
+    rows = _trained_rows(model, micro_batches)
     projection = Projection(
-        temperature, model.vocab_size, model.ranks.tp_group, entropy_gradient=entropy_gradient
+        temperature,
+        model.vocab_size,
+        model.ranks.tp_group,
+        entropy_gradient=entropy_gradient,
+        kept_logits=model.kept_logits,
     )
     return run_schedule(model, micro_batches, finish, forward_only=False)
 
@@ -68,12 +72,12 @@ def forward_logprobs(
     def finish(
         place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = micro_batches[place].loss_mask.nonzero()[:, 0].to(hidden.device)
         logprobs, _ = vocab_parallel_logprobs(
-            hidden[0], model.output_weight, micro_batch.targets, rows, projection
+            hidden[0], model.output_weight, micro_batch.targets, rows[place], projection
         )
         return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
 
+    rows = _trained_rows(model, micro_batches)
     projection = Projection(temperature, model.vocab_size, model.ranks.tp_group)
     with torch.no_grad():
         return run_schedule(model, micro_batches, finish, forward_only=True)
@@ -106,29 +110,21 @@ def run_schedule(
     The output that it is given is [1, tokens, ...], hidden states or what a changed output layer
     makes of them. The layout of `model` must be in force.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    # All at once, before the first of them: a copy in between would wait for what runs already.
+    placed = [micro_batch.to(model.ranks.device) for micro_batch in micro_batches]
 
     def forward_step(
         places: Iterator[int], chunk: Megatron
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
         place = next(places)
-        micro_batch = micro_batches[place].to(model.ranks.device)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=micro_batch.cu_seqlens,
-            cu_seqlens_kv=micro_batch.cu_seqlens,
-            max_seqlen_q=micro_batch.max_seqlen,
-            max_seqlen_kv=micro_batch.max_seqlen,
-        )
-        if model.ranks.cp_size > 1:
-            # TransformerEngine asks for them; padding at the ends needs no mask of its own.
-            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro_batch.cu_seqlens
+        micro_batch = placed[place]
         output = chunk(
             micro_batch.token_ids[None],
             micro_batch.position_ids[None],
             None,
-            packed_seq_params=packed,
+            packed_seq_params=_packed(micro_batch, model.ranks.cp_size),
             **in_model_precision,
         )
 
@@ -147,4 +143,32 @@ def run_schedule(
             micro_batch_size=1,
             forward_only=forward_only,
         )
+    if model.ranks.is_main:
+        log_attention_once()
     return outputs
+
+
+def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
+    """Where the sequences are, for the attention."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro_batch.cu_seqlens,
+        cu_seqlens_kv=micro_batch.cu_seqlens,
+        max_seqlen_q=micro_batch.max_seqlen,
+        max_seqlen_kv=micro_batch.max_seqlen,
+    )
+    if cp_size > 1:
+        # TransformerEngine asks for them; padding at the ends needs no mask of its own. The same
+        # tensor, so that it sees without asking the device that nothing lies between sequences.
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro_batch.cu_seqlens
+    return packed
+
+
+def _trained_rows(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Where logits are needed, on the device; found on the CPU, for it would stop a GPU."""
+    return [
+        to_device(micro_batch.loss_mask.nonzero()[:, 0], model.ranks.device)
+        for micro_batch in micro_batches
+    ]

@@ -115,9 +115,11 @@ class StepStatistics:
         mine = torch.zeros(len(Sum) + 2 * NUM_LAGS, dtype=torch.float64)
         maxima = torch.zeros(len(Max))
         if ranks.counts:
-            for one in found:
-                mine += torch.cat([one.sums, one.gaps.flatten()]).cpu()
-                maxima = torch.maximum(maxima, one.maxima.cpu())
+            # One copy for all: each would wait for the device.
+            rows = torch.stack([torch.cat([o.sums, o.gaps.flatten(), o.maxima]) for o in found])
+            for row in rows.cpu():
+                mine += row[: len(mine)]
+                maxima = torch.maximum(maxima, row[len(mine) :].float())
         total = ranks.sum(mine)
         sums, gaps = total[: len(Sum)], total[len(Sum) :].reshape(2, NUM_LAGS)
         self._sums += sums

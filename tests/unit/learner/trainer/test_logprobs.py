@@ -151,6 +151,44 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_logits(monkeypatch: pytest.Mon
     assert chunk_bytes < peak_bytes(profile) < 3 * chunk_bytes + 2 * others
 
 
+@pytest.mark.parametrize(
+    ("kept_logits", "is_trained", "projected"),
+    [
+        (TOKENS * VOCAB, True, [TOKENS]),
+        (TOKENS * VOCAB - 1, True, [4, 4, 1] * 2),
+        (TOKENS * VOCAB, False, [4, 4, 1]),
+    ],
+)
+def test_logits_that_may_be_kept_are_projected_once(
+    kept_logits: int, is_trained: bool, projected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, targets, _ = make_case()
+    rows = torch.arange(TOKENS)
+    make, lengths = logprobs._Part.logits, []
+
+    def watched(self: logprobs._Part, hidden: Tensor) -> Tensor:
+        lengths.append(len(hidden))
+        return make(self, hidden)
+
+    monkeypatch.setattr(logprobs._Part, "logits", watched)
+    projection = Projection(0.7, VOCAB, chunk_logits=4 * VOCAB, kept_logits=kept_logits)
+    hidden.requires_grad_(is_trained)
+    found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
+    torch.testing.assert_close(found, dense(hidden, weight, targets, rows, 0.7)[0])
+    if is_trained:
+        (expected,) = torch.autograd.grad(
+            dense(hidden, weight, targets, rows, 0.7)[0].sum(), hidden
+        )
+        (first,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+        torch.testing.assert_close(first, expected)
+        assert lengths == projected
+        # What was kept is used up; a second way back is right all the same.
+        (second,) = torch.autograd.grad(found.sum(), hidden)
+        torch.testing.assert_close(second, expected)
+    else:
+        assert lengths == projected
+
+
 def peak_bytes(profile: torch.profiler.profile) -> int:
     """Most that was allocated at one time, over what was before."""
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
