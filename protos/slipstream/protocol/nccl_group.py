@@ -1,0 +1,231 @@
+"""A communicator of NCCL that never waits for a dead member longer than a deadline.
+
+NCCL itself waits for ever: a broadcast whose peer died is enqueued like any other and its stream
+never completes. So a thread of ours watches the collectives, and aborts the communicator when none
+of them ends in time; that releases the streams, and the GPU stays usable.
+
+Pointers and streams are CUDA's handles, as integers. A group has one user thread; `abort` may be
+called by any. `cupy_nccl.CupyNccl` is the backend; its calls let other threads run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.protocol.errors import WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+_WATCH_PERIOD_S = 0.005
+_WAIT_PERIOD_S = 0.0001
+
+
+class Communicator(Protocol):
+    """What this module calls of cupy's NcclCommunicator, each call in a thread of the device."""
+
+    def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
+        """Enqueues; WeightSyncError when NCCL refuses."""
+        ...
+
+    def abort(self) -> None:
+        """Releases whoever waits in it, on this side; nothing else may be called afterwards."""
+        ...
+
+
+class Mark(Protocol):
+    """A place in a stream."""
+
+    def is_done(self) -> bool:
+        """Whether the stream has come here; does not wait."""
+        ...
+
+    def seconds_since(self, before: Mark) -> float:
+        """Time of the device between two marks that are done."""
+        ...
+
+
+class NcclBackend(Protocol):
+    """One device and the library."""
+
+    def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> Communicator:
+        """Waits for all members without a limit; WeightSyncError when NCCL fails."""
+        ...
+
+    def mark(self, stream: int) -> Mark:
+        """Marks what `stream` was given so far."""
+        ...
+
+    def use(self) -> None:
+        """Makes the device the calling thread's."""
+        ...
+
+
+@dataclass
+class _Pending:
+    what: str
+    begin: Mark
+    deadline_s: float
+    # None while NCCL has not taken it yet, which may wait too.
+    end: Mark | None = None
+
+
+class NcclGroup:
+    """This process' membership; `join` makes it, `abort` ends it, whatever happened before.
+
+    There is no other end: destroying is a collective, in which a dead member is waited for.
+    """
+
+    def __init__(self, backend: NcclBackend, communicator: Communicator) -> None:
+        self._backend = backend
+        self._communicator = communicator
+        self._lock = threading.Lock()
+        self._is_aborted = False
+        self._cause = ""
+        self._pending: deque[_Pending] = deque()
+        # When the oldest pending collective became that.
+        self._since_s = 0.0
+        self._wire_s = 0.0
+        self._stopped = threading.Event()
+        atexit.register(self.abort)
+        threading.Thread(target=self._watch, name="nccl-watchdog", daemon=True).start()
+
+    @classmethod
+    def join(
+        cls,
+        backend: NcclBackend,
+        unique_id: bytes,
+        *,
+        rank: int,
+        world_size: int,
+        deadline_s: float,
+    ) -> NcclGroup:
+        """Waits for all members; WeightSyncError after the deadline.
+
+        A constructor that waits cannot be interrupted: its thread is left behind, and aborts the
+        communicator should it still come about.
+        """
+        answers: queue.Queue[Communicator | WeightSyncError] = queue.Queue(maxsize=1)
+        lock, given_up = threading.Lock(), threading.Event()
+
+        def connect() -> None:
+            backend.use()
+            try:
+                answer: Communicator | WeightSyncError = backend.connect(
+                    unique_id, rank=rank, world_size=world_size
+                )
+            except WeightSyncError as error:
+                answer = error
+            with lock:
+                if not given_up.is_set():
+                    answers.put(answer)
+                    return
+            if not isinstance(answer, WeightSyncError):
+                answer.abort()
+
+        threading.Thread(target=connect, name="nccl-join", daemon=True).start()
+        try:
+            answer = answers.get(timeout=deadline_s)
+        except queue.Empty:
+            with lock:
+                given_up.set()
+                late = None if answers.empty() else answers.get_nowait()
+            if late is None:
+                raise WeightSyncError(
+                    f"the {world_size} members of a communicator did not meet "
+                    f"within {deadline_s:g} s"
+                ) from None
+            answer = late
+        if isinstance(answer, WeightSyncError):
+            raise answer
+        return cls(backend, answer)
+
+    def broadcast(
+        self, pointer: int, num_bytes: int, root: int, stream: int, *, deadline_s: float
+    ) -> None:
+        """Enqueues the broadcast of `num_bytes` at `pointer`, which `root` fills before.
+
+        It must end within `deadline_s` of the one before it, or of now if there is none: then the
+        communicator is aborted. WeightSyncError when it is aborted already.
+        """
+        what = f"the broadcast of {num_bytes} bytes from rank {root}"
+        with self._lock:
+            self._check()
+            pending = _Pending(what, self._backend.mark(stream), deadline_s)
+            self._advance()
+            if not self._pending:
+                self._since_s = time.monotonic()
+            self._pending.append(pending)
+        self._communicator.broadcast(pointer, num_bytes, root, stream)
+        with self._lock:
+            self._check()
+            pending.end = self._backend.mark(stream)
+
+    def wait(self) -> None:
+        """Until every broadcast so far is done; WeightSyncError when one was not in time."""
+        while True:
+            with self._lock:
+                self._check()
+                self._advance()
+                if not self._pending:
+                    return
+            time.sleep(_WAIT_PERIOD_S)
+
+    def take_wire_s(self) -> float:
+        """Time of the device in broadcasts that are done, since the last call."""
+        with self._lock:
+            seconds, self._wire_s = self._wire_s, 0.0
+        return seconds
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether it is over."""
+        return self._is_aborted
+
+    def abort(self) -> None:
+        """Leaves; streams that wait for a broadcast of it go on, with whatever lies there."""
+        with self._lock:
+            self._abort("it was aborted")
+
+    def _check(self) -> None:
+        if self._is_aborted:
+            raise WeightSyncError(f"the communicator is gone: {self._cause}")
+
+    def _advance(self) -> None:
+        """Takes out what is done, in order; the caller holds the lock."""
+        while self._pending:
+            oldest = self._pending[0]
+            if oldest.end is None or not oldest.end.is_done():
+                return
+            self._pending.popleft()
+            self._wire_s += oldest.end.seconds_since(oldest.begin)
+            self._since_s = time.monotonic()
+
+    def _abort(self, cause: str) -> None:
+        """Once; the caller holds the lock."""
+        if self._is_aborted:
+            return
+        self._is_aborted, self._cause = True, cause
+        self._pending.clear()
+        self._stopped.set()
+        atexit.unregister(self.abort)
+        self._communicator.abort()
+
+    def _watch(self) -> None:
+        self._backend.use()
+        while not self._stopped.wait(_WATCH_PERIOD_S):
+            with self._lock:
+                self._advance()
+                if not self._pending or self._is_aborted:
+                    continue
+                oldest = self._pending[0]
+                if time.monotonic() - self._since_s > oldest.deadline_s:
+                    cause = f"{oldest.what} was not done within {oldest.deadline_s:g} s"
+                    logger.warning("aborting a communicator: %s", cause)
+                    self._abort(cause)

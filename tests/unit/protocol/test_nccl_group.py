@@ -1,0 +1,144 @@
+"""The watchdog around NCCL, with members in threads of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+from fake_nccl import FakeCommunicator, FakeNccl, Meeting
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.nccl_group import NcclGroup
+
+LONG_S = 30.0
+
+
+def buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(data, len(data))
+
+
+def join_all(num_members: int) -> tuple[list[NcclGroup], list[FakeCommunicator]]:
+    meetings: dict[bytes, Meeting] = {}
+    backends = [FakeNccl(meetings) for _ in range(num_members)]
+    groups: dict[int, NcclGroup] = {}
+
+    def join(rank: int) -> None:
+        groups[rank] = NcclGroup.join(
+            backends[rank], b"id", rank=rank, world_size=num_members, deadline_s=LONG_S
+        )
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(num_members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    return [groups[rank] for rank in range(num_members)], [b.made[0] for b in backends]
+
+
+def until(condition: object, limit_s: float = LONG_S) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_broadcasts_of_several_roots_arrive_in_order() -> None:
+    groups, _ = join_all(3)
+    contents = [b"from 1", b"from 0 ", b"from 1 again"]
+    buffers = [
+        [
+            buffer(data if rank == root else bytes(len(data)))
+            for data, root in zip(contents, (1, 0, 1), strict=True)
+        ]
+        for rank in range(3)
+    ]
+    for group, mine in zip(groups, buffers, strict=True):
+        for memory, root in zip(mine, (1, 0, 1), strict=True):
+            group.broadcast(ctypes.addressof(memory), len(memory), root, 7, deadline_s=LONG_S)
+    for group, mine in zip(groups, buffers, strict=True):
+        group.wait()
+        assert [memory.raw for memory in mine] == contents
+        assert group.take_wire_s() > 0
+        assert group.take_wire_s() == 0
+        group.abort()
+
+
+def test_member_that_is_missing_costs_the_join_deadline() -> None:
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"2 members .* did not meet within 0\.2 s"):
+        NcclGroup.join(FakeNccl({}), b"id", rank=0, world_size=2, deadline_s=0.2)
+    assert time.monotonic() - started < 10
+
+
+def test_communicator_that_comes_about_too_late_is_aborted() -> None:
+    meetings: dict[bytes, Meeting] = {}
+    early, late = FakeNccl(meetings), FakeNccl(meetings)
+    with pytest.raises(WeightSyncError, match="did not meet"):
+        NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=0.1)
+    late.connect(b"id", rank=1, world_size=2)
+    until(lambda: early.made and early.made[0].num_aborts == 1)
+
+
+def test_what_nccl_refuses_is_an_error_at_once() -> None:
+    meetings = {b"id": Meeting(3)}
+    with pytest.raises(WeightSyncError, match="disagree"):
+        NcclGroup.join(FakeNccl(meetings), b"id", rank=0, world_size=2, deadline_s=LONG_S)
+
+
+def test_broadcast_that_nobody_else_joins_is_aborted_after_its_deadline() -> None:
+    (group, _), (communicator, _) = join_all(2)
+    memory = buffer(b"data")
+    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    with pytest.raises(WeightSyncError, match=r"4 bytes from rank 0 was not done within 0\.1 s"):
+        group.wait()
+    assert group.is_aborted
+    assert communicator.num_aborts == 1
+    with pytest.raises(WeightSyncError, match="communicator is gone"):
+        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    group.abort()
+    assert communicator.num_aborts == 1
+
+
+def test_watchdog_aborts_also_when_nobody_waits() -> None:
+    (group, _), (communicator, _) = join_all(2)
+    memory = buffer(b"data")
+    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    until(lambda: communicator.num_aborts == 1)
+
+
+def test_call_that_does_not_come_back_is_released() -> None:
+    (group, _), (communicator, _) = join_all(2)
+    memory = buffer(b"data")
+    communicator.gate.clear()
+    with pytest.raises(WeightSyncError, match="unhandled system error"):
+        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+
+
+def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait() -> None:
+    (sender, receiver), _ = join_all(2)
+    memory, there = buffer(b"data"), buffer(b"    ")
+    for _ in range(6):
+        sender.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=1.0)
+    started = time.monotonic()
+    for _ in range(6):
+        time.sleep(0.3)
+        receiver.broadcast(ctypes.addressof(there), 4, 0, 0, deadline_s=LONG_S)
+    sender.wait()
+    assert time.monotonic() - started > 1.5
+    assert there.raw == b"data"
+    sender.abort()
+    receiver.abort()
+
+
+def test_idle_group_is_left_alone() -> None:
+    groups, communicators = join_all(2)
+    memory = [buffer(b"data"), buffer(b"    ")]
+    for group, mine in zip(groups, memory, strict=True):
+        group.broadcast(ctypes.addressof(mine), 4, 0, 0, deadline_s=0.2)
+    for group in groups:
+        group.wait()
+    time.sleep(0.4)
+    assert [communicator.num_aborts for communicator in communicators] == [0, 0]
+    for group in groups:
+        group.abort()
