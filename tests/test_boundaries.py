@@ -25,7 +25,9 @@ LAYERS = {
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {
     "vllm": (
+        "slipstream.rollout_server.chunking_scheduler",
         "slipstream.rollout_server.engine",
+        "slipstream.rollout_server.engine_arguments",
         "slipstream.rollout_server.weight_receiver",
     ),
     "megatron": ("slipstream.learner.trainer",),

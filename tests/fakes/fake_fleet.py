@@ -145,8 +145,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
         async with asyncio.timeout(limit_s):
             return await self.connections.get()
 
-    async def wait_trajectories(self, number: int) -> list[Trajectory]:
-        async with self._arrived, asyncio.timeout(LIMIT_S):
+    async def wait_trajectories(self, number: int, limit_s: float = LIMIT_S) -> list[Trajectory]:
+        async with self._arrived, asyncio.timeout(limit_s):
             await self._arrived.wait_for(lambda: len(self.trajectories) >= number)
         return self.trajectories
 

@@ -118,7 +118,13 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         "model": {"path": str(folder), "dtype": "float32"},
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
-        "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
+        "rollout_server": {
+            "max_episodes": 16,
+            "threads": 1,
+            "enforce_eager": True,
+            # Fewer blocks than 16 long replies need: some are preempted and computed again.
+            "engine": {"num_gpu_blocks_override": 20},
+        },
     }
     config = parse_config(table, source="test")
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
@@ -150,6 +156,106 @@ async def test_sampled_logprobs_equal_those_of_transformers(rig) -> None:
     assert len(gaps) > 100
     assert gaps.mean() <= 1e-4
     assert gaps.max() <= 1e-2
+
+
+async def sample_as(rig, kind: str, parameters: dict[str, object]):
+    """24 requests of the same seeds, all known to the engine before its first step."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    await rig.engine.pause()
+    waiting = []
+    for number in range(24):
+        settings = SamplingParams(
+            seed=number,
+            max_tokens=200 - number,
+            ignore_eos=number % 4 != 0,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind[kind],
+            **parameters,
+        )
+        collector = await rig.engine._llm.add_request(
+            f"{kind}{number}", tokens_input([*PROMPT, 4 + number]), settings
+        )
+        waiting.append(asyncio.create_task(last_output(collector)))
+    await rig.engine.resume(PolicyVersion(0, 0))
+    return await asyncio.gather(*waiting)
+
+
+async def last_output(collector):
+    while not (output := await collector.get()).finished:
+        pass
+    return output
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}]
+)
+async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, parameters) -> None:
+    await rig.publish(rig.old, 0)
+    ours = await sample_as(rig, "FINAL_ONLY", parameters)
+    theirs = await sample_as(rig, "CUMULATIVE", parameters)
+    assert sum(output.metrics.num_preemptions for output in ours) >= 2
+    for mine, other in zip(ours, theirs, strict=True):
+        (chunked,), (streamed,) = mine.outputs, other.outputs
+        assert len(chunked.token_ids) == len(chunked.logprobs) > 1
+        assert chunked.token_ids == streamed.token_ids
+        assert chunked.logprobs.token_ids == streamed.logprobs.token_ids
+        # Bit for bit.
+        assert chunked.logprobs.logprobs == streamed.logprobs.logprobs
+        assert chunked.weight_versions == streamed.weight_versions
+        assert chunked.finish_reason == streamed.finish_reason
+        assert mine.num_cached_tokens == other.num_cached_tokens
+
+
+async def test_tokens_leave_the_engine_in_chunks(rig) -> None:
+    from slipstream.rollout_server.chunking_scheduler import CHUNK_TOKENS
+
+    await rig.publish(rig.old, 0)
+    start = rig.engine.use().generated_tokens
+    hot = Sampling(1.0, 1.0, 0, 200, 1, 250, ignore_eos=True)
+    reply = asyncio.create_task(rig.generate("chunked", num_tokens=100, sampling=hot))
+    counts = {0}
+    while not reply.done():
+        counts.add(rig.engine.use().generated_tokens - start)
+        await asyncio.sleep(0)
+    assert len((await reply).token_ids) == 100
+    # The first chunk may be a short one.
+    assert len(counts) <= 2 + -(-100 // CHUNK_TOKENS)
+
+
+async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
+    await rig.publish(rig.old, 0)
+    start = rig.engine.use().generated_tokens
+    replies = [asyncio.create_task(rig.generate(f"p{n}", num_tokens=200)) for n in range(8)]
+    while rig.engine.use().generated_tokens < start + 64:
+        await asyncio.sleep(0.005)
+    await rig.engine.pause()
+    # One message may still be on its way.
+    await asyncio.sleep(0.05)
+    handed_out = rig.engine.use().generated_tokens - start
+    for number in range(8):
+        await rig.engine.cancel(f"p{number}")
+    generations = await asyncio.gather(*replies)
+    assert sum(len(generation.token_ids) for generation in generations) == handed_out
+    # Many lengths that are no multiple of a chunk: partly filled chunks came out.
+    assert rig.gap(rig.old, PROMPT, generations[0]).mean() <= 1e-4
+    await rig.engine.resume(PolicyVersion(0, 0))
+
+
+async def test_outputs_of_another_vllm_are_refused() -> None:
+    from slipstream.rollout_server.chunking_scheduler import check_outputs
+    from vllm.v1.engine import EngineCoreOutput
+
+    known = set(EngineCoreOutput.__struct_fields__)
+    check_outputs(known)
+    with pytest.raises(RuntimeError, match=r"differ from 0\.32\.0's in: new_thing"):
+        check_outputs(known | {"new_thing"})
+    with pytest.raises(RuntimeError, match="in: stop_reason"):
+        check_outputs(known - {"stop_reason"})
 
 
 async def test_logprobs_are_taken_after_temperature(rig) -> None:

@@ -207,6 +207,9 @@ class RolloutServerSection(Section):
     enforce_eager: bool = False
     # Cached prefixes are forgotten at each new version.
     enable_prefix_caching: bool = True
+    # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
+    # compilation_config and so on.
+    engine: dict[str, JsonValue] = {}
     # Restarts of a server by `slipstream run` before it gives up.
     max_restarts: int = Field(5, ge=0)
     # Limit of starting the engine.

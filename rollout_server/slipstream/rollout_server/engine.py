@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +18,7 @@ from slipstream.protocol.buckets import layout_from_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
+from slipstream.rollout_server.engine_arguments import engine_config
 from slipstream.rollout_server.generation import (
     EngineDied,
     EngineUse,
@@ -29,10 +28,10 @@ from slipstream.rollout_server.generation import (
     Sampling,
 )
 from slipstream.rollout_server.usage import UseClock
-from slipstream.rollout_server.weight_receiver import BACKEND, JoinInfo, UpdateInfo
+from slipstream.rollout_server.weight_receiver import JoinInfo, UpdateInfo
 from slipstream.v1 import weights_pb2
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import VllmConfig, WeightTransferConfig
+from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -43,10 +42,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-_WORKER_EXTENSION = "slipstream.rollout_server.weight_receiver.WorkerExtension"
 _PROBE_PREFIX = "probe/"
 _HEALTH_PERIOD_S = 0.5
 # What an update may take beside its own deadlines before its worker is taken for hung.
@@ -104,7 +101,7 @@ class VllmEngine:
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
         """Starts the engine processes, paused; blocks the loop for as long as that takes."""
         before = set(psutil.Process().children(recursive=True))
-        settings = _arguments(config, seed).create_engine_config()
+        settings = engine_config(config, seed)
         # On CPU the line above chose "spawn" for the sake of thread binding, which is off: forked
         # processes start in 3 s instead of 13 and inherit the hook of `process.bind_children`.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -296,38 +293,11 @@ class VllmEngine:
             raise EngineDied(str(error)) from error
 
 
-def _arguments(config: Config, seed: int) -> AsyncEngineArgs:
-    settings, sampling = config.rollout_server, config.sampling
-    sizes = json.loads((config.model.path / "config.json").read_text())
-    longest = sizes.get("max_position_embeddings", math.inf)
-    return AsyncEngineArgs(
-        model=str(config.model.path),
-        dtype=config.model.dtype,
-        seed=seed,
-        # One more than an episode: a probe of full length samples one token.
-        max_model_len=min(sampling.max_episode_tokens + 1, longest),
-        max_num_seqs=settings.max_episodes,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        # One worker lives in the engine's process: between two processes vLLM waits by spinning.
-        distributed_executor_backend=(
-            UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
-        ),
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        enforce_eager=settings.enforce_eager,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        worker_extension_cls=_WORKER_EXTENSION,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-    )
-
-
 def _generation(output: RequestOutput) -> Generation:
     (completion,) = output.outputs
     token_ids = np.asarray(completion.token_ids, dtype=np.uint32)
-    logprobs = completion.logprobs
-    # The first entry of each position is the sampled token.
-    values = [logprobs.logprobs[start] for start in logprobs.start_indices] if logprobs else []
+    # One for each position: that of the sampled token.
+    values = completion.logprobs.logprobs if completion.logprobs is not None else []
     spans = []
     for span in completion.weight_versions or ():
         incarnation, _, step = span.version.partition(":")

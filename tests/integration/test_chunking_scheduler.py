@@ -1,0 +1,289 @@
+"""Our schedulers beside vLLM's own, in lock step, with a model that is a table of numbers.
+
+The asynchronous one needs no GPU here: two steps are under way at one time, as in vLLM's engine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from make_tiny_model import make_model, make_tokenizer  # noqa: E402
+from slipstream.protocol.config_file import parse_config  # noqa: E402
+
+BLOCK = 16
+PROMPT = list(range(4, 14))
+LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
+    from slipstream.rollout_server.engine_arguments import engine_config
+
+    folder: Path = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    make_model(
+        folder,
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        seed=0,
+    )
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 64, "max_episode_tokens": 96},
+        "rollout_server": {
+            "max_episodes": 8,
+            "enforce_eager": True,
+            "engine": {"block_size": BLOCK},
+        },
+    }
+    return engine_config(parse_config(table, source="test"), seed=0)
+
+
+@dataclass
+class Engine:
+    """vLLM's loop around a scheduler; every sampled token is a number of its own."""
+
+    scheduler: Any
+    depth: int
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    finished: dict[str, str] = field(default_factory=dict)
+    sampled: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    sizes: list[int] = field(default_factory=list)
+    preempted: int = 0
+    _queue: deque[tuple[Any, Any]] = field(default_factory=deque)
+    _computed: dict[str, int] = field(default_factory=dict)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests() or bool(self._queue)
+
+    def step(self) -> None:
+        if self.scheduler.has_requests():
+            plan = self.scheduler.schedule()
+            self.preempted += len(plan.preempted_req_ids or ())
+            self._queue.append((plan, self._run(plan)))
+            if len(self._queue) < self.depth and plan.total_num_scheduled_tokens:
+                return
+        if self._queue:
+            for outputs in self.scheduler.update_from_output(*self._queue.popleft()).values():
+                for output in outputs.outputs:
+                    self._take(output)
+
+    def drain(self) -> None:
+        while self.has_work():
+            self.step()
+
+    def _run(self, plan: Any) -> Any:  # noqa: ANN401 - vLLM's
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        names = list(plan.num_scheduled_tokens)
+        for new in plan.scheduled_new_reqs:
+            self._computed[new.req_id] = new.num_computed_tokens
+        cached = plan.scheduled_cached_reqs
+        self._computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ids: list[list[int]] = []
+        for name in names:
+            request = self.scheduler.requests[name]
+            end = self._computed[name] + plan.num_scheduled_tokens[name]
+            if end < request.num_prompt_tokens:
+                ids.append([])
+                continue
+            # What is sampled depends on the position alone: also when it is computed again.
+            ids.append([100 + end])
+            self.sampled[name] = max(self.sampled[name], end + 1 - len(PROMPT))
+        values = [
+            float(np.float32(-1 / (1 + sum(map(ord, n)) + sum(i))))
+            for n, i in zip(names, ids, strict=True)
+        ]
+        column = np.asarray(values, dtype=np.float32)[:, None]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=ids,
+            logprobs=LogprobsLists(
+                np.asarray([i[0] if i else 0 for i in ids], dtype=np.int32)[:, None],
+                column,
+                np.ones(len(names), dtype=np.int32),
+            )
+            if names
+            else None,
+        )
+
+    def _take(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
+        name = output.request_id
+        assert name not in self.finished
+        self.sizes.append(len(output.new_token_ids))
+        self.tokens[name] += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs[name] += output.new_logprobs.logprobs[:, 0].tolist()
+            assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
+        if output.finish_reason is not None:
+            self.finished[name] = str(output.finish_reason)
+
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
+    def start(*, ours: bool, overlapping: bool, num_blocks: int = 100) -> Engine:
+        from slipstream.rollout_server.chunking_scheduler import scheduler_class
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+        )
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        plain = AsyncScheduler if overlapping else Scheduler
+        cls = scheduler_class(async_scheduling=overlapping) if ours else plain
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
+        )
+        settings.cache_config.num_gpu_blocks = num_blocks
+        scheduler = cls(
+            vllm_config=settings,
+            kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(settings),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        return Engine(scheduler, 2 if overlapping else 1)
+
+    return start
+
+
+def add(engine: Engine, name: str, limit: int, **parameters: object) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    chosen = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY} | parameters
+    sampling = SamplingParams(max_tokens=limit, ignore_eos=True, **chosen)
+    engine.scheduler.add_request(Request(name, list(PROMPT), sampling, None, block_hasher=hasher))
+
+
+both = pytest.mark.parametrize("overlapping", [False, True], ids=["sync", "async"])
+
+
+@both
+@pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
+def test_replies_are_those_of_vllms_scheduler(start, overlapping: bool, num_blocks: int) -> None:
+    ours, theirs = (
+        start(ours=each, overlapping=overlapping, num_blocks=num_blocks) for each in (True, False)
+    )
+    for engine in (ours, theirs):
+        for number, limit in enumerate(LIMITS):
+            add(engine, f"r{number}", limit)
+        engine.drain()
+    assert ours.tokens == theirs.tokens
+    assert ours.logprobs == theirs.logprobs
+    assert ours.finished == theirs.finished
+    assert [len(ours.tokens[f"r{number}"]) for number in range(8)] == LIMITS
+    assert ours.preempted == theirs.preempted
+    assert (ours.preempted > 0) is (num_blocks == 10)
+    assert max(theirs.sizes) == 1
+    assert len(ours.sizes) < len(theirs.sizes) / 6
+
+
+@both
+def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping: bool) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = start(ours=True, overlapping=overlapping)
+    for number in range(4):
+        add(engine, f"r{number}", 60)
+    for _ in range(12):
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.drain()
+    sampled = dict(engine.sampled)
+    assert all(count > 1 for count in sampled.values())
+    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == sampled
+    # Nothing is left to say; new weights forget the cache and all are computed again.
+    assert not engine.has_work()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.drain()
+    assert [len(engine.tokens[f"r{number}"]) for number in range(4)] == [60] * 4
+    assert [len(engine.logprobs[f"r{number}"]) for number in range(4)] == [60] * 4
+    assert engine.tokens["r0"] == engine.tokens["r1"] == [110 + n for n in range(60)]
+
+
+@both
+def test_what_is_held_of_a_cancelled_request_is_dropped(start, overlapping: bool) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine = start(ours=True, overlapping=overlapping)
+    add(engine, "gone", 60)
+    add(engine, "stays", 60)
+    for _ in range(24):
+        engine.step()
+    engine.scheduler.finish_requests(["gone"], RequestStatus.FINISHED_ABORTED)
+    before = len(engine.tokens["gone"])
+    engine.drain()
+    assert len(engine.tokens["gone"]) == before < engine.sampled["gone"]
+    assert len(engine.tokens["stays"]) == 60
+    # The name may come again.
+    add(engine, "gone", 3)
+    engine.tokens.clear()
+    engine.drain()
+    assert len(engine.tokens["gone"]) == 3
+
+
+@both
+def test_requests_that_stream_get_every_token_at_once(start, overlapping: bool) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = start(ours=True, overlapping=overlapping)
+    add(engine, "streams", 20, output_kind=RequestOutputKind.DELTA)
+    engine.drain()
+    assert engine.sizes == [1] * 20
+    assert len(engine.logprobs["streams"]) == 20
+
+
+@both
+def test_requests_without_logprobs_get_none(start, overlapping: bool) -> None:
+    engine = start(ours=True, overlapping=overlapping)
+    add(engine, "plain", 40, logprobs=None)
+    add(engine, "with", 40)
+    engine.drain()
+    assert len(engine.tokens["plain"]) == len(engine.tokens["with"]) == 40
+    assert engine.logprobs["plain"] == []
+    assert len(engine.logprobs["with"]) == 40
+
+
+def test_a_token_without_its_logprob_is_an_error(start) -> None:
+    engine = start(ours=True, overlapping=False)
+    add(engine, "r0", 4)
+    plan = engine.scheduler.schedule()
+    output = engine._run(plan)
+    output.logprobs = None
+    with pytest.raises(RuntimeError, match="0 log-probabilities for"):
+        for _ in range(4):
+            engine.scheduler.update_from_output(plan, output)
+            plan = engine.scheduler.schedule()
+            output = engine._run(plan)
+            output.logprobs = None

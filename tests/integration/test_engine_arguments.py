@@ -1,0 +1,114 @@
+"""The table `rollout_server.engine` against vLLM's real arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from make_tiny_model import make_model, make_tokenizer  # noqa: E402
+from slipstream.protocol.config import Config  # noqa: E402
+from slipstream.protocol.config_file import parse_config  # noqa: E402
+from slipstream.protocol.errors import ConfigError  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    make_model(
+        folder,
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        seed=0,
+    )
+    return folder
+
+
+def config_with(model: Path, engine: dict[str, object]) -> Config:
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(model), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
+        "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine},
+    }
+    return parse_config(table, source="test")
+
+
+def test_settings_reach_vllm_by_name(model: Path) -> None:
+    from slipstream.rollout_server.engine_arguments import engine_config
+
+    passed = {"max_num_batched_tokens": 192, "block_size": 32, "load_format": "dummy"}
+    settings = engine_config(config_with(model, passed), seed=3)
+    assert settings.scheduler_config.max_num_batched_tokens == 192
+    assert settings.cache_config.block_size == 32
+    assert settings.load_config.load_format == "dummy"
+    assert settings.scheduler_config.max_num_seqs == 16
+    assert settings.model_config.logprobs_mode == "processed_logprobs"
+
+
+@pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
+def test_the_scheduler_is_ours_with_and_without_async_scheduling(
+    async_scheduling: bool, name: str
+) -> None:
+    from slipstream.rollout_server.chunking_scheduler import scheduler_class
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    found = scheduler_class(async_scheduling=async_scheduling)
+    assert found.__name__ == f"{name}ChunkingScheduler"
+    assert issubclass(found, AsyncScheduler) is async_scheduling
+
+
+def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
+    from slipstream.rollout_server.engine_arguments import engine_config
+
+    settings = engine_config(config_with(model, {}), seed=3).scheduler_config
+    assert "Chunking" in settings.get_scheduler_cls().__name__
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        (
+            {"max_num_batched_token": 4},
+            "unknown key rollout_server.engine.max_num_batched_token; "
+            "did you mean 'max_num_batched_tokens'?",
+        ),
+        (
+            {"logprobs_mode": "raw_logprobs"},
+            "rollout_server.engine.logprobs_mode cannot be passed through: the learner needs the "
+            "log-probabilities of the distribution that was sampled from",
+        ),
+        (
+            {"max_num_seqs": 4},
+            "rollout_server.engine.max_num_seqs cannot be passed through: "
+            "set rollout_server.max_episodes",
+        ),
+        ({"max_num_batched_tokens": 2}, "vLLM refuses its settings: "),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_one_line(
+    model: Path, engine: dict[str, object], line: str
+) -> None:
+    from slipstream.rollout_server.engine_arguments import engine_config
+
+    with pytest.raises(ConfigError) as caught:
+        engine_config(config_with(model, engine), seed=3)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_name_that_is_refused_is_one_of_vllm() -> None:
+    import dataclasses
+
+    from slipstream.rollout_server.engine_arguments import _OWNED
+    from vllm import AsyncEngineArgs
+
+    assert set(_OWNED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
