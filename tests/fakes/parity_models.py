@@ -13,6 +13,10 @@ def make_models(folder: Path) -> None:
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -51,6 +55,12 @@ def make_models(folder: Path) -> None:
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, **rope, tie_word_embeddings=False)),
         "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=True)),
         "moe-softmax": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=False)),
+        "moe-shared": Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(**mixture, shared_expert_intermediate_size=32)
+        ),
+        "mixtral": MixtralForCausalLM(
+            MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
+        ),
     }
     for name, model in models.items():
         # Larger weights than a fresh model's, so that attention and norms matter.

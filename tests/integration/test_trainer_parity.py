@@ -99,23 +99,27 @@ def test_one_rank_trains_like_plain_transformers(
                 name,
             )
     torch.testing.assert_close(found["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5)
-    trained = one_by_one(plain.model.state_dict())
+    is_mixtral = LAYOUTS[layout].model == "mixtral"
+    trained = one_by_one(plain.model.state_dict(), is_mixtral=is_mixtral)
     for name, tensor in found["weights"].items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-6, atol=1e-6)
 
 
-def one_by_one(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def one_by_one(weights: dict[str, torch.Tensor], *, is_mixtral: bool) -> dict[str, torch.Tensor]:
     """transformers keeps the experts of a layer in one tensor; in files each has its own."""
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, tensor in weights.items():
+        if is_mixtral:
+            name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+            name = name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
         if name.endswith(".experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
-                gate, up = both.chunk(2)
-                found[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate
-                found[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up
+                for part, own in zip(names, both.chunk(2), strict=False):
+                    found[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = own
         elif name.endswith(".experts.down_proj"):
             for expert, down in enumerate(tensor):
-                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
+                found[name.replace("down_proj", f"{expert}.{names[2]}.weight")] = down
         else:
             found[name] = tensor
     return found
@@ -243,7 +247,9 @@ def test_replica_without_a_sequence_has_a_micro_batch_of_filler(
     assert sizes[1] > 1
 
 
-@pytest.mark.parametrize("layout", ["one", "one-tied", "one-qwen3", "one-moe"])
+@pytest.mark.parametrize(
+    "layout", ["one", "one-tied", "one-qwen3", "one-moe", "one-moe-shared", "one-mixtral"]
+)
 def test_exported_folder_has_the_models_logits(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
@@ -253,7 +259,7 @@ def test_exported_folder_has_the_models_logits(
     )
 
 
-@pytest.mark.parametrize("layout", ["one", "one-moe"])
+@pytest.mark.parametrize("layout", ["one", "one-moe", "one-moe-shared", "one-mixtral"])
 def test_a_load_brings_every_tensor_of_the_folder_unchanged(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:

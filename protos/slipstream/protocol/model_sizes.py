@@ -27,6 +27,8 @@ class ModelSizes:
     experts: int
     experts_per_token: int
     expert_ffn: int
+    # Of the expert that every token goes to; 0: there is none.
+    shared_expert_ffn: int
     # Whether the weights of a token's experts add up to 1.
     normalizes_experts: bool
     # Whether some layers of a mixture of experts have none.
@@ -58,13 +60,24 @@ class ModelSizes:
             experts=number("num_experts", "num_local_experts", "n_routed_experts"),
             experts_per_token=number("num_experts_per_tok"),
             expert_ffn=number("moe_intermediate_size", "intermediate_size"),
-            normalizes_experts=bool(values.get("norm_topk_prob", False)),
+            shared_expert_ffn=number("shared_expert_intermediate_size"),
+            normalizes_experts=normalizes_experts(values),
             has_dense_layers=bool(values.get("mlp_only_layers"))
             or values.get("decoder_sparse_step", 1) != 1,
             rope_type=str(rope.get("rope_type", rope.get("type", "default"))),
-            uses_sliding_window=bool(values.get("use_sliding_window", False)),
+            uses_sliding_window=bool(
+                values.get("use_sliding_window", values.get("sliding_window"))
+            ),
             is_quantized="quantization_config" in values,
         )
+
+
+def normalizes_experts(values: Mapping[str, Any]) -> bool:
+    """Whether the weights of a token's experts add up to 1, by the table of a config.json.
+
+    Mixtral's always do, and its table does not say so.
+    """
+    return bool(values.get("norm_topk_prob", values.get("model_type") == "mixtral"))
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:

@@ -19,6 +19,8 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",
 )
 ROPE_TYPES = ("default", "llama3")
 # Ways of Megatron's that need more than its tables: other groups, wrappers or training loops.
@@ -193,6 +195,11 @@ def _expert_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[s
                 f"got {etp} with tp {parallel.tp}"
             )
         return
+    if sizes.shared_expert_ffn % parallel.tp:
+        yield (
+            f"learner.parallel.tp must divide the shared expert's intermediate size of "
+            f"{sizes.shared_expert_ffn}, got {parallel.tp}"
+        )
     if sizes.experts % ep:
         yield f"learner.parallel.ep must divide the model's {sizes.experts} experts, got {ep}"
     if sizes.expert_ffn % etp:

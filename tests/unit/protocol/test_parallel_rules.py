@@ -300,13 +300,15 @@ MODELS: list[tuple[dict[str, Any], str]] = [
         "a model of architecture GPT2LMHeadModel, which cannot be loaded",
     ),
     (
-        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
-        "a mixture of experts of architecture MixtralForCausalLM, which cannot be loaded; known "
-        "are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+        {"architectures": ["OlmoeForCausalLM"]},
+        "a mixture of experts of architecture OlmoeForCausalLM, which cannot be loaded; known "
+        "are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+        "Qwen2MoeForCausalLM, MixtralForCausalLM",
     ),
     ({"architectures": None}, "of architecture without a name, which cannot be loaded"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ({"use_sliding_window": True}, "a sliding window"),
+    ({"sliding_window": 4096}, "a sliding window"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' was not tested"),
     ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' was not tested"),
     ({"decoder_sparse_step": 2}, "dense layers in between"),
@@ -321,6 +323,27 @@ def test_model_that_cannot_be_trained_is_refused(change: dict[str, Any], message
     found = problems({}, MIXTURE | change)
     assert len(found) == 1, found
     assert message in found[0]
+
+
+def test_a_window_that_is_switched_off_is_none() -> None:
+    off = {"sliding_window": 4096, "use_sliding_window": False}
+    assert problems({}, MIXTURE | off) == []
+    assert problems({}, MIXTURE | {"sliding_window": None}) == []
+
+
+def test_mixtral_normalizes_experts_without_saying_so() -> None:
+    silent = {key: value for key, value in MIXTURE.items() if key != "norm_topk_prob"}
+    one = silent | {"num_experts_per_tok": 1}
+    assert problems({}, one) == []
+    (found,) = problems({}, one | {"model_type": "mixtral"})
+    assert "leaves the router no gradient" in found
+
+
+def test_a_shared_expert_is_split_evenly() -> None:
+    learner = {"world_size": 4, "parallel": {"tp": 4, "sequence_parallel": True}}
+    assert problems(learner, MIXTURE | {"shared_expert_intermediate_size": 32}) == []
+    (found,) = problems(learner, MIXTURE | {"shared_expert_intermediate_size": 30})
+    assert found.endswith("must divide the shared expert's intermediate size of 30, got 4")
 
 
 def test_old_and_new_forms_of_rope_settings_are_read() -> None:

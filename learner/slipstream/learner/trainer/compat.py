@@ -67,6 +67,8 @@ def install() -> Megatron:
         _install_adam()
         auto_bridge = _import_bridge()
         _cure_adapters()
+    # Recipes that Bridge lacks.
+    importlib.import_module("slipstream.learner.trainer.families")
     _cure_padded_vocabulary()
     return auto_bridge
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 from slipstream.learner.trainer.settings import Megatron
+from slipstream.protocol.model_sizes import normalizes_experts
 from torch import Tensor
 
 
@@ -29,7 +30,7 @@ def mixture_settings(sizes: Mapping[str, Any]) -> dict[str, object]:
         # A policy's loss is the objective's alone; `learner.transformer` may set it.
         "moe_aux_loss_coeff": 0.0,
         # Bridge always lets the probabilities of the chosen experts add up to 1.
-        "moe_router_pre_softmax": not sizes.get("norm_topk_prob", False),
+        "moe_router_pre_softmax": not normalizes_experts(sizes),
     }
 
 
