@@ -1,38 +1,57 @@
+"""What the learner's benchmark trains, and how it sums up."""
+
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 from pathlib import Path
-from types import ModuleType
 
+import learner_loops
+import measure
 import pytest
 from slipstream.protocol.config_file import load_config
+
+from learner import OURS, PEER, Turn, rows
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("learner", ROOT / "benchmarks" / "learner.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_table_holds_medians_and_what_they_are_of_peer_and_limit() -> None:
+    def turns(*speeds: float, rate: float) -> list[Turn]:
+        return [Turn(1e6 / speed, 5.0, speed, rate, 800.0, 70.0) for speed in speeds]
+
+    found = {OURS: turns(95, 10, 96, rate=400.0), PEER: turns(100, 90, 110, rate=500.0)}
+    assert measure.table(["x"] * 8, rows(found, 0.92))[2:] == [
+        "| slipstream | 10,526.3 (10,416.7-100,000.0) | 5.0 | 95 | 0.950 | 400 | 0.500 | 70.0 |",
+        "| bare | 10,000.0 (9,090.9-11,111.1) | 5.0 | 100 | 1.000 | 500 | 0.625 | 70.0 |",
+        "| limit: matrix product |  |  |  |  | 800.0 (800.0-800.0) | 1.000 |  |",
+        "| target |  |  |  | 0.92 |  |  |  |",
+    ]
 
 
-def test_table_holds_medians_and_their_ratios(benchmark: ModuleType) -> None:
-    def repeats(*walls: float) -> list[dict[str, float]]:
-        return [{"wall_ms": wall, "cpu_ms": wall / 2} for wall in walls]
-
-    found = {"slipstream": repeats(22, 90, 21), "bare": repeats(20, 19, 40)}
-    lines = benchmark.table(found).splitlines()
-    assert lines[2] == "| slipstream | 22.00 (21.00-90.00) | 11.00 | 1.100 | 1.100 |"
-    assert lines[3] == "| bare | 20.00 (19.00-40.00) | 10.00 | 1.000 | 1.000 |"
-
-
-def test_batch_is_as_large_as_the_quickstarts(benchmark: ModuleType) -> None:
+def test_batch_is_as_large_as_the_quickstarts() -> None:
     config = load_config(ROOT / "deploy" / "configs" / "quickstart.toml")
-    batch = benchmark.make_batch(config, 2)
+    batch = learner_loops.quickstart_batch(config, 2)
     batch.check(config.algorithm.max_staleness)
     assert len(batch.trajectories) == 256
     assert {len(t.token_ids) for t in batch.trajectories} == {8}
+
+
+def test_replies_are_lognormal_and_groups_fill_the_micro_batches() -> None:
+    shape = dataclasses.replace(learner_loops.SHAPES["0.6b"], micro_batches=400)
+    batch = learner_loops.lognormal_batch(shape, 3)
+    batch.check(1)
+    replies = [t.num_sampled_tokens for t in batch.trajectories]
+    mean = sum(replies) / len(replies)
+    deviation = (sum((reply - mean) ** 2 for reply in replies) / len(replies)) ** 0.5
+    assert mean == pytest.approx(1024, rel=0.05)
+    assert deviation / mean == pytest.approx(1.0, abs=0.1)
+    tokens = sum(len(t.token_ids) for t in batch.trajectories)
+    assert 0.96 < tokens / (400 * 16384) <= 0.97
+    assert len(replies) % 8 == 0
+
+
+@pytest.mark.parametrize("name", list(learner_loops.SHAPES))
+def test_shape_is_a_model_that_can_be_configured(name: str, tmp_path: Path) -> None:
+    shape = learner_loops.SHAPES[name]
+    config = learner_loops.shape_config(shape, 2, tmp_path, threads=1)
+    assert config.learner.micro_batch_tokens == shape.micro_batch_tokens

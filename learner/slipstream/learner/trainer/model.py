@@ -140,9 +140,10 @@ class Policy(TrainedModel):
 Change = Callable[[list[Megatron]], list[Megatron]]
 
 
-def open_policy(config: Config, launch: Launch) -> Policy:
+def open_policy(config: Config, launch: Launch, *, load_weights: bool = True) -> Policy:
     """Brings up this rank, and loads `config.model.path` with an optimizer; collective.
 
+    Without `load_weights` they are random, and the folder need hold the config.json alone.
     ConfigError for a model or a setting that cannot work. Close `ranks` of what it returns.
     """
     cpu.install()
@@ -153,7 +154,8 @@ def open_policy(config: Config, launch: Launch) -> Policy:
         from slipstream.learner.trainer.lora import adapters
 
         change = adapters(config, ranks)
-    return Policy(**vars(load_trained(config, ranks, change=change)))
+    model = load_trained(config, ranks, change=change, load_weights=load_weights)
+    return Policy(**vars(model))
 
 
 def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
@@ -171,7 +173,11 @@ def unwrapped(chunk: Megatron) -> Megatron:
 
 
 def load_trained(
-    config: Config, ranks: Ranks, *, change: Change = defer_projections
+    config: Config,
+    ranks: Ranks,
+    *,
+    change: Change = defer_projections,
+    load_weights: bool = True,
 ) -> TrainedModel:
     """`config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
@@ -181,7 +187,7 @@ def load_trained(
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
-    model = _load(config, ranks, ddp_config=ddp_config_of(config), change=change)
+    model = _load(config, ranks, ddp_config_of(config), change=change, load_weights=load_weights)
     chunks = model.chunks
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
     # Without it the schedule leaves out the sum over replicas and the gradients of shared
@@ -202,7 +208,7 @@ def load_trained(
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     """As `load_trained`, but for reading only: no gradients, no buffers for them."""
-    model = _load(config, ranks, ddp_config=None, change=defer_projections)
+    model = _load(config, ranks, None, change=defer_projections, load_weights=True)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
     return model
@@ -214,11 +220,16 @@ def _with_weights(chunks: list[Megatron], *, path: Path) -> list[Megatron]:
 
 
 def _load(
-    config: Config, ranks: Ranks, *, ddp_config: Megatron | None, change: Change
+    config: Config,
+    ranks: Ranks,
+    ddp_config: Megatron | None,
+    *,
+    change: Change,
+    load_weights: bool,
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     hf_config = bridge.hf_pretrained.config
-    provider = provider_of(bridge, hf_config, config, load_weights=True)
+    provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
     weights = config.checkpoint.load
     if weights is not None:
         # Before the change, which they know nothing of, and the optimizer, which copies them.

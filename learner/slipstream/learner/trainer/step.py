@@ -66,6 +66,11 @@ class TrainingStep:
         self._config = config
         self.stages = StageTimes()
 
+    @property
+    def policy(self) -> Policy:
+        """What is trained."""
+        return self._policy
+
     def run(self, batch: Batch) -> StepResult:
         """Trains the batch; collective, and every rank passes the same batch.
 
