@@ -1,0 +1,52 @@
+"""One end of a hand-over as a program: `python handover_ends.py receive|send HOST PORT ...`.
+
+It is told what to do by lines on its standard input, and answers each with one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.handover import HandoverReceiver, HandoverSender, Offer
+from slipstream.protocol.shared_buffers import HostBuffers
+
+NUM_BYTES = 1 << 16
+
+
+def receive(port: int, rank: int) -> None:
+    """`read N`: waits for bucket N, answers its digest and gives it back; `look N`: keeps it."""
+    link = HandoverReceiver(("127.0.0.1", port), "members-1", rank, 10.0)
+    buffers = HostBuffers.open(link.offer.handles, link.offer.num_bytes)
+    link.opened()
+    print("joined", flush=True)
+    for line in sys.stdin:
+        word, number = line.split()[0], int(line.split()[1])
+        try:
+            link.wait_filled(number, 10.0)
+        except WeightSyncError as error:
+            print(error, flush=True)
+            continue
+        print(hashlib.blake2b(buffers.arrays[number % 2]).hexdigest(), flush=True)
+        if word == "read":
+            link.read(number)
+
+
+def send() -> None:
+    """Prints its port, fills bucket 0 with ones, says so, and waits."""
+    sender = HandoverSender("127.0.0.1", "members-1")
+    buffers = HostBuffers.make(2, NUM_BYTES)
+    print(sender.port, flush=True)
+    sender.accept([1], Offer(buffers.handles, NUM_BYTES), 10.0)
+    buffers.hide()
+    buffers.arrays[0][:] = 1
+    sender.filled(0)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        receive(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        send()
