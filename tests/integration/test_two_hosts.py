@@ -87,6 +87,11 @@ class Cluster:
     exit_codes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a container has: the run needs every one of them to its end."""
+        return any(container.exit_code is not None for container in self.containers.values())
+
     def look(self) -> None:
         """Notes what listens at this moment."""
         for name, host in self.network.hosts.items():
@@ -248,7 +253,7 @@ def carry_out(cluster: Cluster, models: dict[str, dict[str, Any]]) -> None:
     learner = cluster.containers["learner"]
     service = models["learner-0"]["services"]["learner"]
     for _ in poll(READY_LIMIT_S, every_s=1.0):
-        if healthy(learner, service) or learner.exit_code is not None:
+        if healthy(learner, service) or cluster.has_ended:
             break
     run = {"token": "/run/secrets/token", "ca": "/run/secrets/tls_ca"}
     foreign = {"token": "/environments/foreign-token", "ca": "/environments/foreign-ca.pem"}
@@ -261,14 +266,14 @@ def carry_out(cluster: Cluster, models: dict[str, dict[str, Any]]) -> None:
             cluster.answers[what] = ask(learner, service, **secrets)
     for _ in poll(READY_LIMIT_S, every_s=1.0):
         cluster.look()
-        if learner.exit_code is not None or len(servers_serving(learner, service)) == 2:
+        if cluster.has_ended or len(servers_serving(learner, service)) == 2:
             break
     look_inside(cluster, models)
     for host in ("rollout-0", "rollout-1"):
         (cluster.folder / host / "environments" / "go").touch()
     for _ in poll(RUN_LIMIT_S, every_s=0.2):
         cluster.look()
-        if learner.exit_code is not None:
+        if cluster.has_ended:
             break
     cluster.seconds = time.monotonic() - started
     for name in ("learner", "learner-node", "rollout-0", "rollout-1", "redis"):

@@ -81,8 +81,10 @@ async def run_learner(
         master_overrides = [f'learner.master="{master}"']
     # What stands on the command line as a setting goes before the environment, too.
     config = load_config(path, [*master_overrides, *overrides])
-    credentials = check_settings(config, dry_run=dry_run)
-    check_installed("torch", "megatron.core", *_queue_packages(config))
+    # Trainer ranks have no part in the queue; the controller on node 0 has.
+    has_controller = node_rank == 0
+    credentials = check_settings(config, dry_run=dry_run, opens_queue=has_controller)
+    check_installed("torch", "megatron.core", *(_queue_packages(config) if has_controller else ()))
     per_node = config.learner.ranks_per_node or config.learner.world_size
     num_nodes = config.learner.world_size // per_node
     if not 0 <= node_rank < num_nodes:
@@ -91,20 +93,20 @@ async def run_learner(
         raise ConfigError("learner.master needs a port that all nodes know, got 0")
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
-    if node_rank == 0:
+    if has_controller:
         check_trackers(config.tracking)
         check_run_folder(config)
         check_port(config.controller.address)
-    if dry_run or node_rank == 0:
+    if dry_run or has_controller:
         await check_passed_settings(config)
     if dry_run:
         print(describe_dry_run(config, ranks=per_node), end="")
         return 0
     placement = place_here(config, ranks=per_node)
-    if node_rank == 0:
+    if has_controller:
         await check_environments(config, config.run_dir / "logs" / "preflight.log")
     async with Session(config, credentials, placement, node_rank=node_rank) as session:
-        if node_rank == 0:
+        if has_controller:
             session.start_controller()
         await session.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
         return await session.wait()

@@ -45,10 +45,13 @@ NEEDED_BY = {
 }
 
 
-def check_settings(config: Config, *, dry_run: bool = False) -> Credentials:
+def check_settings(
+    config: Config, *, dry_run: bool = False, opens_queue: bool = True
+) -> Credentials:
     """Checks what can be checked without starting anything; ConfigError.
 
-    For a dry run the model's config.json is enough.
+    For a dry run the model's config.json is enough. A machine that does not open the queue needs
+    no password for it.
     """
     if dry_run:
         check_sizes(config)
@@ -56,7 +59,7 @@ def check_settings(config: Config, *, dry_run: bool = False) -> Credentials:
         check_model(config)
     credentials = Credentials.load(config.security)
     check_address(config.controller.address, credentials, what="controller.address")
-    if config.queue.kind == "redis" and config.queue.redis_url is not None:
+    if opens_queue and config.queue.kind == "redis" and config.queue.redis_url is not None:
         redis_url_with_password(config.queue)
     return credentials
 
