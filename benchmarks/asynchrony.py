@@ -1,11 +1,20 @@
-"""How much faster a run is when its two fleets do not wait for each other, on two CPU cores.
+r"""How much faster a run is when its two fleets do not wait for each other.
 
-The learner and the controller have one core, the rollout server the other. Lengths of replies are
-lognormal. For each `max_staleness` the same number of steps is run; 0 is the synchronous
-algorithm, the peer. The limit is the slower fleet alone: the time that it was busy in the
-synchronous runs.
+One run, in which the bound on the lag is changed between windows of steps, so that all settings see
+the same processes, data and moments of the machine. Lengths of replies are lognormal with
+coefficient of variation 1. In each repeat:
+
+- first the work of each fleet by itself: generation of `--steps` batches while the learner has
+  none, at the rate that it has while it is never short of work, then their training while nothing
+  is generated. The slower of the two is the ceiling;
+- then a window of `--steps` steps for each `max_staleness`. 0 is the synchronous algorithm.
+
+On a CPU the learner has one core and the rollout server the other; with `--device cuda` each has a
+GPU of its own:
 
     python benchmarks/asynchrony.py --repeats 5
+    python benchmarks/asynchrony.py --device cuda --shape 0.6B --median 96 --longest 1024 \
+        --group-size 16 --max-episodes 256
 
 Prints one table and writes benchmarks/results/asynchrony.json.
 """
@@ -13,218 +22,257 @@ Prints one table and writes benchmarks/results/asynchrony.json.
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import os
-import random
-import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from dataclasses import asdict
 from pathlib import Path
 
-from measure import write_result
-from slipstream.client import Environment, StepResult
+from measure import RESULTS, Spread, note, progress, table, write_result
+from rig import Placement, Rig
+from shapes import SHAPES, make_shape
+from slipstream.client.preflight import free_port
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
 
-HERE = Path(__file__).resolve().parent
-LEARNER_CORE, ROLLOUT_CORE = 0, 1
+TARGET = 0.80
 WARMUP_STEPS = 2
+START_LIMIT_S = 400.0
+Row = dict[str, float]
 
 
-class LognormalReplies(Environment[int]):
-    """Prompts whose replies have lognormal lengths; the reward is the share of one letter."""
-
-    def __init__(self, median: float, sigma: float, longest: int, seed: int = 0) -> None:
-        """`sigma` is the standard deviation of the length's natural logarithm."""
-        generator = random.Random(seed)
-        drawn = (generator.lognormvariate(0.0, sigma) * median for _ in range(100_000))
-        self._lengths = [max(1, min(longest, round(length))) for length in drawn]
-
-    def tasks(self) -> range:
-        """Numbers without a meaning: every episode draws its own length."""
-        return range(1000)
-
-    def reset(self, task: int) -> list[dict[str, str]]:
-        """Draws the length of this episode anew: members of a group differ in it."""
-        self.max_reply_tokens = self._lengths[random.randrange(len(self._lengths))]
-        return [{"role": "user", "content": "a b"}]
-
-    def step(self, reply: str) -> StepResult:
-        """Any reply will do: nothing is to be learnt here."""
-        words = reply.split()
-        return StepResult(reward=words.count("a") / max(1, len(words)))
-
-
-def config_text(arguments: argparse.Namespace, folder: Path, staleness: int, port: int) -> str:
-    """The settings of one run."""
-    return f"""
-[run]
-name = "r"
-dir = "{folder}"
-steps = {arguments.steps + WARMUP_STEPS}
-
-[model]
-path = "{folder}/model"
-dtype = "float32"
-
-[[environments]]
-name = "lognormal"
-reference = "asynchrony:LognormalReplies"
-args = {{ median = {arguments.median}, sigma = {arguments.sigma}, longest = {arguments.longest} }}
-
-[algorithm]
-group_size = 8
-groups_per_step = 8
-max_staleness = {staleness}
-learning_rate = 1e-5
-
-[sampling]
-max_reply_tokens = {arguments.longest}
-max_episode_tokens = {arguments.longest + 8}
-ignore_eos = true
-
-[controller]
-address = "127.0.0.1:{port}"
-
-[learner]
-micro_batch_tokens = 4096
-threads = 1
-export_final = false
-
-[rollout_server]
-max_episodes = 64
-threads = 1
-enforce_eager = true
-
-[weights]
-verify_every = 1000
-"""
-
-
-def make_model(arguments: argparse.Namespace, folder: Path) -> None:
-    """A model that is large enough for both fleets to have work."""
-    script = HERE.parent / "deploy" / "make_tiny_model.py"
-    sizes = ["--num-layers", str(arguments.num_layers), "--hidden-size", str(arguments.hidden_size)]
-    heads = ["--num-attention-heads", str(arguments.hidden_size // 32)]
-    positions = ["--max-position-embeddings", "1024"]
-    command = [sys.executable, str(script), str(folder / "model"), *sizes, *heads, *positions]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def run_once(arguments: argparse.Namespace, staleness: int, port: int) -> dict[str, float]:
-    """Figures of one run, without its first steps."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model(arguments, folder)
-        path = folder / "config.toml"
-        path.write_text(config_text(arguments, folder, staleness, port))
-        slipstream = shutil.which("slipstream", path=Path(sys.executable).parent)
-        assert slipstream is not None
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        learner = _start(LEARNER_CORE, [slipstream, "learner", str(path)], environ)
-        server = _start(ROLLOUT_CORE, [slipstream, "rollout-server", str(path)], environ)
-        try:
-            if learner.wait(timeout=1200) != 0:
-                raise SystemExit(
-                    f"the run failed: {learner.stderr.read() if learner.stderr else ''}"
-                )
-            server.wait(timeout=120)
-        finally:
-            for process in (learner, server):
-                process.terminate()
-        rows = [json.loads(line) for line in (folder / "r/metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((folder / "r/summary.json").read_text())
-    return figures(rows, summary)
-
-
-def figures(
-    rows: Sequence[dict[str, float]], summary: dict[str, dict[str, float]]
-) -> dict[str, float]:
-    """Steps per minute after the warm-up, and what both fleets did meanwhile."""
-    steps = len(rows) - WARMUP_STEPS
-    wall_s = rows[-1]["wall_s"] - rows[WARMUP_STEPS - 1]["wall_s"]
-    return {
-        "steps_per_minute": 60 * steps / wall_s,
-        "training_s_per_step": sum(row["training_s"] for row in rows[WARMUP_STEPS:]) / steps,
-        "wall_s_per_step": wall_s / steps,
-        "lag_mean": sum(row["lag_mean"] for row in rows[WARMUP_STEPS:]) / steps,
-        "generation": summary["busy"]["generation"],
-        "training": summary["busy"]["training"],
-        "both": summary["busy"]["both"],
-        "ledger_difference": summary["ledger"]["difference"],
+def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
+    """The settings of the run; its bound on the lag is that of the widest window."""
+    on_gpu = arguments.device == "cuda"
+    lengths = {key: getattr(arguments, key) for key in ("median", "sigma", "longest")}
+    settings = {
+        "run": {"name": "r", "dir": str(folder), "steps": 1_000_000},
+        "model": {"path": str(folder / "model"), "dtype": "bfloat16" if on_gpu else "float32"},
+        "environments": [
+            {"name": "lognormal", "reference": "workloads:LognormalReplies", "args": lengths}
+        ],
+        "algorithm": {
+            "group_size": arguments.group_size,
+            "groups_per_step": arguments.groups_per_step,
+            "max_staleness": max(*arguments.staleness, arguments.steps),
+            "learning_rate": 1e-6,
+        },
+        "sampling": {
+            "max_reply_tokens": arguments.longest,
+            "max_episode_tokens": arguments.longest + 16,
+            "ignore_eos": True,
+        },
+        "controller": {
+            "address": f"127.0.0.1:{free_port('127.0.0.1')}",
+            # The rate of generation is read from heartbeats.
+            "heartbeat_s": 0.2,
+            "sample_every_steps": 1_000_000,
+        },
+        "learner": {
+            "micro_batch_tokens": 16384 if on_gpu else 4096,
+            "threads": 4 if on_gpu else 1,
+            "export_final": False,
+        },
+        "rollout_server": {
+            "max_episodes": arguments.max_episodes,
+            "threads": 4 if on_gpu else 1,
+            "enforce_eager": arguments.enforce_eager or not on_gpu,
+        },
+        "weights": {"verify_every": 1_000_000, "transport": arguments.transport},
     }
+    return parse_config(settings, source="the benchmark")
 
 
-def _start(core: int, command: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["taskset", "-c", str(core), *command],
-        cwd=HERE,
-        env=environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Windows:
+    """Measures one window after the other in a run that is under way."""
 
+    def __init__(self, rig: Rig, arguments: argparse.Namespace) -> None:
+        self._rig = rig
+        self._controller = rig.controller
+        self._steps = arguments.steps
+        self._limit_s = arguments.window_limit_s
+        self._bound = 0
 
-def table(results: dict[int, list[dict[str, float]]]) -> list[str]:
-    """Medians over the repeats; the speed-up is against max_staleness 0 in the same session."""
-    base = statistics.median(r["steps_per_minute"] for r in results[0])
-    slower = max(
-        statistics.median(r["generation"] * r["wall_s_per_step"] for r in results[0]),
-        statistics.median(r["training_s_per_step"] for r in results[0]),
-    )
-    lines = [
-        "| max_staleness | steps/min (min-max) | speed-up | lag | generation | training | both |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for staleness, runs in results.items():
-        speeds = sorted(run["steps_per_minute"] for run in runs)
-        middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        lines.append(
-            f"| {staleness} | {middle['steps_per_minute']:.1f} ({speeds[0]:.1f}-{speeds[-1]:.1f}) "
-            f"| {middle['steps_per_minute'] / base:.2f} | {middle['lag_mean']:.2f} "
-            f"| {middle['generation']:.0%} | {middle['training']:.0%} | {middle['both']:.0%} |"
+    async def alone(self) -> Row:
+        """Seconds per step of generation without training, and of training without generation."""
+        controller = self._controller
+        await self._settle(0)
+        controller.hold = True
+        wanted = self._steps * self._rig.config.algorithm.groups_per_step
+        # A window of so many batches may be leased at once.
+        controller.bound(self._steps - 1)
+        before, started = controller.generated_tokens(), time.monotonic()
+        await self._rig.until(
+            lambda: controller.leased_groups() >= wanted, "generation alone", self._limit_s
         )
-    lines.append(f"| limit | {60 / slower:.1f} | {60 / slower / base:.2f} | | | | |")
-    return lines
+        # From now on places stay empty: this part shows what the engine can do.
+        rate = (controller.generated_tokens() - before) / (time.monotonic() - started)
+        await self._rig.until(
+            lambda: controller.complete_groups() >= wanted, "generation alone", self._limit_s
+        )
+        makespan_s = time.monotonic() - started
+        await asyncio.sleep(2 * self._rig.config.controller.heartbeat_s)
+        tokens = controller.generated_tokens() - before
+        # Nothing new fits beside what is complete.
+        controller.bound(0)
+        first = len(controller.rows)
+        controller.hold = False
+        await self._until_rows(first + self._steps)
+        rows = controller.rows[first : first + self._steps]
+        self._bound = 0
+        return {
+            "generation_s": tokens / rate / self._steps,
+            "training_s": sum(row["training_s"] for row in rows) / self._steps,
+            "makespan_s": makespan_s / self._steps,
+            "tokens": tokens / self._steps,
+            "tokens_per_s": rate,
+        }
+
+    async def bounded(self, max_staleness: int) -> Row:
+        """Steps of one setting; those before them still have groups of the setting before."""
+        controller = self._controller
+        await self._settle(max_staleness)
+        first = len(controller.rows)
+        await self._until_rows(first + self._steps)
+        rows = controller.rows[first - 1 : first + self._steps]
+        wall_s = rows[-1]["wall_s"] - rows[0]["wall_s"]
+        return {
+            "step_s": wall_s / self._steps,
+            "training_s": sum(row["training_s"] for row in rows[1:]) / self._steps,
+            "pause_s": sum(row["pause_s"] for row in rows[1:]) / self._steps,
+            "lag_mean": sum(row["lag_mean"] for row in rows[1:]) / self._steps,
+            "tokens": sum(row["trained_tokens"] for row in rows[1:]) / self._steps,
+            "ledger_difference": rows[-1]["ledger_difference"],
+        }
+
+    async def _settle(self, max_staleness: int) -> None:
+        """Trains until no group is left that was leased under a wider bound."""
+        first, self._bound, before = len(self._controller.rows), max_staleness, self._bound
+        self._controller.bound(max_staleness)
+        await self._until_rows(first + before + WARMUP_STEPS)
+
+    async def _until_rows(self, count: int) -> None:
+        controller = self._controller
+        await self._rig.until(lambda: len(controller.rows) >= count, f"step {count}", self._limit_s)
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
+    """Rows of every setting, and of both fleets alone."""
+    make_shape(
+        folder / "model",
+        arguments.shape,
+        dtype="bfloat16" if arguments.device == "cuda" else "float32",
+        max_positions=arguments.longest + 64,
+    )
+    placement = Placement((0,), ((1,),), arguments.device)
+    found: dict[str, list[Row]] = {"alone": []}
+    found |= {str(staleness): [] for staleness in arguments.staleness}
+    async with Rig(config_of(arguments, folder), placement) as rig:
+        rig.controller.bound(0)
+        await rig.start_trainers()
+        await rig.start_server(0)
+        waited_s = await rig.until_serving(START_LIMIT_S)
+        progress(f"both fleets are up after {waited_s:.0f} s")
+        windows = Windows(rig, arguments)
+        deadline = time.monotonic() + arguments.limit_s
+        longest_s = 0.0
+        for repeat in range(arguments.repeats):
+            started = time.monotonic()
+            if started + longest_s > deadline:
+                progress(f"no time for repeat {repeat + 1}")
+                break
+            for name, rows in found.items():
+                row = await (windows.alone() if name == "alone" else windows.bounded(int(name)))
+                rows.append(row)
+                note("asynchrony", {"repeat": repeat, "setting": name, **row})
+                shown = {key: round(value, 3) for key, value in row.items()}
+                progress(f"repeat {repeat + 1}, {name}: {shown}")
+            longest_s = max(longest_s, time.monotonic() - started)
+    return found
+
+
+def summary(found: dict[str, list[Row]]) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """The table, and by setting the speed-up and its share of the ceiling.
+
+    Each repeat is compared with its own synchronous window and its own work of both fleets.
+    """
+    generation = Spread.of([row["generation_s"] for row in found["alone"]])
+    training = Spread.of([row["training_s"] for row in found["alone"]])
+    rows: list[list[object]] = []
+    shares: dict[str, dict[str, float]] = {}
+    for name in (name for name in found if name != "alone"):
+        complete = list(zip(found[name], found["0"], found["alone"], strict=False))
+        speedup = Spread.of([base["step_s"] / row["step_s"] for row, base, _ in complete])
+        ceiling = Spread.of(
+            [base["step_s"] / max(a["generation_s"], a["training_s"]) for _, base, a in complete]
+        )
+        share = Spread.of(
+            [max(a["generation_s"], a["training_s"]) / row["step_s"] for row, _, a in complete]
+        )
+        lag = Spread.of([row["lag_mean"] for row in found[name]])
+        step = Spread.of([row["step_s"] for row in found[name]])
+        shares[name] = {
+            "speedup": speedup.median,
+            "ceiling": ceiling.median,
+            "share": share.median,
+            "step_s": step.median,
+        }
+        cells = (step.text(2), speedup.text(2), ceiling.text(2), share.text(2), f"{lag.median:.2f}")
+        rows.append([name, *cells])
+    rows.append(["generation alone", generation.text(2), "", "", "", ""])
+    rows.append(["training alone", training.text(2), "", "", "", ""])
+    header = ["max_staleness", "s/step", "speed-up", "ceiling", "share of the ceiling", "lag"]
+    return table(header, rows), shares
 
 
 def main() -> None:
-    """Runs everything interleaved, so that a slow moment of the machine hits all settings alike."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--transport", default="", help="of the weights; default: of the device")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=6, help="of one window")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--median", type=float, default=24.0, help="of the reply's tokens")
     parser.add_argument(
-        "--sigma", type=float, default=0.83, help="0.83: coefficient of variation 1"
+        "--sigma", type=float, default=0.8326, help="0.8326: coefficient of variation 1"
     )
     parser.add_argument("--longest", type=int, default=240)
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--port", type=int, default=7370)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "asynchrony.json")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--groups-per-step", type=int, default=8)
+    parser.add_argument("--max-episodes", type=int, default=64)
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="no new repeat after it")
+    parser.add_argument("--window-limit-s", type=float, default=600.0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "asynchrony.json")
     arguments = parser.parse_args()
-    if len(os.sched_getaffinity(0)) < 2:
+    if 0 not in arguments.staleness:
+        parser.error("--staleness needs 0, with which the others are compared")
+    episodes = arguments.steps * arguments.groups_per_step * arguments.group_size
+    if episodes < 2 * arguments.max_episodes:
+        parser.error(
+            f"a window of {episodes} episodes must be at least twice --max-episodes, "
+            f"got {arguments.max_episodes}"
+        )
+    if arguments.device == "cpu" and len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this benchmark needs two cores")
-    results: dict[int, list[dict[str, float]]] = {
-        staleness: [] for staleness in arguments.staleness
-    }
-    for repeat in range(arguments.repeats):
-        for staleness in arguments.staleness:
-            result = run_once(arguments, staleness, arguments.port)
-            results[staleness].append(result)
-            speed = result["steps_per_minute"]
-            print(
-                f"# repeat {repeat + 1} max_staleness {staleness}: {speed:.1f} steps/min",
-                flush=True,
-            )
-    lines = table(results)
+    arguments.transport = arguments.transport or ("gloo" if arguments.device == "cpu" else "nccl")
+    with tempfile.TemporaryDirectory() as name:
+        found = asyncio.run(measure(arguments, Path(name)))
+    lines, shares = summary(found)
+    best = max((v["share"] for n, v in shares.items() if n != "0"), default=0.0)
+    lines.append("")
+    lines.append(f"best share of the ceiling {best:.2f}, target {TARGET:.2f}")
     settings = {key: str(value) for key, value in vars(arguments).items() if key != "out"}
-    record = {"settings": settings, "results": results, "table": lines}
-    write_result("asynchrony", record, arguments.out)
-    print("\n".join(lines))
+    spreads = {
+        name: {key: asdict(Spread.of([row[key] for row in rows])) for key in rows[0]}
+        for name, rows in found.items()
+        if rows
+    }
+    record = {"settings": settings, "results": found, "spreads": spreads, "shares": shares}
+    write_result("asynchrony", {**record, "target": TARGET, "table": lines}, arguments.out)
+    print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

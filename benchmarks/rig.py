@@ -1,0 +1,312 @@
+"""A run whose controller lives in the benchmark's process, where it can be steered and timed.
+
+Trainer ranks and rollout servers are the product's own programs, started as `slipstream run` starts
+them; the controller is the product's too, with stop-watches around its publisher. Consumes: a
+configuration and a placement. Waits for: the fleet, a publish, a step. Unblocked by: them, the end
+of a process, or a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import Message
+from slipstream.client.children import Child, start_child
+from slipstream.client.session import ROLLOUT_SERVER, write_config
+from slipstream.client.trainer_ranks import TRAINER, rank_environments
+from slipstream.learner.controller.application import Controller
+from slipstream.learner.controller.fleet import ServerSession
+from slipstream.learner.controller.journal import Journal
+from slipstream.protocol.config import Config
+from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.protocol.security import Credentials
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+
+HERE = Path(__file__).resolve().parent
+GRACE_S = 15.0
+OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """GPUs, or processor cores without any, of the trainer ranks and of each rollout server."""
+
+    learner: tuple[int, ...]
+    servers: tuple[tuple[int, ...], ...]
+    device: str = "cuda"
+
+
+@dataclass
+class PublishTimes:
+    """Moments of one publish in seconds of the monotonic clock, as the controller saw them."""
+
+    publish_id: str
+    # The trainer was given the order; every server had said that it is ready.
+    ordered: float
+    # The trainer can send, and the servers were told to receive.
+    started: float = 0.0
+    # The trainer has sent everything.
+    sent: float = 0.0
+    # By server: all is loaded; the server goes on generating.
+    loaded: dict[str, float] = field(default_factory=dict)
+    serving: dict[str, float] = field(default_factory=dict)
+    # What the trainer and the servers measured themselves, by the names of the protocol.
+    trainer: dict[str, float] = field(default_factory=dict)
+    servers: dict[str, dict[str, float]] = field(default_factory=dict)
+    error: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """Seconds from the order, and everything else, for the result."""
+        start = self.ordered
+        return {
+            "publish": self.publish_id,
+            "started_s": self.started - start,
+            "sent_s": self.sent - start,
+            "loaded_s": max(self.loaded.values(), default=start) - start,
+            "serving_s": max(self.serving.values(), default=start) - start,
+            "paused_s": max((s.get("paused_s", 0.0) for s in self.servers.values()), default=0.0),
+            "trainer": self.trainer,
+            "servers": self.servers,
+            "error": self.error,
+        }
+
+
+class SteeredController(Controller):
+    """The real controller; `publishes` grows, `hold` keeps batches from the trainer."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, OPEN)
+        self.publishes: list[PublishTimes] = []
+        self.hold = False
+        self.ready = asyncio.Event()
+
+    def _assemble(
+        self,
+        journal: Journal,
+        receiver: TrajectoryReceiver,
+        server: grpc.aio.Server,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        super()._assemble(journal, receiver, server, tasks)
+        publisher, former = self._publisher, self._trainer._former
+        prepare, start, finish = publisher.prepare, publisher.start, publisher.finish
+        form, handlers = former.form, self._fleet.handlers
+        assert handlers is not None
+
+        async def timed_prepare() -> weights_pb2.PublishOrder | None:
+            order = await prepare()
+            if order is not None:
+                self.publishes.append(PublishTimes(order.publish_id, time.monotonic()))
+            return order
+
+        def timed_start(message: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
+            self.publishes[-1].started = time.monotonic()
+            return start(message)
+
+        async def timed_finish(message: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
+            times = self.publishes[-1]
+            times.sent, times.error = time.monotonic(), message.error
+            times.trainer = numbers(message)
+            return await finish(message)
+
+        def timed_report(session: ServerSession, message: fleet_pb2.PublishReport) -> None:
+            times = next((t for t in self.publishes if t.publish_id == message.publish_id), None)
+            moments = {
+                fleet_pb2.PUBLISH_PHASE_LOADED: "loaded",
+                fleet_pb2.PUBLISH_PHASE_SERVING: "serving",
+            }
+            if times is not None and message.phase in moments:
+                getattr(times, moments[message.phase])[session.name] = time.monotonic()
+                times.servers.setdefault(session.name, {}).update(numbers(message))
+            handlers.publish(session, message)
+
+        async def held_form() -> Any:  # noqa: ANN401 - a batch, or None
+            return None if self.hold else await form()
+
+        publisher.prepare, publisher.start = timed_prepare, timed_start  # type: ignore[method-assign]
+        publisher.finish = timed_finish  # type: ignore[method-assign]
+        self._fleet.handlers = dataclasses.replace(handlers, publish=timed_report)
+        former.form = held_form  # type: ignore[method-assign]
+        self.ready.set()
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """The metrics of all steps so far."""
+        return self._recorder.rows
+
+    @property
+    def sessions(self) -> list[ServerSession]:
+        """The servers that are connected."""
+        return list(self._fleet.sessions.values())
+
+    @property
+    def events(self) -> list[str]:
+        """What the run has said so far."""
+        return [event.text for event in self._progress.events._events]
+
+    def generated_tokens(self) -> int:
+        """Tokens that the engines have counted, as of the newest heartbeats."""
+        return int(self._ledger.snapshot().generated)
+
+    def complete_groups(self) -> int:
+        """Groups that wait for a batch."""
+        return sum(group.is_complete for group in self._book.training_groups())
+
+    def leased_groups(self) -> int:
+        """Groups that are leased and not trained."""
+        return len(self._book.training_groups())
+
+    def bound(self, max_staleness: int) -> None:
+        """From now on leases keep this bound, which is at most the configured one."""
+        self._book.max_staleness = max_staleness
+        self._progress.signal.notify()
+
+    def send_again(self) -> None:
+        """Makes every serving server take the newest weights once more."""
+        version = self._progress.version
+        for session in self._fleet.serving():
+            # Weights of another timeline are not the learner's, whatever their step.
+            session.version = PolicyVersion(version.incarnation + 1, version.step)
+        self._progress.signal.notify()
+
+    def all_serve(self, count: int) -> bool:
+        """Whether so many servers serve the newest version."""
+        version = self._progress.version
+        return sum(session.version == version for session in self._fleet.serving()) >= count
+
+    async def moved(self, limit_s: float) -> None:
+        """Returns when something happened, or after the limit."""
+        await self._progress.signal.wait(limit_s)
+
+
+class Rig:
+    """The processes of one run, from the first to the last; an async context manager."""
+
+    def __init__(
+        self, config: Config, placement: Placement, *, environ: Mapping[str, str] | None = None
+    ) -> None:
+        """`environ`: for all processes beside what their placement gives them."""
+        self.config = config
+        self._placement = placement
+        paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+        self._environ = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environ or {})}
+        self.controller = SteeredController(config)
+        self.trainers: list[Child] = []
+        self.servers: list[Child] = []
+
+    async def __aenter__(self) -> Rig:
+        self._path = write_config(self.config, self.config.run_dir)
+        self._running = asyncio.create_task(self.controller.run())
+        ready = asyncio.create_task(self.controller.ready.wait())
+        await asyncio.wait((ready, self._running), return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            ready.cancel()
+            self._running.result()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.controller.hold = False
+        self.controller.stop("the benchmark is over")
+        children = [*self.trainers, *self.servers]
+        ends = asyncio.gather(*(child.process.wait() for child in children))
+        await asyncio.wait((ends, self._running), timeout=GRACE_S)
+        await asyncio.gather(*(child.stop(1.0) for child in children))
+        ends.cancel()
+        if not self._running.done():
+            # It waits for the goodbye of a trainer that is gone.
+            self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    async def start_trainers(self) -> None:
+        """Starts all ranks on the GPUs of the learner."""
+        for environ in rank_environments(self.config, 0, self.config.learner.world_size):
+            name = f"trainer-rank-{environ['RANK']}"
+            child = await self._start(name, TRAINER, [], self._placement.learner, environ)
+            self.trainers.append(child)
+
+    async def start_server(self, index: int) -> Child:
+        """Starts a rollout server on its GPUs."""
+        name = f"server-{index}"
+        arguments = ["--controller", self.config.controller.address, "--server-id", name]
+        child = await self._start(
+            name, ROLLOUT_SERVER, arguments, self._placement.servers[index], {}
+        )
+        self.servers.append(child)
+        return child
+
+    async def until(self, reached: Callable[[], bool], what: str, limit_s: float) -> float:
+        """Seconds until `reached`; RuntimeError when a process ends before, or after the limit."""
+        started = time.monotonic()
+        while not reached():
+            if self._running.done():
+                self._running.result()
+                raise RuntimeError(f"the run is over: {self.controller.events[-3:]}")
+            for child in (*self.trainers, *self.servers):
+                if not child.is_running and child.process.returncode:
+                    raise RuntimeError(f"while waiting for {what}: {child.describe_end()}")
+            if time.monotonic() - started > limit_s:
+                raise RuntimeError(
+                    f"{what}: not within {limit_s:g} s; {self.controller.events[-3:]}"
+                )
+            await self.controller.moved(0.05)
+        return time.monotonic() - started
+
+    async def until_serving(self, limit_s: float) -> float:
+        """Seconds until all started servers serve the newest version."""
+        count = len(self.servers)
+        return await self.until(
+            lambda: self.controller.all_serve(count), f"{count} servers", limit_s
+        )
+
+    async def publish(self, limit_s: float = 120.0) -> PublishTimes:
+        """Sends the weights to all servers once more; RuntimeError when that fails."""
+        before = len(self.controller.publishes)
+        self.controller.send_again()
+        await self.until_serving(limit_s)
+        times = self.controller.publishes[-1]
+        tries = len(self.controller.publishes) - before
+        if tries != 1 or times.error:
+            raise RuntimeError(f"{tries} publishes, {times.error}; {self.controller.events[-3:]}")
+        return times
+
+    async def _start(
+        self,
+        name: str,
+        module: str,
+        arguments: list[str],
+        places: tuple[int, ...],
+        environ: Mapping[str, str],
+    ) -> Child:
+        settings = {**self._environ, **environ}
+        if self._placement.device == "cuda":
+            settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, places))
+        child = await start_child(
+            name,
+            module,
+            ["--config", str(self._path), *arguments],
+            log_path=self.config.run_dir / "logs" / f"{name}.log",
+            environ=settings,
+        )
+        if self._placement.device == "cpu" and places:
+            os.sched_setaffinity(child.process.pid, places)
+        return child
+
+
+def numbers(message: Message) -> dict[str, float]:
+    """The numbers of a message by name, with those of the messages in it."""
+    found: dict[str, float] = {}
+    for descriptor, value in message.ListFields():
+        if isinstance(value, int | float):
+            found[descriptor.name] = float(value)
+        elif isinstance(value, Message):
+            found |= numbers(value)
+    return found

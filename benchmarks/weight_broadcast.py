@@ -1,0 +1,348 @@
+r"""New weights from the learner to one or several rollout servers, end to end.
+
+Ours are the real trainer ranks, controller and rollout servers; what is timed is the publish that
+every step makes, idle and with requests running. The peer is vLLM's own transfer over NCCL between
+the same GPUs. The limit is one broadcast of as many bytes in one buffer, in the same run. The three
+take turns.
+
+    python benchmarks/weight_broadcast.py --device cuda --shape 8B --servers 1
+    python benchmarks/weight_broadcast.py --device cuda --shape 0.6B --servers 3
+    python benchmarks/weight_broadcast.py --device cuda --shape 8B --tp 2 --server-tp 2
+    python benchmarks/weight_broadcast.py            # tiny, over gloo, without the peer
+
+Prints one table and writes benchmarks/results/weight_broadcast-SHAPE-SERVERS.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from broadcast_programs import NativeTransfer, RawBroadcast
+from measure import RESULTS, Spread, note, part, progress, table, write_result
+from rig import HERE, Placement, Rig
+from shapes import SHAPES
+from slipstream.client.preflight import free_port
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+
+WIRE_TARGET, END_TO_END_TARGET = 0.90, 0.60
+# Of the engine at 8B in wire times, and at 0.6B in seconds on an idle engine.
+PAUSE_TARGETS = {"8B": "at most 3 wire times", "0.6B": "at most 40 ms idle"}
+START_LIMIT_S = 400.0
+REPLY_TOKENS = 900
+Row = dict[str, Any]
+
+
+@dataclass
+class Found:
+    """Everything that was measured, in the order in which it was."""
+
+    num_bytes: int = 0
+    ours: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
+    native: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
+    raw: list[float] = field(default_factory=list)
+    starts: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
+    """A run whose batches never become whole: it only publishes."""
+    on_gpu = arguments.device == "cuda"
+    rollout = {
+        "max_episodes": arguments.requests,
+        "tensor_parallel_size": arguments.server_tp,
+        "threads": 4 if on_gpu else 1,
+        "enforce_eager": arguments.enforce_eager or not on_gpu,
+        "gpu_memory_utilization": arguments.gpu_memory_utilization,
+        "start_timeout_s": START_LIMIT_S,
+    }
+    weights = {
+        "transport": arguments.transport,
+        "verify_every": arguments.verify_every,
+        "bucket_deadline_s": 30.0,
+        "join_deadline_s": 120.0,
+    }
+    if arguments.bucket_mib:
+        weights["bucket_mib"] = arguments.bucket_mib
+    settings = {
+        "run": {"name": "r", "dir": str(folder), "steps": 1000},
+        "model": {"path": str(folder / "model"), "dtype": "bfloat16" if on_gpu else "float32"},
+        "environments": [
+            {
+                "name": "gated",
+                "reference": "workloads:Gated",
+                "args": {"gate": str(folder / "gate")},
+                "timeout_s": 3600.0,
+            }
+        ],
+        "algorithm": {
+            "group_size": 4,
+            "groups_per_step": 2000,
+            "max_staleness": 0,
+            "learning_rate": 1e-6,
+        },
+        "sampling": {
+            "max_reply_tokens": REPLY_TOKENS if on_gpu else 100,
+            "max_episode_tokens": REPLY_TOKENS + 64,
+            "ignore_eos": True,
+        },
+        "controller": {
+            "address": f"127.0.0.1:{free_port('127.0.0.1')}",
+            "stall_timeout_s": 3600.0,
+        },
+        "learner": {
+            "world_size": arguments.tp,
+            "parallel": {"tp": arguments.tp},
+            "threads": 4 if on_gpu else 1,
+            "export_final": False,
+        },
+        "rollout_server": rollout,
+        "weights": weights,
+        "queue": {"max_bytes": 1 << 32},
+    }
+    return parse_config(settings, source="the benchmark")
+
+
+class Measurement:
+    """Ours, the peer and the limit on the same devices."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, found: Found) -> None:
+        self._arguments, self._folder, self._found = arguments, folder, found
+        first = range(arguments.tp, arguments.tp + arguments.servers * arguments.server_tp)
+        servers = [
+            tuple(first[at : at + arguments.server_tp])
+            for at in range(0, len(first), arguments.server_tp)
+        ]
+        self._placement = Placement(tuple(range(arguments.tp)), tuple(servers), arguments.device)
+        if arguments.device == "cpu":
+            self._placement = Placement((), ((),) * arguments.servers, "cpu")
+        self._name = arguments.name
+
+    async def run(self) -> None:
+        """Starts everything, measures, ends everything."""
+        config = config_of(self._arguments, self._folder)
+        async with Rig(config, self._placement) as rig:
+            await self._start_ours(rig)
+            logs = config.run_dir / "logs"
+            raw = RawBroadcast(self._placement, logs)
+            native = NativeTransfer(self._arguments, self._placement, self._folder / "model", logs)
+            try:
+                await self._start_others(raw, native)
+                await self._idle(rig, raw, native)
+                with part("ours with requests running", self._found.failures):
+                    await self._busy(rig)
+                if native.is_ready:
+                    with part("the peer with requests running", self._found.failures):
+                        await self._busy_peer(native)
+            finally:
+                await raw.close()
+                await native.close()
+
+    async def _start_ours(self, rig: Rig) -> None:
+        rig.controller.bound(0)
+        await rig.start_trainers()
+        for index in range(self._arguments.servers):
+            await rig.start_server(index)
+        self._found.starts["ours"] = await rig.until_serving(START_LIMIT_S)
+        times = rig.controller.publishes[-1]
+        self._found.num_bytes = int(times.trainer["bytes_sent"])
+        first = times.row()
+        note(self._name, {"what": "first publish", **first})
+        progress(f"ours serve after {self._found.starts['ours']:.0f} s; {first}")
+
+    async def _start_others(self, raw: RawBroadcast, native: NativeTransfer) -> None:
+        with part("start of the limit", self._found.failures):
+            await raw.start()
+        if self._arguments.device == "cuda" and not self._arguments.without_peer:
+            started = time.monotonic()
+            with part("start of the peer", self._found.failures):
+                await native.start()
+            self._found.starts["peer"] = time.monotonic() - started
+
+    async def _idle(self, rig: Rig, raw: RawBroadcast, native: NativeTransfer) -> None:
+        found = self._found
+        # The first round warms up.
+        for repeat in range(self._arguments.repeats + 1):
+            with part(f"repeat {repeat}, idle", found.failures):
+                row = (await rig.publish()).row()
+                self._keep("ours idle", row, found.ours["idle"], repeat)
+            if native.is_ready:
+                with part(f"repeat {repeat}, peer", found.failures):
+                    row = await native.update()
+                    self._keep("peer idle", row, found.native["idle"], repeat)
+            if raw.is_ready:
+                with part(f"repeat {repeat}, limit", found.failures):
+                    seconds = await raw.broadcast(found.num_bytes)
+                    self._keep("raw", {"seconds": seconds}, None, repeat)
+                    if repeat:
+                        found.raw.append(seconds)
+
+    async def _busy(self, rig: Rig) -> None:
+        gate = self._folder / "gate"
+        gate.touch()
+        try:
+            before = rig.controller.generated_tokens()
+            wanted = 20 * self._arguments.requests
+            await rig.until(
+                lambda: rig.controller.generated_tokens() - before > wanted, "requests", 120.0
+            )
+            for repeat in range(self._arguments.repeats + 1):
+                row = (await rig.publish()).row()
+                row["open_episodes"] = [s.report.open_episodes for s in rig.controller.sessions]
+                self._keep("ours busy", row, self._found.ours["busy"], repeat)
+                await asyncio.sleep(0.3)
+        finally:
+            gate.unlink()
+
+    async def _busy_peer(self, native: NativeTransfer) -> None:
+        # What ours had running ends by itself.
+        await asyncio.sleep(self._arguments.calm_s)
+        await native.load(self._arguments.requests)
+        await asyncio.sleep(3.0)
+        for repeat in range(self._arguments.repeats + 1):
+            row = await native.update()
+            self._keep("peer busy", row, self._found.native["busy"], repeat)
+            await asyncio.sleep(0.3)
+        await native.unload()
+
+    def _keep(self, what: str, row: Row, rows: list[Row] | None, repeat: int) -> None:
+        note(self._name, {"what": what, "repeat": repeat, **row})
+        shown = {k: round(v, 4) for k, v in row.items() if isinstance(v, float)}
+        progress(f"{what} {repeat}: {shown}")
+        if rows is not None and repeat:
+            rows.append(row)
+
+
+def summary(found: Found) -> tuple[list[str], dict[str, float]]:
+    """The table, and the ratios that are the claim."""
+    header = ["what", "wire, ms", "GB/s", "end to end, ms", "of raw", "pause, ms", "in wire times"]
+    raw = Spread.of(found.raw) if found.raw else None
+    ratios: dict[str, float] = {}
+    rows: list[list[object]] = []
+
+    def add(name: str, wire: list[float], whole: list[float], pause: list[float]) -> None:
+        wires = Spread.of(wire) if wire and min(wire) > 0 else None
+        wholes, pauses = Spread.of(whole), Spread.of(pause)
+        speed = f"{found.num_bytes / wires.median / 1e9:.1f}" if wires else ""
+        share = f"{raw.median / wholes.median:.2f}" if raw else ""
+        multiple = f"{pauses.median / wires.median:.1f}" if wires else ""
+        rows.append(
+            [
+                name,
+                wires.text(2, 1000) if wires else "",
+                speed,
+                wholes.text(1, 1000),
+                share,
+                pauses.text(1, 1000),
+                multiple,
+            ]
+        )
+        if raw is not None:
+            ratios[f"{name}: end to end of raw"] = raw.median / wholes.median
+            if wires is not None:
+                ratios[f"{name}: wire of raw"] = raw.median / wires.median
+        if wires is not None:
+            ratios[f"{name}: pause in wire times"] = pauses.median / wires.median
+        ratios[f"{name}: pause_s"] = pauses.median
+
+    for load, measured in found.ours.items():
+        if measured:
+            wire = [row["trainer"].get("wire_s", 0.0) for row in measured]
+            whole = [row["serving_s"] for row in measured]
+            add(f"ours, {load}", wire, whole, [row["paused_s"] for row in measured])
+    for load, measured in found.native.items():
+        if measured:
+            whole = [row["whole_s"] for row in measured]
+            add(f"vLLM's transfer, {load}", [], whole, [row["paused_s"] for row in measured])
+    if raw is not None:
+        speed = f"{found.num_bytes / raw.median / 1e9:.1f}"
+        rows.append(["one buffer (limit)", raw.text(2, 1000), speed, "", "", "", ""])
+    return table(header, rows), ratios
+
+
+def stages(found: Found) -> list[str]:
+    """Where the time of a publish goes, as trainer and servers measured it."""
+    rows = []
+    for load, measured in found.ours.items():
+        values: dict[str, list[float]] = {}
+        for row in measured:
+            for name in ("started_s", "sent_s", "loaded_s", "serving_s"):
+                values.setdefault(f"controller: {name}", []).append(row[name])
+            for name, value in row["trainer"].items():
+                values.setdefault(f"trainer: {name}", []).append(value)
+            for server in row["servers"].values():
+                for name, value in server.items():
+                    values.setdefault(f"server: {name}", []).append(value)
+        for name, seconds in values.items():
+            if name.endswith("_s"):
+                rows.append([load, name, Spread.of(seconds).text(2, 1000)])
+    return table(["engine", "stage", "ms"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--transport", default="", help="default: nccl on GPUs, else gloo")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
+    parser.add_argument("--layers", type=int, default=0, help="0: all of the shape")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="of the learner")
+    parser.add_argument("--server-tp", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=256, help="that run on a busy engine")
+    parser.add_argument("--bucket-mib", type=int, default=0, help="0: the default of the settings")
+    parser.add_argument("--verify-every", type=int, default=1000, help="publishes to one probe")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.33)
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--without-peer", action="store_true")
+    parser.add_argument("--calm-s", type=float, default=15.0, help="after our requests")
+    parser.add_argument("--model-folder", type=Path, help="is made where it does not exist yet")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.transport = arguments.transport or ("nccl" if arguments.device == "cuda" else "gloo")
+    layout = f"-tp{arguments.tp}-{arguments.server_tp}" if arguments.tp > 1 else ""
+    arguments.name = f"weight_broadcast-{arguments.shape}-{arguments.servers}{layout}"
+    found = Found()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = arguments.model_folder or folder / "made"
+        if not (model / "config.json").exists():
+            # In a process of its own: it leaves the GPU.
+            command = [sys.executable, str(HERE / "shapes.py"), arguments.shape, str(model)]
+            dtype = "bfloat16" if arguments.device == "cuda" else "float32"
+            options = ["--dtype", dtype, "--layers", str(arguments.layers)]
+            subprocess.run([*command, *options], check=True)
+            progress(f"a model of shape {arguments.shape} lies in {model}")
+        (folder / "model").symlink_to(model.resolve())
+        with part("the whole", found.failures):
+            asyncio.run(Measurement(arguments, folder, found).run())
+        if found.failures:
+            for log in sorted((folder / "r" / "logs").glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+    lines, ratios = summary(found)
+    targets = {
+        "wire of raw": WIRE_TARGET,
+        "end to end of raw": END_TO_END_TARGET,
+        "pause": PAUSE_TARGETS.get(arguments.shape, ""),
+    }
+    settings = {key: str(value) for key, value in vars(arguments).items()}
+    record = {"settings": settings, "targets": targets, "ratios": ratios, "table": lines}
+    more = {"stages": stages(found), "measured": vars(found)}
+    write_result(
+        arguments.name, {**record, **more}, arguments.out or RESULTS / f"{arguments.name}.json"
+    )
+    print("\n".join([*lines, "", *more["stages"], "", str(ratios)]), flush=True)
+    if found.failures:
+        raise SystemExit(f"failed: {', '.join(found.failures)}")
+
+
+if __name__ == "__main__":
+    main()
