@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     (folder / "token").write_text("short")
     weightless = folder / "weightless"
     shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    sizes = {"architectures": ["OlmoeForCausalLM"], "num_local_experts": 8}
     (folder / "mixture").mkdir()
     (folder / "mixture" / "config.json").write_text(json.dumps(sizes))
     return folder
@@ -87,7 +87,7 @@ SETTINGS = {
         "learner.ddp={overlap_grad_reduction=true}",
         "unknown key learner.ddp.overlap_grad_reduction; did you mean 'overlap_grad_reduce'?",
     ),
-    "architecture": ('model.path="mixture"', "MixtralForCausalLM", "cannot be loaded"),
+    "architecture": ('model.path="mixture"', "OlmoeForCausalLM", "cannot be loaded"),
     "episode too long": ("sampling.max_episode_tokens=1000", "max_position_embeddings"),
     "queue too small": ("queue.max_bytes=1000", "queue.max_bytes must hold"),
     "no model folder": ('model.path="nowhere"', "model.path", "nowhere", "does not exist"),
@@ -230,6 +230,19 @@ def test_dry_run_warns_of_stale_training_without_a_correction(folder: Path) -> N
     assert result.returncode == 0, result.stderr
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("# Warning: ")]
     assert "algorithm.max_staleness is 2 without a correction" in note
+
+
+def test_only_nodes_that_open_the_queue_need_its_password(folder: Path) -> None:
+    settings = [
+        "learner={world_size=2, ranks_per_node=1}",
+        'learner.master="127.0.0.1:29500"',
+        'queue={kind="redis", redis_url="redis://127.0.0.1:1", redis_password_file="none"}',
+        "--dry-run",
+    ]
+    first = run_command("learner", "config.toml", *settings, "--node-rank=0", cwd=folder)
+    check_refused(first, "queue.redis_password_file: none: No such file")
+    second = run_command("learner", "config.toml", *settings, "--node-rank=1", cwd=folder)
+    assert second.returncode == 0, second.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "learner"])

@@ -163,7 +163,7 @@ async def run_replay(folder: Path) -> int:
     """`slipstream replay`: the trainer ranks alone train the journaled batches again."""
     path = folder / "config.toml"
     config = load_config(path)
-    check_settings(config)
+    check_settings(config, opens_queue=False)
     check_installed("torch", "megatron.core")
     if not (folder / "journal").is_dir():
         raise ConfigError(f"{folder} has no journal")
@@ -192,7 +192,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     """`slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder."""
     path = folder / "config.toml"
     config = load_config(path)
-    check_settings(config)
+    check_settings(config, opens_queue=False)
     check_installed("torch", "megatron.core")
     steps = complete_steps(folder / "checkpoints")
     if not steps:
