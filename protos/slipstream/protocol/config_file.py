@@ -82,7 +82,8 @@ def check_sizes(config: Config) -> list[str]:
             f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, "
             f"got {rollout_tp}"
         )
-    for problem in role_problems(config, sizes):
+    lora_problems = config.lora.problems(num_experts=sizes.experts)
+    for problem in itertools.chain(role_problems(config, sizes), lora_problems):
         raise ConfigError(problem)
     return [
         *missing_files(config.model.path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -27,6 +28,10 @@ Target = Literal[
     "up_proj",
     "down_proj",
 ]
+
+
+# Of dense layers and of experts alike.
+_MLP = ("linear_fc1", "linear_fc2")
 
 
 class LoraSection(Section):
@@ -63,3 +68,15 @@ class LoraSection(Section):
                     f"{' and '.join(sorted(missing))} is missing"
                 )
         return self
+
+    def problems(self, *, num_experts: int) -> Iterator[str]:
+        """Of a model with so many experts; 0: it has none.
+
+        Megatron-Bridge gives all experts of a rank one adapter together, so that another number of
+        ranks would train another model.
+        """
+        if self.rank and num_experts and set(self.modules) & set(_MLP):
+            yield (
+                f"lora.target_modules must leave out {' and '.join(_MLP)} for a mixture of "
+                f"experts, got {', '.join(self.target_modules)}"
+            )

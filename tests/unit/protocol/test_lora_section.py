@@ -25,3 +25,13 @@ def test_no_target_and_an_unknown_one_are_refused() -> None:
         LoraSection(target_modules=())
     with pytest.raises(ValidationError, match="target_modules"):
         LoraSection(target_modules=("lm_head",))
+
+
+def test_experts_get_no_adapters() -> None:
+    section = LoraSection(rank=8)
+    assert list(section.problems(num_experts=0)) == []
+    (problem,) = section.problems(num_experts=4)
+    assert problem.startswith("lora.target_modules must leave out linear_fc1 and linear_fc2 for a")
+    attention = LoraSection(rank=8, target_modules=("linear_qkv", "o_proj"))
+    assert list(attention.problems(num_experts=4)) == []
+    assert list(LoraSection().problems(num_experts=4)) == []

@@ -17,11 +17,8 @@ from slipstream.learner.trainer.offload import Part
 from slipstream.learner.trainer.parallel import Ranks
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.config import Config
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.lora_section import FUSED, LoraSection
+from slipstream.protocol.lora_section import FUSED
 from torch import Tensor
-
-_EXPERTS = ("linear_fc1", "linear_fc2")
 
 
 def adapters(config: Config, ranks: Ranks) -> Change:
@@ -33,8 +30,6 @@ def adapters(config: Config, ranks: Ranks) -> Change:
     def change(chunks: list[Megatron]) -> list[Megatron]:
         from megatron.bridge.peft.lora import LoRA
 
-        for chunk in chunks:
-            _check(chunk, config.lora)
         lora = LoRA(
             target_modules=list(config.lora.modules),
             dim=config.lora.rank,
@@ -47,14 +42,6 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         return adapted
 
     return change
-
-
-def _check(chunk: Megatron, section: LoraSection) -> None:
-    if chunk.config.num_moe_experts and set(section.modules) & set(_EXPERTS):
-        raise ConfigError(
-            f"lora.target_modules must leave out {' and '.join(_EXPERTS)} for a mixture of "
-            f"experts, got {', '.join(section.target_modules)}"
-        )
 
 
 @torch.no_grad()
