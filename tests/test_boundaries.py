@@ -29,6 +29,8 @@ OWNERS = {
         "slipstream.rollout_server.engine",
         "slipstream.rollout_server.engine_arguments",
         "slipstream.rollout_server.weight_receiver",
+        # Which of vLLM's layers do more than hold their weights: part of the receiver.
+        "slipstream.rollout_server.vllm_layers",
     ),
     "megatron": ("slipstream.learner.trainer",),
     "transformer_engine": ("slipstream.learner.trainer",),

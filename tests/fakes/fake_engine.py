@@ -16,6 +16,7 @@ from slipstream.rollout_server.generation import (
     FinishReason,
     Generation,
     GenerationFailed,
+    LoadedWeights,
     Sampling,
 )
 from slipstream.rollout_server.usage import UseClock
@@ -48,6 +49,9 @@ class FakeEngine:
         self.stop_after = 3
         self.fail_with: str | None = None
         self.weights_error: str | None = None
+        self.prepare_error: str | None = None
+        self.prepared = ""
+        self.ran_while_prepared = False
         self.probe: LogprobArray = np.zeros(0, dtype=np.float32)
         self.pauses = 0
         self.died = asyncio.Event()
@@ -106,14 +110,22 @@ class FakeEngine:
         self.running.clear()
         self._wake()
 
-    async def receive_weights(
+    async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
-    ) -> list[bytes]:
+    ) -> None:
+        self.prepared = order.publish_id
+        self.ran_while_prepared = self.running.is_set()
+        await asyncio.sleep(0)
+        if self.prepare_error is not None:
+            raise WeightSyncError(self.prepare_error)
+
+    async def receive_weights(self, publish_id: str) -> LoadedWeights:
         assert not self.running.is_set()
+        assert self.prepared == publish_id
         await asyncio.sleep(0)
         if self.weights_error is not None:
             raise WeightSyncError(self.weights_error)
-        return [b"digest"]
+        return LoadedWeights(bucket_digests=(b"digest",), by_plan=True, receive_s=0.25, load_s=0.5)
 
     async def resume(self, version: PolicyVersion) -> None:
         self.version = version

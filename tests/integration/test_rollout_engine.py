@@ -26,6 +26,7 @@ from slipstream.rollout_server.generation import (  # noqa: E402
     FinishReason,
     Generation,
     GenerationFailed,
+    LoadedWeights,
     Sampling,
 )
 
@@ -65,18 +66,25 @@ class Rig:
     sender: GlooSender | None = None
     publishes: int = 0
 
-    async def publish(self, weights: Weights, step: int) -> None:
+    async def publish(self, weights: Weights, step: int) -> LoadedWeights:
         """A whole publish; the engine serves version `step` afterwards."""
         layout = layout_of(weights)
         self.publishes += 1
         if self.sender is None:
             self.sender = GlooSender(f"communicator-{self.publishes}")
         order = self.sender.order(f"p{self.publishes}", step)
-        await self.engine.pause()
         sending = asyncio.create_task(asyncio.to_thread(self.sender.send, layout, weights))
-        received = await self.engine.receive_weights(order, layout, 1)
-        assert received == await sending
+        await self.engine.prepare_weights(order, layout, 1)
+        await self.engine.pause()
+        loaded = await self.engine.receive_weights(order.publish_id)
+        assert list(loaded.bucket_digests) == await sending
         await self.engine.resume(PolicyVersion(0, step))
+        return loaded
+
+    async def receive(self, order, layout) -> LoadedWeights:
+        """Into the engine, which is paused."""
+        await self.engine.prepare_weights(order, layout, 1)
+        return await self.engine.receive_weights(order.publish_id)
 
     async def generate(
         self, name: str, prompt: list[int] = PROMPT, num_tokens: int = 40, sampling=SAMPLING
@@ -386,31 +394,31 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
 
     absent = GlooSender("absent", deadline_s=0.5)
     with pytest.raises(WeightSyncError, match="could not join"):
-        await rig.engine.receive_weights(absent.order("p", 1), layout, 1)
+        await rig.receive(absent.order("p", 1), layout)
 
     breaking = GlooSender("breaking", deadline_s=0.5)
     order = breaking.order("p", 1)
     sending = asyncio.create_task(asyncio.to_thread(breaking.send, layout, rig.new, max_buckets=3))
     with pytest.raises(WeightSyncError, match="did not arrive"):
-        await rig.engine.receive_weights(order, layout, 1)
+        await rig.receive(order, layout)
     await sending
 
     # Without the communicator that broke, an order that builds on it fails at once.
     with pytest.raises(WeightSyncError, match="not a member"):
-        await rig.engine.receive_weights(breaking.order("p", 1), layout, 1)
+        await rig.receive(breaking.order("p", 1), layout)
 
     strange = GlooSender("strange")
     unknown = rig.new | {"model.layers.7.mlp.up_proj.weight": torch.zeros(4, 4)}
     sending = asyncio.create_task(asyncio.to_thread(strange.send, layout_of(unknown), unknown))
     with pytest.raises(WeightSyncError):
-        await rig.engine.receive_weights(strange.order("p", 1), layout_of(unknown), 1)
+        await rig.receive(strange.order("p", 1), layout_of(unknown))
     await sending
 
     partial = GlooSender("partial")
     some = dict(list(rig.new.items())[:-2])
     sending = asyncio.create_task(asyncio.to_thread(partial.send, layout_of(some), some))
     with pytest.raises(WeightSyncError, match="left out"):
-        await rig.engine.receive_weights(partial.order("p", 1), layout_of(some), 1)
+        await rig.receive(partial.order("p", 1), layout_of(some))
     await sending
 
     # The state that a failed finish leaves behind: vLLM takes the next start for a second one.
@@ -418,7 +426,7 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
     stuck = GlooSender("stuck", deadline_s=0.5)
     sending = asyncio.create_task(asyncio.to_thread(stuck.join))
     with pytest.raises(WeightSyncError, match="already active"):
-        await rig.engine.receive_weights(stuck.order("p", 1), layout, 1)
+        await rig.receive(stuck.order("p", 1), layout)
     await sending
 
     rig.sender = None

@@ -153,22 +153,38 @@ class EnvironmentReport(_message.Message):
     def __init__(self, environment: _Optional[str] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., num_tasks: _Optional[int] = ...) -> None: ...
 
 class PublishReport(_message.Message):
-    __slots__ = ("publish_id", "phase", "bucket_digests", "probe_logprobs", "message", "paused_s", "load_s")
+    __slots__ = ("publish_id", "phase", "bucket_digests", "probe_logprobs", "message", "paused_s", "stages")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PROBE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     PAUSED_S_FIELD_NUMBER: _ClassVar[int]
-    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     phase: PublishPhase
     bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
     probe_logprobs: bytes
     message: str
     paused_s: float
+    stages: PublishStages
+    def __init__(self, publish_id: _Optional[str] = ..., phase: _Optional[_Union[PublishPhase, str]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[bytes] = ..., message: _Optional[str] = ..., paused_s: _Optional[float] = ..., stages: _Optional[_Union[PublishStages, _Mapping]] = ...) -> None: ...
+
+class PublishStages(_message.Message):
+    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied")
+    PREPARE_S_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    RESUME_S_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    prepare_s: float
+    pause_s: float
+    receive_s: float
     load_s: float
-    def __init__(self, publish_id: _Optional[str] = ..., phase: _Optional[_Union[PublishPhase, str]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[bytes] = ..., message: _Optional[str] = ..., paused_s: _Optional[float] = ..., load_s: _Optional[float] = ...) -> None: ...
+    resume_s: float
+    copied: bool
+    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ...) -> None: ...
 
 class ServerMessage(_message.Message):
     __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease")

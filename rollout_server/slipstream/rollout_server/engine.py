@@ -7,14 +7,12 @@ Waits for: the engine process. Unblocked by: its answers, a cancelled request, o
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import psutil
-from slipstream.protocol.buckets import layout_from_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
@@ -25,17 +23,14 @@ from slipstream.rollout_server.generation import (
     FinishReason,
     Generation,
     GenerationFailed,
+    LoadedWeights,
     Sampling,
 )
 from slipstream.rollout_server.usage import UseClock
-from slipstream.rollout_server.weight_receiver import JoinInfo, UpdateInfo
+from slipstream.rollout_server.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitRequest,
-    WeightTransferUpdateRequest,
-)
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
@@ -46,8 +41,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 _PROBE_PREFIX = "probe/"
 _HEALTH_PERIOD_S = 0.5
-# What an update may take beside its own deadlines before its worker is taken for hung.
-_LOAD_LIMIT_S = 120.0
 _EXIT_LIMIT_S = 5.0
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
@@ -93,6 +86,7 @@ class VllmEngine:
             if isinstance(logger, _TokenCounter)
         )
         self._clock = UseClock()
+        self._updates = WeightUpdate(self._ask)
         self._returned_tokens = 0
         # Open requests; True: to be cancelled as soon as the engine knows them.
         self._open: dict[str, bool] = {}
@@ -180,24 +174,21 @@ class VllmEngine:
 
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
-        await self._call(self._llm.update_weight_version(f"{version.incarnation}:{version.step}"))
-        await self._call(self._llm.resume_generation())
-
-    async def receive_weights(
-        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
-    ) -> list[bytes]:
-        """See `Engine`."""
-        limit_s = (
-            order.join_deadline_s
-            + order.bucket_deadline_s * len(layout_from_pb(layout))
-            + _LOAD_LIMIT_S
+        stamp = f"{version.incarnation}:{version.step}"
+        # Taken in this order; the second does not wait for the answer to the first.
+        await self._call(
+            asyncio.gather(self._llm.update_weight_version(stamp), self._llm.resume_generation())
         )
-        try:
-            async with asyncio.timeout(limit_s):
-                # Never half of it: a cancelled call would leave the workers inside an update.
-                return await asyncio.shield(self._update(order, layout, first_rank))
-        except TimeoutError:
-            raise EngineDied(f"no answer to a weight update within {limit_s:g} s") from None
+
+    async def prepare_weights(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> None:
+        """See `Engine`."""
+        await self._updates.prepare(order, layout, first_rank)
+
+    async def receive_weights(self, publish_id: str) -> LoadedWeights:
+        """See `Engine`."""
+        return await self._updates.receive(publish_id)
 
     async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
         """See `Engine`."""
@@ -263,28 +254,15 @@ class VllmEngine:
         except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
             raise GenerationFailed(f"{type(error).__name__}: {error}") from error
 
-    async def _update(
-        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
-    ) -> list[bytes]:
-        join, update = JoinInfo.of(order, first_rank), UpdateInfo.of(order, layout)
+    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """Answers of all workers to one of `WorkerExtension`'s calls."""
         try:
-            if order.new_communicator:
-                await self._llm.init_weight_transfer_engine(
-                    WeightTransferInitRequest(dataclasses.asdict(join))
-                )
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(dataclasses.asdict(update)))
-            await self._llm.finish_weight_update()
-            by_worker = await self._llm.collective_rpc("slipstream_digests")
+            return list(await self._llm.collective_rpc(method, args=arguments))
         except EngineDeadError as error:
             raise EngineDied(str(error)) from error
         except Exception as error:
             # vLLM gives every failed call the same class.
-            await self._llm.collective_rpc("slipstream_abandon_update")
             raise WeightSyncError(_last_line(error)) from error
-        if any(digests != by_worker[0] for digests in by_worker):
-            raise WeightSyncError("the workers of one engine received different bytes")
-        return [bytes.fromhex(digest) for digest in by_worker[0]]
 
     async def _call(self, call: Any) -> None:  # noqa: ANN401 - a coroutine of vLLM's
         try:

@@ -82,6 +82,21 @@ class EngineUse:
     busy_intervals: tuple[tuple[float, float], ...]
 
 
+@dataclass(frozen=True)
+class LoadedWeights:
+    """How an engine took new weights.
+
+    `by_plan`: copied as they came, not through vLLM's loader. Of the time that a worker took,
+    `receive_s` went by until the last bucket had come, as far as nothing was loaded meanwhile;
+    `load_s` is the rest.
+    """
+
+    bucket_digests: tuple[bytes, ...]
+    by_plan: bool
+    receive_s: float
+    load_s: float
+
+
 class Engine(Protocol):
     """An inference engine whose weights can be replaced while its requests wait.
 
@@ -124,12 +139,19 @@ class Engine(Protocol):
         """Freezes all requests between two tokens and forgets every cached prefix."""
         ...
 
-    async def receive_weights(
+    async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
-    ) -> list[bytes]:
-        """Loads a whole set of weights into the paused engine; one digest for each bucket.
+    ) -> None:
+        """Joins the communicator and makes ready for a whole set of weights; need not be paused.
 
-        WeightSyncError when it failed: the weights are then unusable, but the next call may try
+        WeightSyncError when it failed: the weights are what they were.
+        """
+        ...
+
+    async def receive_weights(self, publish_id: str) -> LoadedWeights:
+        """Loads what `prepare_weights` announced into the paused engine.
+
+        WeightSyncError when it failed: the weights are then unusable, but the next publish may try
         again.
         """
         ...

@@ -53,6 +53,7 @@ class Publisher:
         self.state = ServingState.JOINING
         self.version: PolicyVersion | None = None
         self._loaded_publish = ""
+        self._stages = fleet_pb2.PublishStages()
         # The publish whose probe waits for its verdict.
         self._unproved_publish = ""
         self._paused_s = 0.0
@@ -105,21 +106,30 @@ class Publisher:
     async def _receive(self, order: fleet_pb2.ReceiveWeights) -> None:
         publish_id = order.order.publish_id
         self.state, self._loaded_publish = ServingState.LOADING, ""
-        await self._stand_still()
-        started_s = time.monotonic()
+        begun_s = time.monotonic()
         try:
-            digests = await self._engine.receive_weights(
-                order.order, order.layout, order.first_rank
-            )
+            # Old weights serve until all is ready: waiting for other members costs no pause.
+            await self._engine.prepare_weights(order.order, order.layout, order.first_rank)
+            prepared_s = time.monotonic()
+            await self._stand_still()
+            still_s = time.monotonic()
+            loaded = await self._engine.receive_weights(publish_id)
         except WeightSyncError as error:
+            await self._stand_still()
             self._fail(publish_id, str(error))
             return
         self._loaded_publish = publish_id
+        self._stages = fleet_pb2.PublishStages(
+            prepare_s=prepared_s - begun_s,
+            pause_s=still_s - prepared_s,
+            receive_s=loaded.receive_s,
+            load_s=loaded.load_s,
+            copied=loaded.by_plan,
+        )
         self._answer(
             publish_id,
             fleet_pb2.PUBLISH_PHASE_LOADED,
-            bucket_digests=digests,
-            load_s=time.monotonic() - started_s,
+            bucket_digests=list(loaded.bucket_digests),
         )
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
@@ -142,7 +152,11 @@ class Publisher:
                 await self._reject(str(error))
                 return
         self._answer(
-            publish_id, fleet_pb2.PUBLISH_PHASE_SERVING, probe_logprobs=logprobs, paused_s=paused_s
+            publish_id,
+            fleet_pb2.PUBLISH_PHASE_SERVING,
+            probe_logprobs=logprobs,
+            paused_s=paused_s,
+            stages=self._stages,
         )
 
     async def _abort(self, order: fleet_pb2.AbortPublish) -> None:
@@ -179,7 +193,9 @@ class Publisher:
 
     async def _go_on(self, version: PolicyVersion) -> float:
         """Serves `version`; the seconds that generation stood still."""
+        begun_s = time.monotonic()
         await self._engine.resume(version)
+        self._stages.resume_s = time.monotonic() - begun_s
         self.state, self.version = ServingState.SERVING, version
         paused_s = 0.0
         if self._paused_at_s is not None:
@@ -207,7 +223,7 @@ class Publisher:
         probe_logprobs: bytes = b"",
         message: str = "",
         paused_s: float = 0.0,
-        load_s: float = 0.0,
+        stages: fleet_pb2.PublishStages | None = None,
     ) -> None:
         self._report(
             fleet_pb2.PublishReport(
@@ -217,6 +233,6 @@ class Publisher:
                 probe_logprobs=probe_logprobs,
                 message=message,
                 paused_s=paused_s,
-                load_s=load_s,
+                stages=stages,
             )
         )

@@ -240,6 +240,10 @@ async def test_a_publish_during_generation_stamps_both_spans(start_server) -> No
     ]
     assert report.paused_s > 0
     assert beat.paused_s == pytest.approx(report.paused_s)
+    stages = report.stages
+    assert (stages.receive_s, stages.load_s, stages.copied) == (0.25, 0.5, True)
+    assert 0 < stages.pause_s + stages.resume_s <= report.paused_s
+    assert stages.prepare_s > 0
 
 
 async def test_loading_reports_the_digests(start_server) -> None:
@@ -284,6 +288,25 @@ async def test_a_failed_receive_is_reported_and_can_be_repeated(start_server) ->
         server.engine.weights_error = None
         await connection.serve_version(6)
         assert server.engine.running.is_set()
+
+
+async def test_generation_goes_on_until_the_weights_can_be_received(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        assert not server.engine.ran_while_prepared
+        await connection.serve_version(6)
+        assert server.engine.ran_while_prepared
+
+
+async def test_a_server_that_cannot_join_is_stale_and_stands_still(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        server.engine.prepare_error = "could not join"
+        order = weights_pb2.PublishOrder(publish_id="p")
+        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+        assert report.message == "could not join"
+        assert not server.engine.running.is_set()
 
 
 async def test_trajectories_wait_for_the_verdict_on_the_probe(start_server) -> None:

@@ -255,8 +255,8 @@ class Controller:
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
                 "filtered_groups": float(self._intake.filtered_groups[batch.step]),
-                "pause_s": self._publisher.totals.last_paused_s,
                 "skipped_tasks": float(self._environments.tasks_skipped),
+                **self._publisher.totals.gauges(),
                 **self._fleet.gauges(),
             },
         )

@@ -18,6 +18,7 @@ from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.leases import ServerKey
 from slipstream.learner.controller.phases import PhaseReports
 from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publish_totals import PublishTotals
 from slipstream.protocol.codec import unpack_logprobs, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
@@ -37,28 +38,6 @@ class Publish:
     receivers: list[ServerSession]
     order: weights_pb2.PublishOrder
     started_s: float = field(default_factory=time.monotonic)
-
-
-@dataclass
-class PublishTotals:
-    """What publishing has cost so far."""
-
-    publishes: int = 0
-    verified: int = 0
-    paused_s: float = 0.0
-    bytes_sent: int = 0
-    last_paused_s: float = 0.0
-    probe_gap_max: float = 0.0
-
-    def summary(self) -> dict[str, float]:
-        """The totals under the names that they have in the summary."""
-        return {
-            "publishes": self.publishes,
-            "publishes_verified": self.verified,
-            "probe_gap_max": self.probe_gap_max,
-            "pause_s": self.paused_s,
-            "published_bytes": self.bytes_sent,
-        }
 
 
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
@@ -312,8 +291,7 @@ class Publisher:
             self._members = ()
             self._make_stale(session, report.message or "it failed", publish.publish_id)
             return
-        self.totals.paused_s += report.paused_s
-        self.totals.last_paused_s = report.paused_s
+        self.totals.served(report)
         problem = self._check_probe(probe, report) if publish.verify else ""
         if publish.verify:
             session.send(

@@ -1,0 +1,80 @@
+"""A publish seen from the engine: what its workers are asked, in which order, within which time.
+
+Consumes: orders and layouts. Produces: one result of all workers. Waits for: the workers' answers.
+Unblocked by: these, or the sum of their own deadlines: then they hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from slipstream.protocol.buckets import layout_from_pb
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.rollout_server.generation import EngineDied, LoadedWeights
+from slipstream.v1 import weights_pb2
+
+# What an update may take beside its own deadlines before its worker is taken for hung.
+_LOAD_LIMIT_S = 120.0
+_READY_POLL_S = 0.002
+
+Result = TypeVar("Result")
+# Calls a method of all workers; EngineDied, WeightSyncError.
+Ask = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
+
+
+@dataclass(frozen=True)
+class _Announced:
+    publish_id: str
+    limit_s: float
+
+
+class WeightUpdate:
+    """One engine's updates, one after the other."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._announced: _Announced | None = None
+
+    async def prepare(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> None:
+        """All that an update needs beforehand: membership, memory, views. Generation goes on."""
+        self._announced = None
+        announcement = (order.SerializeToString(), layout.SerializeToString(), first_rank)
+        limit_s = order.join_deadline_s + _LOAD_LIMIT_S
+        await _within(limit_s, self._get_ready(announcement))
+        buckets_s = order.bucket_deadline_s * len(layout_from_pb(layout))
+        self._announced = _Announced(order.publish_id, buckets_s + _LOAD_LIMIT_S)
+
+    async def receive(self, publish_id: str) -> LoadedWeights:
+        """Takes the update that was prepared; the engine is paused."""
+        announced, self._announced = self._announced, None
+        if announced is None or announced.publish_id != publish_id:
+            raise WeightSyncError(f"publish {publish_id!r} was not prepared")
+        # Never half of it: a cancelled call would leave the workers inside an update.
+        asking = asyncio.ensure_future(self._ask("slipstream_receive", ()))
+        results = await _within(announced.limit_s, asyncio.shield(asking))
+        if any(result["digests"] != results[0]["digests"] for result in results):
+            raise WeightSyncError("the workers of one engine received different bytes")
+        return LoadedWeights(
+            bucket_digests=tuple(bytes.fromhex(digest) for digest in results[0]["digests"]),
+            by_plan=all(result["by_plan"] for result in results),
+            receive_s=max(result["receive_s"] for result in results),
+            load_s=max(result["load_s"] for result in results),
+        )
+
+    async def _get_ready(self, announcement: tuple[Any, ...]) -> None:
+        await self._ask("slipstream_prepare", announcement)
+        while not all(await self._ask("slipstream_is_ready", ())):
+            await asyncio.sleep(_READY_POLL_S)
+
+
+async def _within(limit_s: float, work: Awaitable[Result]) -> Result:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await work
+    except TimeoutError:
+        raise EngineDied(f"no answer to a weight update within {limit_s:g} s") from None

@@ -1,0 +1,216 @@
+"""Tensor-parallel ranks that build real vLLM models on a CPU, without what an engine does to them.
+
+Each rank loads checkpoint A by the model's own loader, records a copy plan, replays it over
+checkpoint B and compares every parameter with a second model that loaded B.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from slipstream.protocol.buckets import Bucket, TensorSpec, plan_buckets
+from slipstream.rollout_server.copy_plan import Proof, Replay, cut, record
+
+LIMIT_S = 240.0
+BUCKET_BYTES = 24_000
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    # No multiple of 64: vLLM pads it.
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's configuration in transformers."""
+
+    config_class: str
+    tied: bool = False
+    extra: Mapping[str, int] | None = None
+
+
+SHAPES = {
+    "llama": Shape("LlamaConfig"),
+    "llama_tied": Shape("LlamaConfig", tied=True),
+    "qwen2_with_bias": Shape("Qwen2Config"),
+    "qwen3_with_qk_norm": Shape("Qwen3Config"),
+    "qwen3_moe": Shape("Qwen3MoeConfig", extra=EXPERTS),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of one shape."""
+
+    num_copies: int
+    # Parameters in which the replay differs from the loader.
+    different: tuple[str, ...]
+    # Those that the replay changed.
+    changed: int
+    # What the proof said of the loader's work, and of it after one element was altered.
+    proof: str | None
+    proof_of_altered: str | None
+
+
+def outcomes(folder: Path, tp_size: int, shapes: Mapping[str, Shape]) -> list[dict[str, Outcome]]:
+    """Of all shapes, one entry for each rank; forks, so that no group stays in this process."""
+    import vllm.model_executor.model_loader.utils  # noqa: F401 - once, for all children
+
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    torch.set_num_threads(1)
+    children = [
+        context.Process(target=_rank, args=(folder, rank, tp_size, dict(shapes), answers))
+        for rank in range(tp_size)
+    ]
+    for child in children:
+        child.start()
+    try:
+        found = dict(answers.get(timeout=LIMIT_S) for _ in children)
+    except queue.Empty:
+        raise TimeoutError(f"no answer of {tp_size} ranks within {LIMIT_S:g} s") from None
+    finally:
+        for child in children:
+            child.join(5)
+            child.kill()
+    wrong = [answer for answer in found.values() if isinstance(answer, str)]
+    assert not wrong, wrong[0]
+    return [found[rank] for rank in range(tp_size)]
+
+
+def _rank(folder: Path, rank: int, tp_size: int, shapes: dict[str, Shape], answers: Any) -> None:
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # Names the ranks' shared memory; vLLM's executor sets it otherwise.
+    os.environ["VLLM_DIST_IDENT"] = f"{os.getppid()}"
+    try:
+        found = {
+            name: _one_shape(folder / name, shape, rank, tp_size) for name, shape in shapes.items()
+        }
+        answers.put((rank, found))
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
+        raise
+
+
+def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Outcome:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = _engine_config(folder, shape, rank)
+    with set_current_vllm_config(config):
+        meeting = f"file://{folder.parent / f'meeting-{tp_size}'}"
+        init_distributed_environment(tp_size, rank, meeting, rank, "gloo")
+        # Only a mixture of experts gets a group for them.
+        destroy_model_parallel()
+        initialize_model_parallel(tp_size, 1)
+        # Layers are registered under their names: a second model needs a second registry.
+        with set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(config)
+            config.compilation_config.static_forward_context.clear()
+            fresh = initialize_model(config)
+        return _compare(model, fresh, _checkpoint(folder, 1), _checkpoint(folder, 2))
+
+
+def _engine_config(folder: Path, shape: Shape, rank: int) -> Any:
+    import transformers
+    from vllm import EngineArgs
+
+    if rank == 0 and not (folder / "ready").exists():
+        config = getattr(transformers, shape.config_class)(
+            **SIZES, **shape.extra or {}, tie_word_embeddings=shape.tied
+        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        (folder / "ready").touch()
+    while not (folder / "ready").exists():
+        os.sched_yield()
+    arguments = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=64,
+    )
+    return arguments.create_engine_config()
+
+
+def _checkpoint(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+
+
+def _compare(
+    model: Any, fresh: Any, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+) -> Outcome:
+    parameters = dict(model.named_parameters())
+    # Padding is what the loader makes of it, not what happened to lie in memory.
+    model.load_weights(iter(first.items()))
+    before = {name: tensor.clone() for name, tensor in parameters.items()}
+    tensors = [TensorSpec(n, "bfloat16", tuple(t.shape)) for n, t in second.items()]
+    buckets = plan_buckets(tensors, BUCKET_BYTES)
+    plan = record(model.load_weights, parameters, buckets, torch.device("cpu"))
+    assert all(torch.equal(before[n], t) for n, t in parameters.items()), "recording wrote"
+
+    replay = Replay(plan, parameters)
+    room = [torch.zeros(max(b.num_bytes for b in buckets), dtype=torch.uint8) for _ in range(2)]
+    for place, bucket in enumerate(buckets):
+        buffer = room[place % 2][: bucket.num_bytes]
+        _fill(buffer, bucket, second)
+        replay.run(place, buffer)
+
+    proof, kept = Proof(plan, dict(fresh.named_parameters())), []
+    for place, bucket in enumerate(buckets):
+        kept.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
+        _fill(kept[place], bucket, second)
+        # One behind: the loader may finish later than its bucket.
+        if place:
+            fresh.load_weights(cut(kept[place - 1], buckets[place - 1]))
+        proof.add(place, kept[place])
+    assert proof.failure() is not None, "it was proved before it was loaded"
+    fresh.load_weights(cut(kept[-1], buckets[-1]))
+    verdict = proof.failure()
+    expected = dict(fresh.named_parameters())
+    different = tuple(n for n, t in parameters.items() if not torch.equal(t, expected[n]))
+
+    altered = Proof(plan, expected)
+    expected[plan.copies[-1][-1].parameter].data.view(-1)[0] += 1
+    altered.add(len(buckets) - 1, kept[-1])
+    return Outcome(
+        num_copies=sum(len(part) for part in plan.copies),
+        different=different,
+        changed=sum(not torch.equal(before[n], t) for n, t in parameters.items()),
+        proof=verdict,
+        proof_of_altered=altered.failure(),
+    )
+
+
+def _fill(buffer: torch.Tensor, bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> None:
+    for name, place in cut(buffer, bucket):
+        place.copy_(weights[name])
