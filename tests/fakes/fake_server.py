@@ -6,11 +6,13 @@ import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 
 import numpy as np
 from slipstream.protocol.buckets import layout_from_pb
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
 from slipstream.protocol.queue.grpc import GrpcSender
+from slipstream.protocol.queue.redis import RedisSender
 from slipstream.protocol.security import Credentials, open_channel
 from slipstream.protocol.types import (
     Failure,
@@ -26,6 +28,7 @@ from slipstream.protocol.types import (
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
 OPEN = Credentials(None, None, None, None)
+QUEUE_BYTES = 64 << 20
 
 Judge = Callable[[fleet_pb2.Lease, int, int], float | Failure]
 
@@ -57,13 +60,17 @@ class FakeServer:
         environments_fail: bool = False,
         failing_environment: str = "",
         slow_environment: str = "",
+        queue_url: str = "",
     ) -> None:
+        """With `queue_url` trajectories go to that Redis, else to the controller itself."""
         self.address, self.name = address, name
         self.epoch = epoch if epoch is not None else random.getrandbits(60)
         self.max_episodes, self.reply_tokens, self.delay_s = max_episodes, reply_tokens, delay_s
         self.judge, self.wrong_digests, self.wrong_probes = judge, wrong_digests, wrong_probes
         self.environments_fail, self.slow_environment = environments_fail, slow_environment
-        self.failing_environment = failing_environment
+        self.failing_environment, self.queue_url = failing_environment, queue_url
+        # What the queue has taken.
+        self.delivered: list[tuple[str, bytes]] = []
         # Lets the slow environment be loaded.
         self.loading = asyncio.Event()
         self.version: PolicyVersion | None = None
@@ -84,10 +91,10 @@ class FakeServer:
         self.evaluation_gate.set()
 
     async def run(self) -> None:
-        async with (
-            open_channel(self.address, OPEN) as channel,
-            GrpcSender(channel, OPEN, 64 << 20) as self.sender,
-        ):
+        async with open_channel(self.address, OPEN) as channel, AsyncExitStack() as self.stack:
+            if not self.queue_url:
+                sender = GrpcSender(channel, OPEN, QUEUE_BYTES)
+                self.sender = await self.stack.enter_async_context(sender)
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             async with asyncio.TaskGroup() as self.tasks:
                 beat = self.tasks.create_task(self._beat())
@@ -113,7 +120,7 @@ class FakeServer:
                 max_episodes=self.max_episodes,
                 engine_workers=1,
                 max_model_len=4096,
-                queue_bytes=64 << 20,
+                queue_bytes=QUEUE_BYTES,
             )
         )
         while True:
@@ -128,6 +135,9 @@ class FakeServer:
         match message.WhichOneof("message"):
             case "welcome":
                 self.run_id = message.welcome.run_id
+                if self.queue_url:
+                    queue = RedisSender(self.queue_url, self.run_id, QUEUE_BYTES)
+                    self.sender = await self.stack.enter_async_context(queue)
             case "environment" if not message.environment.unload:
                 self.tasks.create_task(self._load(message.environment.spec))
             case "lease":
@@ -242,7 +252,11 @@ class FakeServer:
         )
         self.ended += tokens
         data = encode_trajectory(trajectory)
-        await asyncio.shield(self.sender.put(trajectory.trajectory_id, data, timeout_s=10))
+        await asyncio.shield(self._put(trajectory.trajectory_id, data))
+
+    async def _put(self, trajectory_id: str, data: bytes) -> None:
+        await self.sender.put(trajectory_id, data, timeout_s=10)
+        self.delivered.append((trajectory_id, data))
 
 
 def environment_failure(lease, member, attempt) -> Failure:

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 from controller_runs import make_config, play, with_evaluations
 from fake_server import FakeServer, environment_failure
 from fake_trainer import START, FakeTrainer
@@ -21,6 +22,8 @@ from slipstream.client.preflight import free_port
 from slipstream.learner.controller.journal import read_batch, read_records
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender
+from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from slipstream.protocol.types import PolicyVersion
 
 STEPS, GROUPS, MEMBERS = 12, 4, 4
@@ -276,3 +279,49 @@ async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(t
     summary, _, fleet = await resume(again, trainer.newest_checkpoint)
     check_run(again, summary)
     assert {lease.environment for server in fleet for lease in server.leases} == {"e", "submitted"}
+
+
+async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_path):
+    """Delivered to a controller that died before it could acknowledge, and sent twice, too."""
+    async with EmbeddedServer(tmp_path / "valkey") as redis_server:
+        url = redis_server.url
+        queue = {"queue__kind": "redis", "queue__redis_url": url}
+        config = run_config(tmp_path / "whole", **queue)
+        address = config.controller.address
+        trainer = FakeTrainer(address, step_s=0.02, checkpoint_every=2)
+        fleet = FakeServer(address, "s0", delay_s=0.02, queue_url=url)
+        crashed, left = tmp_path / "crash", []
+
+        async def crash_and_stop(controller, tasks):
+            del tasks
+            while trainer.version.step < 6:
+                await asyncio.sleep(0.01)
+            left.extend([fleet.delivered.copy(), trainer.newest_checkpoint])
+            shutil.copytree(config.run_dir, crashed / "r")
+            controller.stop("its disk is as a crash left it")
+
+        await play(config, fleet, trainer=trainer, during=crash_and_stop)
+        delivered, checkpoint = left
+        before = list(read_records(crashed / "r" / "journal"))
+        trained_before = {g for r in before if r["kind"] == "batch" for g in r["groups"]}
+        held = {name for name, _ in delivered if name.split(".")[0] not in trained_before}
+        assert trained_before
+        assert held
+        stream = f"slipstream:{fleet.run_id}:trajectories"
+        async with (
+            RedisSender(url, fleet.run_id, 1 << 26) as sender,
+            redis.asyncio.Redis.from_url(url) as client,
+        ):
+            for trajectory_id, data in [*delivered, *delivered]:
+                await sender.put(trajectory_id, data, timeout_s=10)
+            await client.xreadgroup(GROUP, CONSUMER, {stream: ">"}, count=10_000)
+            assert (await client.xpending(stream, GROUP))["pending"] == 2 * len(delivered)
+
+            again = moved(config, crashed)
+            resumed = FakeTrainer(again.controller.address, checkpoint=checkpoint)
+            server = FakeServer(again.controller.address, "s0", queue_url=url)
+            summary = await play(again, server, trainer=resumed)
+            check_run(again, summary)
+            assert await client.xlen(stream) == 0
+        trained = {t.trajectory_id for batch in resumed.batches for t in batch}
+        assert trained & held
