@@ -20,6 +20,7 @@ from fake_trainer import START, FakeTrainer
 from slipstream.client import Client
 from slipstream.client.preflight import free_port
 from slipstream.learner.controller.journal import read_batch, read_records
+from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender
@@ -323,5 +324,15 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             summary = await play(again, server, trainer=resumed)
             check_run(again, summary)
             assert await client.xlen(stream) == 0
-        trained = {t.trajectory_id for batch in resumed.batches for t in batch}
-        assert trained & held
+        assert {t.trajectory_id for batch in resumed.batches for t in batch} & held
+        records = list(read_records(again.run_dir / "journal"))
+        trained = {
+            t.trajectory_id
+            for r in records
+            if r["kind"] == "batch"
+            for t in map(
+                trajectory_from_pb,
+                read_batch(again.run_dir / "journal", r["step"], r["crc32"]).trajectories,
+            )
+        }
+        assert not trained & {r["id"] for r in records if r["kind"] == "end"}

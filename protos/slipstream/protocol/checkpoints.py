@@ -167,6 +167,18 @@ def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) ->
     return [step for step in old if not (keep_every and step % keep_every == 0)]
 
 
+def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Path:
+    """Publishes a folder, then removes the checkpoints that are not kept any more.
+
+    A crash at any moment leaves the newest checkpoint that was published, whole.
+    """
+    path = publish_folder(partial)
+    folder = path.parent
+    for step in steps_to_remove(complete_steps(folder), keep_last=keep_last, keep_every=keep_every):
+        remove_checkpoint(folder, step)
+    return path
+
+
 def remove_checkpoint(folder: Path, step: int) -> None:
     """Removes a checkpoint; a crash in between leaves nothing that looks whole."""
     path = checkpoint_path(folder, step)

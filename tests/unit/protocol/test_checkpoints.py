@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from slipstream.protocol.checkpoints import (
     checkpoint_path,
     complete_steps,
     describe_file,
+    publish_and_retain,
     publish_folder,
     read_manifest,
     remove_checkpoint,
@@ -131,3 +135,59 @@ def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(
     assert complete_steps(tmp_path) == [2]
     assert remove_partial(tmp_path) == ["step-000001.partial"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def crashing_at(change: int, act: Callable[[], object]) -> bool:
+    """Runs `act` in a process that dies just before its n-th change of a name; whether it ended."""
+    pid = os.fork()
+    if pid == 0:
+        changes = itertools.count()
+
+        def die(event: str, _: object) -> None:
+            if event in ("os.rename", "os.remove", "os.rmdir") and next(changes) == change:
+                os._exit(9)
+
+        try:
+            sys.addaudithook(die)
+            act()
+        except BaseException:  # noqa: BLE001
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 9)
+    return code == 0
+
+
+# Python from 3.12 on warns of forks beside threads; this child takes no lock.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whole(
+    tmp_path: Path,
+) -> None:
+    for change in itertools.count():
+        folder = tmp_path / f"crash-{change}"
+        for step in (1, 2, 3):
+            save(folder, step)
+        partial = folder / "step-000004.partial"
+        partial.mkdir()
+        (partial / "tensors").write_bytes(b"newest")
+        write_manifest(partial, manifest(4, (describe_file(partial, "tensors"),)))
+
+        def publish(partial: Path = partial) -> Path:
+            return publish_and_retain(partial, keep_last=2, keep_every=0)
+
+        ended = crashing_at(change, publish)
+        found = complete_steps(folder)
+        # It is there from the first change on: the rename.
+        assert found[-1] == (4 if change else 3)
+        assert len(found) >= 2
+        for step in found:
+            path = checkpoint_path(folder, step)
+            check_files(path, read_manifest(path).files)
+        # The next start removes the rest; the next save removes what is too many.
+        remove_partial(folder)
+        assert {path.name for path in folder.iterdir()} == {f"step-{s:06d}" for s in found}
+        if ended:
+            assert found == [3, 4]
+            # Of the new folder, and of two old ones each their own and their files.
+            assert change >= 1 + 2 * 4
+            return

@@ -33,11 +33,9 @@ from slipstream.protocol.checkpoints import (
     checkpoint_path,
     complete_steps,
     describe_file,
-    publish_folder,
+    publish_and_retain,
     read_manifest,
-    remove_checkpoint,
     remove_partial,
-    steps_to_remove,
     write_manifest,
 )
 from slipstream.protocol.config import Config
@@ -214,13 +212,10 @@ class Checkpointer:
             files=tuple(sorted(files, key=lambda file: file.path)),
         )
         write_manifest(write.partial, manifest)
-        path = publish_folder(write.partial)
-        for step in steps_to_remove(
-            complete_steps(self._folder),
-            keep_last=self._settings.keep_last,
-            keep_every=self._settings.keep_every,
-        ):
-            remove_checkpoint(self._folder, step)
+        settings = self._settings
+        path = publish_and_retain(
+            write.partial, keep_last=settings.keep_last, keep_every=settings.keep_every
+        )
         wall_s = time.monotonic() - write.started_s
         logger.info("checkpoint %s: %d bytes, %.2f s", path, manifest.num_bytes, wall_s)
         return Saved(manifest, path, wall_s)
