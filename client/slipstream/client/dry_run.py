@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.client.placement import describe_sharing, place_here, share_memory
+from slipstream.client.placement import check_transport, describe_sharing, place_here, share_memory
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import check_sizes, dump_config
 from slipstream.protocol.errors import ConfigError
@@ -46,6 +46,8 @@ def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Conf
     try:
         placement = place_here(config, ranks=ranks, servers=servers)
         config = share_memory(config, placement)
+        if ranks and servers:
+            check_transport(config, placement)
     except ConfigError as error:
         return config, [f"The GPUs here do not fit: {error}"]
     sharing = describe_sharing(config, placement)

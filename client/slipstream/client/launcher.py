@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.client.children import start_child
 from slipstream.client.dry_run import as_comments, describe_dry_run, place_dry
-from slipstream.client.placement import place_here, share_memory
+from slipstream.client.placement import check_transport, place_here, share_memory
 from slipstream.client.preflight import (
     check_controller,
     check_environments,
@@ -56,6 +56,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
         return 0
     placement = place_here(config, **local)
     config = share_memory(config, placement)
+    check_transport(config, placement)
     logs = config.run_dir / "logs"
     await check_environments(config, logs / "preflight.log")
     async with AsyncExitStack() as stack:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
+from slipstream.protocol.handover import host_id
+from slipstream.protocol.transports import Place, choose_transport
 
 # What an engine takes of a card that the learner shares, unless the settings say it. Its caches
 # gain little beyond it at sizes that fit one card together with gradients and optimizer.
@@ -141,6 +143,15 @@ def share_memory(config: Config, placement: Placement) -> Config:
             f"{server.gpu_memory_utilization:g} and {fraction or 0.0:g}"
         )
     return config
+
+
+def check_transport(config: Config, placement: Placement) -> None:
+    """ConfigError when `weights.transport` cannot join what starts here."""
+    here = host_id()
+    learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
+    servers = placement.servers or ((),)
+    places = {f"server-{number}": Place(here, gpus) for number, gpus in enumerate(servers)}
+    choose_transport(config.weights.transport, learner, places)
 
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:

@@ -232,8 +232,9 @@ class QueueSection(Section):
 class WeightsSection(Section):
     """How new weights reach the rollout servers."""
 
-    # gloo: TCP, from main memory. auto: the only one so far.
-    transport: Literal["auto", "gloo"] = "auto"
+    # nccl: between GPUs; ipc: within one host, also on a shared GPU; gloo: TCP, from main memory.
+    # auto: gloo if anything computes on a CPU, ipc on a shared GPU, else nccl.
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     # Address of trainer rank 0's machine through which the weights travel.
     host: str = "127.0.0.1"
     # Element type on the wire; None: model.dtype.

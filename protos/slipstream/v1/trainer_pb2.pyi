@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TrainerHello(_message.Message):
-    __slots__ = ("world_size", "layout_description", "version", "weight_digest", "num_parameters", "num_senders")
+    __slots__ = ("world_size", "layout_description", "version", "weight_digest", "num_parameters", "num_senders", "places")
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     world_size: int
     layout_description: str
     version: _trajectory_pb2.PolicyVersion
     weight_digest: bytes
     num_parameters: int
     num_senders: int
-    def __init__(self, world_size: _Optional[int] = ..., layout_description: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., num_parameters: _Optional[int] = ..., num_senders: _Optional[int] = ...) -> None: ...
+    places: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Place]
+    def __init__(self, world_size: _Optional[int] = ..., layout_description: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., num_parameters: _Optional[int] = ..., num_senders: _Optional[int] = ..., places: _Optional[_Iterable[_Union[_weights_pb2.Place, _Mapping]]] = ...) -> None: ...
 
 class TrainerWelcome(_message.Message):
     __slots__ = ("run_id", "version", "trainer_epoch")

@@ -45,6 +45,14 @@ class Communicator(_message.Message):
     num_senders: int
     def __init__(self, communicator_id: _Optional[str] = ..., transport: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., unique_id: _Optional[bytes] = ..., num_senders: _Optional[int] = ...) -> None: ...
 
+class Place(_message.Message):
+    __slots__ = ("host_id", "cards")
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    CARDS_FIELD_NUMBER: _ClassVar[int]
+    host_id: str
+    cards: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, host_id: _Optional[str] = ..., cards: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class Receiver(_message.Message):
     __slots__ = ("server_id", "first_rank", "num_workers")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]

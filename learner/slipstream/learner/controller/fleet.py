@@ -18,6 +18,7 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leases import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.relay import raise_failure
+from slipstream.learner.controller.transport_choice import misfit
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion, ServerId
@@ -251,6 +252,8 @@ class FleetServicer:
                 f"room for {hello.max_model_len} tokens, an episode may have "
                 f"{config.sampling.max_episode_tokens}"
             )
+        elif problem := misfit(self._progress, hello.server_id, hello.place):
+            reason = Reason.WRONG_STATE
         elif self._progress.is_over:
             problem, reason = "the run is over", Reason.WRONG_STATE
         if problem:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.protocol.config import Config
+from slipstream.protocol.transports import Place
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import status_pb2
 
@@ -24,6 +25,8 @@ class RunProgress:
     # The newest version that the trainer has made.
     version: PolicyVersion = PolicyVersion(0, 0)
     trainer_registered: bool = False
+    # Of each trainer rank; empty before it has registered.
+    learner_places: tuple[Place, ...] = ()
     # Why training ends before its last configured step; empty: it does not.
     solved: str = ""
     waiting_for: str = "the trainer"

@@ -19,6 +19,7 @@ from slipstream.learner.controller.leases import ServerKey
 from slipstream.learner.controller.phases import PhaseReports
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish_totals import PublishTotals
+from slipstream.learner.controller.transport_choice import choose_for
 from slipstream.protocol.codec import unpack_logprobs, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
@@ -109,11 +110,12 @@ class Publisher:
             *(self._problem(publish_id, session, phase, limit) for session in targets)
         )
         ready = self._drop(targets, problems)
+        transport, misfits = choose_for(self._progress, {s.name: s.hello.place for s in ready})
+        ready = self._drop(ready, misfits)
         if not ready:
             return None
-        verify = self._wants_proof(ready)
-        order = self._order(publish_id, version, ready, verify=verify)
-        self._current = Publish(publish_id, version, verify, ready, order)
+        order = self._order(publish_id, version, ready, transport)
+        self._current = Publish(publish_id, version, order.verify, ready, order)
         return order
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
@@ -186,8 +188,7 @@ class Publisher:
         publish_id: str,
         version: PolicyVersion,
         targets: Sequence[ServerSession],
-        *,
-        verify: bool,
+        transport: str,
     ) -> weights_pb2.PublishOrder:
         members = tuple(session.key for session in targets)
         new = members != self._members
@@ -206,13 +207,13 @@ class Publisher:
             version=version_to_pb(version),
             communicator=weights_pb2.Communicator(
                 communicator_id=f"{self._progress.run_id}-{self._epoch}",
-                transport=self._settings.transport,
+                transport=transport,
                 world_size=rank,
                 num_senders=self.num_senders,
             ),
             new_communicator=new,
             receivers=receivers,
-            verify=verify,
+            verify=self._wants_proof(targets),
             bucket_deadline_s=self._settings.bucket_deadline_s,
             join_deadline_s=self._settings.join_deadline_s,
         )

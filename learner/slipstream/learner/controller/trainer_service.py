@@ -19,6 +19,7 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
+from slipstream.learner.controller.transport_choice import place_from_pb
 from slipstream.protocol.codec import (
     TRAINER_EPOCH,
     trajectory_to_pb,
@@ -85,6 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         self._publisher.trainer_lost()
         self._publisher.num_senders = max(1, request.num_senders)
+        self._progress.learner_places = tuple(map(place_from_pb, request.places))
         self._former.training = None
         self._epoch += 1
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())

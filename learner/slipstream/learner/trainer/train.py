@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import time
 from types import FrameType
@@ -35,9 +36,11 @@ from slipstream.learner.trainer.roles import open_roles
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.weight_sender import GlooWeightSender
+from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.handover import host_id
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 
@@ -96,6 +99,7 @@ class Trainer:
         has_experts = self._policy.chunks[0].config.num_moe_experts is not None
         layout = self._ranks.describe(has_experts=has_experts)
         version = self._version
+        places = [weights_pb2.Place.FromString(p) for p in self._ranks.gather_bytes(self._place())]
         if self._weights is not None:
             logger.info("%s", layout)
             welcome = self._client.register(
@@ -106,11 +110,18 @@ class Trainer:
                     weight_digest=self._weights.digest,
                     num_parameters=self._weights.num_parameters,
                     num_senders=1,
+                    places=places,
                 )
             )
             version = version_from_pb(welcome.version)
             logger.info("registered for run %s with version %s", welcome.run_id, version)
         self._adopt(version)
+
+    def _place(self) -> bytes:
+        """Where this rank computes."""
+        device = self._ranks.device
+        cards = cards_of(os.environ, device.index, 1) if device.type == "cuda" else []
+        return weights_pb2.Place(host_id=host_id(), cards=cards).SerializeToString()
 
     def _adopt(self, version: PolicyVersion) -> None:
         """The version as which rank 0 was told that the run knows the weights."""
