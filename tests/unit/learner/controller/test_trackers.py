@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import struct
 import subprocess
 import sys
@@ -250,6 +251,72 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
     names = [(name, args) for name, args, _ in service.calls if name in ("log", "finish")]
     assert names == [("log", ({"loss": 0.5, "step": 7},)), ("finish", ())]
     assert ("define_metric", ("*",), {"step_metric": "step"}) in service.calls
+
+
+class FakeMlflow:
+    """Stands in for MLflow's client: one store of experiments and runs, and every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple, dict]] = []
+        self.experiments: dict[str, str] = {}
+
+    def MlflowClient(self, tracking_uri: str) -> FakeMlflow:  # noqa: N802
+        self.calls.append(("open", (tracking_uri,), {}))
+        return self
+
+    def get_experiment_by_name(self, name: str) -> types.SimpleNamespace | None:
+        found = self.experiments.get(name)
+        return None if found is None else types.SimpleNamespace(experiment_id=found)
+
+    def create_experiment(self, name: str) -> str:
+        return self.experiments.setdefault(name, f"experiment {name}")
+
+    def create_run(self, *args: object, **kwargs: object) -> types.SimpleNamespace:
+        self.calls.append(("create_run", args, kwargs))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="given by the service"))
+
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+    def told(self, name: str) -> list[tuple[tuple, dict]]:
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, monkeypatch):
+    service = FakeMlflow()
+    parts = {"entities": types.ModuleType("mlflow.entities"), "tracking": service}
+    parts["entities"].Metric = lambda *args: args
+    parts["entities"].Param = lambda key, value: (key, value)
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    for name, module in parts.items():
+        monkeypatch.setitem(sys.modules, f"mlflow.{name}", module)
+    monkeypatch.delitem(sys.modules, "slipstream.learner.controller.trackers.mlflow", raising=False)
+    config = make_config(tmp_path, tracking__trackers=["mlflow"], tracking__project="sums")
+    config.run_dir.mkdir()
+    for start in range(2):
+        tracker = _ways_to_open(config, config.run_dir)["mlflow"]()
+        tracker.log(start, {"held/pass@1": 0.5 + start})
+        tracker.close()
+    monkeypatch.delitem(sys.modules, "slipstream.learner.controller.trackers.mlflow")
+
+    run_id = "given by the service"
+    kept = json.loads((config.run_dir / "tracking.json").read_text())
+    assert kept == {"mlflow": run_id}
+    assert service.told("open")[0] == ((f"sqlite:///{config.run_dir.resolve()}/mlflow.db",), {})
+    assert service.told("create_run") == [(("experiment sums",), {"run_name": "r"})]
+    assert service.told("update_run") == [((run_id,), {"status": "RUNNING"})]
+    batches = service.told("log_batch")
+    assert all(args == (run_id,) for args, _ in batches)
+    params = [pair for _, told in batches for pair in told.get("params", [])]
+    assert ("algorithm.max_staleness", "2") in params
+    assert len(params) == len(dict(params)) > 100
+    assert all(len(told.get("params", [])) <= 100 for _, told in batches)
+    metrics = [metric for _, told in batches for metric in told.get("metrics", [])]
+    assert [(name, value, step) for name, value, _, step in metrics] == [
+        ("held/pass_1", 0.5, 0),
+        ("held/pass_1", 1.5, 1),
+    ]
+    assert service.told("set_terminated") == [((run_id,), {})] * 2
 
 
 @needs("wandb")
