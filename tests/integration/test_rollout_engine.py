@@ -19,7 +19,7 @@ from gloo_sender import GlooSender, layout_of  # noqa: E402
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from slipstream.protocol.config_file import parse_config  # noqa: E402
-from slipstream.protocol.errors import WeightSyncError  # noqa: E402
+from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server import process  # noqa: E402
 from slipstream.rollout_server.generation import (  # noqa: E402
@@ -260,9 +260,9 @@ async def test_outputs_of_another_vllm_are_refused() -> None:
 
     known = set(EngineCoreOutput.__struct_fields__)
     check_outputs(known)
-    with pytest.raises(RuntimeError, match=r"differ from 0\.32\.0's in: new_thing"):
+    with pytest.raises(ConfigError, match=r"differ from 0\.32\.0's in: new_thing"):
         check_outputs(known | {"new_thing"})
-    with pytest.raises(RuntimeError, match="in: stop_reason"):
+    with pytest.raises(ConfigError, match="in: stop_reason"):
         check_outputs(known - {"stop_reason"})
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from slipstream.protocol.errors import ConfigError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -45,10 +46,10 @@ _FIELDS = {
 
 
 def check_outputs(fields: Iterable[str]) -> None:
-    """RuntimeError when these fields of vLLM's outputs are not those that can be joined here."""
+    """ConfigError when these fields of vLLM's outputs are not those that can be joined here."""
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
-        raise RuntimeError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
+        raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
 
 
 @dataclass(slots=True)
@@ -107,7 +108,6 @@ class _Chunking(Scheduler):  # type: ignore[misc]
     """Requests that want only their final output are handed out in chunks, others as ever."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
-        check_outputs(EngineCoreOutput.__struct_fields__)
         super().__init__(*args, **kwargs)
         self._chunks: dict[str, _Chunk] = {}
         # Requests beside them whose log-probabilities vLLM cuts out itself.
@@ -211,5 +211,6 @@ class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
 
 
 def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
-    """The class for vLLM's `scheduler_cls`."""
+    """The class for vLLM's `scheduler_cls`; ConfigError where it does not fit this vLLM."""
+    check_outputs(EngineCoreOutput.__struct_fields__)
     return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler

@@ -7,6 +7,7 @@ Waits for: the engine process. Unblocked by: its answers, a cancelled request, o
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -105,6 +106,9 @@ class VllmEngine:
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
         engine = cls(llm, started)
         await engine.pause()
+        # What is there now stays: collections need not look through all of vLLM's modules again.
+        gc.collect()
+        gc.freeze()
         return engine
 
     @property
@@ -229,6 +233,7 @@ class VllmEngine:
         for process in alive:
             process.kill()
         # Its finaliser logs an error when it runs after that of its modules.
+        gc.unfreeze()
         del self._llm
 
     async def refresh_kept_linears(self, *, enabled: bool) -> None:

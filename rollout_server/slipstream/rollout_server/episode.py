@@ -100,6 +100,8 @@ class _Recording:
     spans: list[VersionSpan] = field(default_factory=list)
     prompt_tokens: int = 0
     last_reply: list[int] = field(default_factory=list)
+    # Text of `last_reply`; None until it was made.
+    last_text: str | None = None
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     num_turns: int = 0
@@ -115,7 +117,7 @@ class _Recording:
         self.run_lengths.append(len(token_ids))
 
     def add_reply(self, generation: Generation) -> None:
-        self.last_reply = generation.token_ids.tolist()
+        self.last_reply, self.last_text = generation.token_ids.tolist(), None
         self.token_ids += self.last_reply
         self.run_lengths.append(len(self.last_reply))
         self.logprobs.append(generation.logprobs)
@@ -190,7 +192,7 @@ class Episode:
             recording.add_context(context)
             generation = await self._generate(min(room, reply_limit))
             truncated = generation.finish_reason is FinishReason.LENGTH
-            reply = renderer.decode(recording.last_reply)
+            reply = recording.last_text = renderer.decode(recording.last_reply)
             verdict = await self._ask(session.step(reply, truncated=truncated))
             recording.reward += verdict.reward
             recording.metrics.update(verdict.metrics)
@@ -259,6 +261,9 @@ class Episode:
         task, recording, renderer = self._task, self._recording, self._services.renderer
         budget = _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * len(recording.token_ids)
         prompt = recording.token_ids[: recording.prompt_tokens]
+        reply_text = recording.last_text
+        if reply_text is None:
+            reply_text = renderer.decode(recording.last_reply)
         sampled = recording.run_lengths[:]
         return Trajectory(
             run_id=task.run_id,
@@ -287,7 +292,7 @@ class Episode:
             generation_s=recording.generation_s,
             environment_s=recording.environment_s,
             prompt_text=_clip(renderer.decode_all(prompt), budget),
-            reply_text=_clip(renderer.decode(recording.last_reply), budget),
+            reply_text=_clip(reply_text, budget),
         )
 
 

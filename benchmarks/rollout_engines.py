@@ -1,0 +1,272 @@
+"""The processes with an engine of benchmarks/rollout.py: ours, and bare vLLM.
+
+Each reads commands from stdin, `WHAT FIRST_SEED`, and answers with a line on stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.protocol.config import Config
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.engine import VllmEngine
+    from slipstream.rollout_server.generation import Generation
+
+REPLY = "RESULT "
+START_LIMIT_S = 400.0
+# Ids of the words that the tokenizer of tests and quickstart knows.
+WORD_IDS = range(4, 30)
+CHECKED_REQUESTS = 64
+
+Run = Callable[[int], Coroutine[Any, Any, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of every run."""
+
+    concurrent: int
+    prompt_tokens: int
+    reply_tokens: int
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    """Token ids of which no two prompts share a block."""
+    return random.Random(seed).choices(WORD_IDS, k=num_tokens)
+
+
+class Ours:
+    """Our engine, and a server around it that has joined the controller at `address`."""
+
+    def __init__(self, engine: VllmEngine, config: Config, sizes: Sizes, address: str) -> None:
+        """Starts the server beside the caller."""
+        from slipstream.protocol.types import ServerId
+        from slipstream.rollout_server.renderer import Renderer
+        from slipstream.rollout_server.service import RolloutServer
+        from slipstream.rollout_server.workers import WorkerGateway
+
+        self._engine, self._sizes, self._config = engine, sizes, config
+        self._stop = asyncio.Event()
+        gateway = WorkerGateway(config.run_dir / "logs")
+        server = RolloutServer(
+            config, address, ServerId("server"), engine, Renderer(config.model.path), gateway
+        )
+        self._serving = asyncio.create_task(server.run(self._stop))
+
+    @classmethod
+    async def start(cls, config: Config, sizes: Sizes, address: str) -> Ours:
+        """Ready, with the weights that it was started with."""
+        from slipstream.protocol.types import PolicyVersion
+        from slipstream.rollout_server.engine import VllmEngine
+        from slipstream.rollout_server.generation import LoadedWeights
+
+        class PresetWeights(VllmEngine):
+            """Keeps its weights: none are sent here."""
+
+            async def prepare_weights(self, *_: object) -> None:
+                pass
+
+            async def receive_weights(self, publish_id: str) -> LoadedWeights:
+                return LoadedWeights((), by_plan=False, receive_s=0.0, load_s=0.0)
+
+        engine = await PresetWeights.start(config, seed=0)
+        await engine.resume(PolicyVersion(0, 0))
+        return cls(engine, config, sizes, address)
+
+    def runs(self) -> dict[str, Run]:
+        """What can be asked of it."""
+        return {"engine": self._generate_all, "check": self._check}
+
+    async def close(self) -> None:
+        """Drains the server and ends the engine."""
+        self._stop.set()
+        await asyncio.wait([self._serving], timeout=20)
+        await self._engine.aclose()
+
+    async def _generate(self, seed: int) -> Generation:
+        from slipstream.rollout_server.generation import Sampling
+
+        sizes = self._sizes
+        longest = self._config.sampling.max_episode_tokens
+        sampling = Sampling(1.0, 1.0, 0, sizes.reply_tokens, 1, longest, ignore_eos=True)
+        reply = await self._engine.generate(
+            f"r{seed}", prompt_of(seed, sizes.prompt_tokens), sampling, sizes.reply_tokens
+        )
+        assert len(reply.logprobs) == len(reply.token_ids)
+        return reply
+
+    async def _generate_all(self, first_seed: int) -> dict[str, Any]:
+        seeds = range(first_seed, first_seed + self._sizes.concurrent)
+        replies = await asyncio.gather(*map(self._generate, seeds))
+        return {"tokens": sum(len(reply.token_ids) for reply in replies)}
+
+    async def _check(self, first_seed: int) -> dict[str, Any]:
+        """Replies in chunks against the same ones token by token, and a pause in the middle."""
+        from slipstream.protocol.types import PolicyVersion
+        from vllm.sampling_params import RequestOutputKind
+
+        chunked = await self._seeded(first_seed, RequestOutputKind.FINAL_ONLY)
+        streamed = await self._seeded(first_seed, RequestOutputKind.CUMULATIVE)
+        same = [a for a, b in zip(chunked, streamed, strict=True) if a[0] == b[0]]
+        gaps = [
+            abs(x - y)
+            for a, b in zip(chunked, streamed, strict=True)
+            if a[0] == b[0]
+            for x, y in zip(a[1], b[1], strict=True)
+        ]
+        seeds = range(first_seed, first_seed + CHECKED_REQUESTS)
+        start = self._engine.use().generated_tokens
+        replies = [asyncio.create_task(self._generate(seed)) for seed in seeds]
+        while self._engine.use().generated_tokens < start + 8 * CHECKED_REQUESTS:
+            await asyncio.sleep(0.001)
+        started_s = time.perf_counter()
+        await self._engine.pause()
+        pause_s = time.perf_counter() - started_s
+        await self._engine.resume(PolicyVersion(0, 1))
+        spans = [reply.version_spans for reply in await asyncio.gather(*replies)]
+        return {
+            "replies": CHECKED_REQUESTS,
+            "same_tokens": len(same),
+            "largest_logprob_gap": max(gaps, default=None),
+            "replies_of_two_versions": sum(len(span) == 2 for span in spans),
+            "pause_ms": round(1000 * pause_s, 2),
+        }
+
+    async def _seeded(self, first_seed: int, kind: Any) -> list[tuple[list[int], list[float]]]:  # noqa: ANN401 - vLLM's
+        from slipstream.protocol.types import PolicyVersion
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        llm, sizes = self._engine._llm, self._sizes
+
+        async def last(collector: Any) -> Any:  # noqa: ANN401 - vLLM's
+            while not (output := await collector.get()).finished:
+                pass
+            return output
+
+        # All are known before the first step, so that both kinds run in the same batches.
+        await self._engine.pause()
+        waiting = []
+        for seed in range(first_seed, first_seed + CHECKED_REQUESTS):
+            parameters = SamplingParams(
+                seed=seed,
+                max_tokens=sizes.reply_tokens,
+                ignore_eos=True,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=kind,
+            )
+            prompt = tokens_input(prompt_of(seed, sizes.prompt_tokens))
+            collector = await llm.add_request(f"{kind.name}{seed}", prompt, parameters)
+            waiting.append(asyncio.create_task(last(collector)))
+        await self._engine.resume(PolicyVersion(0, 0))
+        replies = [output.outputs[0] for output in await asyncio.gather(*waiting)]
+        return [(list(reply.token_ids), list(reply.logprobs.logprobs)) for reply in replies]
+
+
+class Bare:
+    """Bare vLLM, with the server's settings but for those that make it a rollout server's."""
+
+    def __init__(self, config: Config, sizes: Sizes) -> None:
+        """Starts it."""
+        from slipstream.rollout_server.engine_arguments import own_values
+        from vllm import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        values: dict[str, Any] = own_values(config, 0) | config.rollout_server.engine
+        for ours in ("worker_extension_cls", "weight_transfer_config"):
+            del values[ours]
+        settings = AsyncEngineArgs(**values).create_engine_config(UsageContext.LLM_CLASS)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self._llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
+        self._sizes = sizes
+        # As vLLM's own server does, and ours.
+        gc.collect()
+        gc.freeze()
+
+    def runs(self) -> dict[str, Run]:
+        """What can be asked of it."""
+        return {"none": self._runner(), "logprobs": self._runner(logprobs=0, flat_logprobs=True)}
+
+    async def close(self) -> None:
+        """Ends it."""
+        self._llm.shutdown(timeout=5)
+        # Its finaliser logs an error when it runs after that of its modules.
+        gc.unfreeze()
+        del self._llm
+
+    def _runner(self, **extra: Any) -> Run:  # noqa: ANN401 - of vLLM's SamplingParams
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        sizes = self._sizes
+        parameters = SamplingParams(
+            temperature=1.0,
+            max_tokens=sizes.reply_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+            **extra,
+        )
+
+        async def generate(seed: int) -> int:
+            prompt = tokens_input(prompt_of(seed, sizes.prompt_tokens))
+            collector = await self._llm.add_request(f"r{seed}", prompt, parameters)
+            (reply,) = (await collector.get()).outputs
+            if parameters.logprobs is not None:
+                assert len(reply.logprobs) == len(reply.token_ids)
+            return len(reply.token_ids)
+
+        async def run(first_seed: int) -> dict[str, Any]:
+            seeds = range(first_seed, first_seed + sizes.concurrent)
+            return {"tokens": sum(await asyncio.gather(*map(generate, seeds)))}
+
+        return run
+
+
+async def main(role: str, folder: Path, address: str, sizes: Sizes) -> None:
+    """Starts one engine, then does what stdin says until it is closed."""
+    from slipstream.protocol.config_file import load_config
+    from slipstream.rollout_server import process
+
+    config = load_config(folder / "config.toml")
+    on_cpu = process.is_cpu_build()
+    os.environ.update(process.engine_environment(config.rollout_server, on_cpu=on_cpu))
+    process.bind_children()
+    with process.limited_start(START_LIMIT_S):
+        engine = await Ours.start(config, sizes, address) if role == "ours" else Bare(config, sizes)
+    runs = engine.runs()
+    _answer({"ready": True})
+    loop = asyncio.get_running_loop()
+    while words := (await loop.run_in_executor(None, sys.stdin.readline)).split():
+        try:
+            started_s = time.perf_counter()
+            result = await runs[words[0]](int(words[1]))
+            _answer({**result, "seconds": time.perf_counter() - started_s})
+        except Exception:  # noqa: BLE001 - told to the benchmark, which goes on with other rows
+            _answer({"error": traceback.format_exc()})
+    await engine.close()
+
+
+def _answer(record: dict[str, Any]) -> None:
+    print(REPLY + json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], Sizes(**json.loads(sys.argv[4]))))

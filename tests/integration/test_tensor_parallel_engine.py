@@ -1,0 +1,91 @@
+"""A rollout engine of two workers that share each matrix, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from gloo_sender import GlooSender, layout_of  # noqa: E402
+from make_tiny_model import make_model, make_tokenizer  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from slipstream.protocol.config_file import parse_config  # noqa: E402
+from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.rollout_server import process  # noqa: E402
+from slipstream.rollout_server.generation import Sampling  # noqa: E402
+
+PROMPT = [1, 4, 5, 6, 3]
+SAMPLING = Sampling(1.0, 1.0, 0, 40, 1, 60, ignore_eos=True)
+
+
+@pytest.mark.slow
+async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    make_model(
+        tmp_path,
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        seed=0,
+    )
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(tmp_path), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 40, "max_episode_tokens": 60},
+        "rollout_server": {
+            "max_episodes": 8,
+            "threads": 1,
+            "enforce_eager": True,
+            "tensor_parallel_size": 2,
+        },
+    }
+    config = parse_config(table, source="test")
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
+    torch.set_num_threads(1)
+    from slipstream.rollout_server.engine import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=1)
+    try:
+        assert engine.num_workers == 2
+        generator = torch.Generator().manual_seed(3)
+        weights = {
+            name: torch.randn(tensor.shape, generator=generator) * 0.2
+            if tensor.ndim > 1
+            else tensor
+            for name, tensor in load_file(tmp_path / "model.safetensors").items()
+        }
+        layout, sender = layout_of(weights), GlooSender("both", num_workers=2)
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
+        received = await engine.receive_weights(sender.order("p1", 1), layout, 1)
+        assert received == await sending
+        await engine.resume(PolicyVersion(0, 1))
+        replies = await asyncio.gather(
+            *(engine.generate(f"r{n}", PROMPT, SAMPLING, 40) for n in range(8))
+        )
+    finally:
+        await engine.aclose()
+    expected = [reference(tmp_path, weights, PROMPT + r.token_ids.tolist()) for r in replies]
+    gaps = np.abs(np.concatenate(expected) - np.concatenate([r.logprobs for r in replies]))
+    assert len(gaps) == 8 * 40
+    assert gaps.mean() <= 1e-4
+
+
+@torch.no_grad()
+def reference(folder: Path, weights: dict[str, torch.Tensor], token_ids: list[int]) -> np.ndarray:
+    """Log-probabilities of what follows the prompt, by transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    logprobs = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[len(PROMPT) - 1 :, 0].numpy()
