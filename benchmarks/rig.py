@@ -50,6 +50,8 @@ class PublishTimes:
     """Moments of one publish in seconds of the monotonic clock, as the controller saw them."""
 
     publish_id: str
+    # The version that is sent.
+    step: int
     # The trainer was given the order; every server had said that it is ready.
     ordered: float
     # The trainer can send, and the servers were told to receive.
@@ -62,6 +64,9 @@ class PublishTimes:
     # What the trainer and the servers measured themselves, by the names of the protocol.
     trainer: dict[str, float] = field(default_factory=dict)
     servers: dict[str, dict[str, float]] = field(default_factory=dict)
+    # What the trainer asked and expects, and what each server answered.
+    probe: weights_pb2.Probe | None = None
+    answers: dict[str, bytes] = field(default_factory=dict)
     error: str = ""
 
     def row(self) -> dict[str, Any]:
@@ -87,6 +92,8 @@ class SteeredController(Controller):
         super().__init__(config, OPEN)
         self.publishes: list[PublishTimes] = []
         self.hold = False
+        # Called when the servers are about to be told to receive.
+        self.on_start: Callable[[], None] | None = None
         self.ready = asyncio.Event()
 
     def _assemble(
@@ -105,17 +112,22 @@ class SteeredController(Controller):
         async def timed_prepare() -> weights_pb2.PublishOrder | None:
             order = await prepare()
             if order is not None:
-                self.publishes.append(PublishTimes(order.publish_id, time.monotonic()))
+                step = int(order.version.step)
+                times = PublishTimes(order.publish_id, step, time.monotonic())
+                self.publishes.append(times)
             return order
 
         def timed_start(message: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
             self.publishes[-1].started = time.monotonic()
+            if self.on_start is not None:
+                self.on_start()
             return start(message)
 
         async def timed_finish(message: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
             times = self.publishes[-1]
             times.sent, times.error = time.monotonic(), message.error
             times.trainer = numbers(message)
+            times.probe = message.probe if message.HasField("probe") else None
             return await finish(message)
 
         def timed_report(session: ServerSession, message: fleet_pb2.PublishReport) -> None:
@@ -127,6 +139,8 @@ class SteeredController(Controller):
             if times is not None and message.phase in moments:
                 getattr(times, moments[message.phase])[session.name] = time.monotonic()
                 times.servers.setdefault(session.name, {}).update(numbers(message))
+                if message.probe_logprobs:
+                    times.answers[session.name] = message.probe_logprobs
             handlers.publish(session, message)
 
         async def held_form() -> Any:  # noqa: ANN401 - a batch, or None
@@ -142,6 +156,16 @@ class SteeredController(Controller):
     def rows(self) -> list[dict[str, float]]:
         """The metrics of all steps so far."""
         return self._recorder.rows
+
+    @property
+    def publish_totals(self) -> dict[str, float]:
+        """What the summary says of all publishes."""
+        return self._publisher.totals.summary()
+
+    @property
+    def trainer_is_there(self) -> bool:
+        """Whether a trainer has registered: it holds its weights then."""
+        return self._progress.trainer_registered
 
     @property
     def sessions(self) -> list[ServerSession]:

@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "deploy" / "configs" / "quickstart.toml"
 EXAMPLE_ENVIRONMENTS = Path(__file__).with_name("example_environments.py")
 PROGRAM = Path(sys.executable).with_name("slipstream")
+# Where the packages are only on the path there is no script.
+COMMAND = [str(PROGRAM)] if PROGRAM.exists() else [sys.executable, "-m", "slipstream.client.cli"]
 START_LIMIT_S = 120.0
 # Processes of a run, by what stands in their command line.
 CONTROLLER = "slipstream.learner.controller"
@@ -126,7 +128,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """A command from its start to its end."""
     return subprocess.run(
-        [str(PROGRAM), *map(str, arguments)],
+        [*COMMAND, *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -192,7 +194,8 @@ async def command(folder: Path, *arguments: object, cwd: Path) -> AsyncIterator[
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         process = await asyncio.create_subprocess_exec(
-            *(str(PROGRAM), *map(str, arguments)),
+            *COMMAND,
+            *map(str, arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=out,
             stderr=err,

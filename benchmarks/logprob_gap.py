@@ -1,0 +1,246 @@
+r"""How far apart the log-probabilities of learner and server are, in bfloat16, after updates.
+
+A run of the real processes, synchronous, so that every trained token has lag 0. After `--steps`
+updates, sent to the server each time:
+
+- the KL divergence of the sampler from the learner, estimated (k3) over the tokens that the newest
+  version sampled;
+- the engine that took all updates against one that loads the run's exported folder afresh:
+  log-probabilities of the same tokens, which should be equal bit for bit.
+
+    python benchmarks/logprob_gap.py --device cuda --model models/smollm2
+    python benchmarks/logprob_gap.py
+
+On a GPU learner and server share one card. Prints one table and writes
+benchmarks/results/logprob_gap.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import RESULTS, part, progress, table, write_result
+from rig import HERE, Placement, Rig
+from shapes import make_shape
+from slipstream.client.preflight import free_port
+from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import load_config, parse_config
+
+KL_TARGET = 1e-3
+START_LIMIT_S = 300.0
+STEPS_LIMIT_S = 300.0
+FRESH_LIMIT_S = 300.0
+
+
+def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
+    """The run; with a model of its own it answers sums, else its replies have no meaning."""
+    on_gpu = arguments.device == "cuda"
+    environment: dict[str, Any] = {
+        "name": "replies",
+        "reference": "workloads:LognormalReplies",
+        "args": {"median": 16, "sigma": 0.5, "longest": 32},
+    }
+    if arguments.model is not None:
+        environment = {
+            "name": "arithmetic",
+            "reference": "slipstream.client.builtin.arithmetic:Arithmetic",
+            "args": {
+                "digits": 1,
+                "operations": ["+", "-"],
+                "split": "train",
+                "format_credit": 0.0,
+            },
+        }
+    settings = {
+        # One more: the tokens of its batch are sampled by the last version that is measured.
+        "run": {"name": "r", "dir": str(folder), "steps": arguments.steps + 1},
+        "model": {"path": str(folder / "model"), "dtype": arguments.dtype},
+        "environments": [environment],
+        "algorithm": {
+            "group_size": 8,
+            "groups_per_step": 16 if on_gpu else 2,
+            "max_staleness": 0,
+            "learning_rate": arguments.learning_rate,
+        },
+        "sampling": {"max_reply_tokens": 32, "max_episode_tokens": 128},
+        "controller": {"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
+        "learner": {"micro_batch_tokens": 8192 if on_gpu else 2048, "threads": 4 if on_gpu else 1},
+        "rollout_server": {
+            "max_episodes": 128 if on_gpu else 16,
+            "threads": 4 if on_gpu else 1,
+            "enforce_eager": True,
+            **({"gpu_memory_utilization": 0.3} if on_gpu else {}),
+        },
+        "weights": {
+            "transport": arguments.transport,
+            "verify_every": 1,
+            "bucket_deadline_s": 30.0,
+            "join_deadline_s": 120.0,
+        },
+    }
+    return parse_config(settings, source="the benchmark")
+
+
+async def train(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rows of all steps, and what both sides said of the last probe."""
+    shared = ((0,), ((0,),)) if arguments.device == "cuda" else ((), ((),))
+    async with Rig(config, Placement(*shared, arguments.device)) as rig:
+        await rig.start_trainers()
+        if arguments.device == "cuda":
+            # vLLM measures how much of the card is free: the learner must have taken its part.
+            await rig.until(lambda: rig.controller.trainer_is_there, "trainer", START_LIMIT_S)
+        await rig.start_server(0)
+        progress(f"serving after {await rig.until_serving(START_LIMIT_S):.0f} s")
+        controller = rig.controller
+        await rig.until(lambda: len(controller.rows) > arguments.steps, "steps", STEPS_LIMIT_S)
+        last = arguments.steps + 1
+        await rig.until(
+            lambda: any(p.step == last and p.answers for p in controller.publishes),
+            "the last publish",
+            60.0,
+        )
+        publish = next(p for p in controller.publishes if p.step == last and p.answers)
+        assert publish.probe is not None
+        (answer,) = publish.answers.values()
+        lengths = list(publish.probe.lengths)
+        return {
+            "rows": controller.rows,
+            "token_ids": unpack_tokens(publish.probe.token_ids).tolist(),
+            "lengths": lengths,
+            "learner": unpack_logprobs(publish.probe.expected_logprobs).tolist(),
+            "server": unpack_logprobs(answer).tolist(),
+        }
+
+
+def score_afresh(path: Path) -> None:
+    """The program that loads the export: reads the probe, prints the log-probabilities."""
+    from slipstream.rollout_server import process
+
+    job = json.loads(path.read_text())
+    config = load_config(Path(job["config"]), [f'model.path="{job["model"]}"'])
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
+
+    async def score() -> list[float]:
+        from slipstream.protocol.types import PolicyVersion
+        from slipstream.rollout_server.engine import VllmEngine
+
+        engine = await VllmEngine.start(config, seed=1)
+        try:
+            await engine.resume(PolicyVersion(0, 0))
+            cuts = np.cumsum(job["lengths"])[:-1]
+            sequences = [part.tolist() for part in np.split(np.asarray(job["token_ids"]), cuts)]
+            return (await engine.teacher_forced_logprobs(sequences)).tolist()
+        finally:
+            await engine.aclose()
+
+    Path(job["answer"]).write_text(json.dumps(asyncio.run(score())))
+
+
+def compare_afresh(config: Config, found: dict[str, Any], arguments: argparse.Namespace) -> Any:  # noqa: ANN401
+    """What a fresh engine says of the last probe's tokens, as an array."""
+    folder = config.run_dir
+    job = {
+        "config": str(folder / "config.toml"),
+        "model": str(folder / "checkpoints" / "final"),
+        "answer": str(folder / "fresh.json"),
+        **{key: found[key] for key in ("token_ids", "lengths")},
+    }
+    path = folder / "fresh-job.json"
+    path.write_text(json.dumps(job))
+    environ = dict(os.environ)
+    if arguments.device == "cuda":
+        environ["CUDA_VISIBLE_DEVICES"] = "0"
+    with (folder / "logs" / "fresh.log").open("wb") as log:
+        subprocess.run(
+            [sys.executable, str(HERE / "logprob_gap.py"), "--score", str(path)],
+            check=True,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            timeout=FRESH_LIMIT_S,
+        )
+    return np.asarray(json.loads((folder / "fresh.json").read_text()), dtype=np.float32)
+
+
+def figures(found: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN401 - array or None
+    """The claims, in nats."""
+    rows = found["rows"]
+    learner = np.asarray(found["learner"], dtype=np.float32)
+    server = np.asarray(found["server"], dtype=np.float32)
+    result = {
+        "updates": float(len(rows) - 1),
+        "tokens": rows[-1]["logprob_gap_tokens"],
+        "kl_k3": rows[-1]["kl"],
+        "kl_k3_mean_of_steps": float(np.mean([row["kl"] for row in rows])),
+        "gap_mean": rows[-1]["logprob_gap_mean"],
+        "gap_max": rows[-1]["logprob_gap_max"],
+        "gap_mean_at_start": rows[0]["logprob_gap_mean"],
+        "entropy": rows[-1]["entropy"],
+        "probe_gap_mean": float(np.abs(learner - server).mean()),
+    }
+    if fresh is not None:
+        result["fresh_gap_max"] = float(np.abs(fresh - server).max())
+        result["fresh_gap_mean"] = float(np.abs(fresh - server).mean())
+        result["fresh_is_bit_equal"] = float(np.array_equal(fresh, server))
+        result["fresh_to_learner_mean"] = float(np.abs(fresh - learner).mean())
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", type=Path, help="default: a tiny random one")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--out", type=Path, default=RESULTS / "logprob_gap.json")
+    parser.add_argument("--score", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.score is not None:
+        score_afresh(arguments.score)
+        return
+    failures: dict[str, str] = {}
+    found: dict[str, Any] = {}
+    fresh = None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = arguments.model or make_shape(folder / "made", "tiny", dtype=arguments.dtype)
+        (folder / "model").symlink_to(model.resolve())
+        config = config_of(arguments, folder)
+        with part("the run", failures):
+            found = asyncio.run(train(config, arguments))
+        if found:
+            with part("a fresh engine", failures):
+                fresh = compare_afresh(config, found, arguments)
+        if failures:
+            for log in sorted((config.run_dir / "logs").glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+    result = figures(found, fresh) if found else {}
+    lines = table(["figure", "value"], [[key, f"{value:.3g}"] for key, value in result.items()])
+    lines.append(f"KL target: at most {KL_TARGET:g}")
+    record = {"figures": result, "target": KL_TARGET, "table": lines, "failures": failures}
+    rows = {
+        "rows": found.get("rows", []),
+        "settings": {k: str(v) for k, v in vars(arguments).items()},
+    }
+    write_result("logprob_gap", {**record, **rows}, arguments.out)
+    print("\n".join(lines), flush=True)
+    if failures:
+        raise SystemExit(f"failed: {', '.join(failures)}")
+
+
+if __name__ == "__main__":
+    main()

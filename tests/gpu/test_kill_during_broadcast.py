@@ -1,0 +1,53 @@
+"""A rollout server that dies in the middle of a broadcast over NCCL: three GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from kill_scenario import Moment, check, config_of, kill_one_of_two
+from rig import Placement
+from shapes import make_shape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(torch.cuda.device_count() < 3, reason="fewer than 3 GPUs"),
+]
+
+# One channel: 1.2 GB take some hundredths of a second instead of three thousandths, so that a
+# moment can lie in their middle.
+SLOW = {"NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_shape(tmp_path_factory.mktemp("models") / "0.6B", "0.6B", max_positions=256)
+
+
+@pytest.mark.parametrize("moment", [0.02, "hung"])
+async def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(
+    moment: Moment, tmp_path: Path, model: Path
+) -> None:
+    config = config_of(
+        tmp_path,
+        model,
+        "nccl",
+        model={"dtype": "bfloat16"},
+        learner={"threads": 4},
+        rollout_server={"threads": 4, "gpu_memory_utilization": 0.3},
+        algorithm={"learning_rate": 1e-6},
+        weights={"bucket_mib": 16, "join_deadline_s": 60.0},
+    )
+    placement = Placement((0,), ((1,), (2,)))
+    outcome = await kill_one_of_two(config, placement, moment, environ=SLOW)
+    record = dataclasses.asdict(outcome)
+    print(json.dumps(record), flush=True)
+    if "OUT" in os.environ:
+        path = Path(os.environ["OUT"]) / f"kill-{moment}.json"
+        path.write_text(json.dumps(record, indent=2))
+    check(outcome, gap_mean=0.1)

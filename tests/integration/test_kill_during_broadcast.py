@@ -1,0 +1,31 @@
+"""A rollout server that dies in the middle of a broadcast, with real engines over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from kill_scenario import Moment, check, config_of, kill_one_of_two  # noqa: E402
+from rig import Placement  # noqa: E402
+from shapes import make_shape  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("nothing_survives"),
+]
+
+
+@pytest.mark.parametrize("moment", ["hung", 0.01])
+async def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(
+    moment: Moment, tmp_path: Path
+) -> None:
+    model = make_shape(tmp_path / "model", "small", dtype="float32", max_positions=256)
+    config = config_of(tmp_path, model, "gloo")
+    placement = Placement((), ((), ()), "cpu")
+    outcome = await kill_one_of_two(config, placement, moment, environ={})
+    check(outcome, gap_mean=1e-4)
