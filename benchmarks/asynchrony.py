@@ -16,7 +16,7 @@ GPU of its own:
     python benchmarks/asynchrony.py --device cuda --shape 0.6B --median 96 --longest 1024 \
         --group-size 16 --max-episodes 256
 
-Prints one table and writes benchmarks/results/asynchrony.json.
+Prints one table and writes benchmarks/results/asynchrony.json, or asynchrony-SHAPE.json on GPUs.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no new repeat after it")
     parser.add_argument("--window-limit-s", type=float, default=600.0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "asynchrony.json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if 0 not in arguments.staleness:
         parser.error("--staleness needs 0, with which the others are compared")
@@ -258,6 +258,7 @@ def main() -> None:
     if arguments.device == "cpu" and len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this benchmark needs two cores")
     arguments.transport = arguments.transport or ("gloo" if arguments.device == "cpu" else "nccl")
+    result = "asynchrony" if arguments.device == "cpu" else f"asynchrony-{arguments.shape}"
     with tempfile.TemporaryDirectory() as name:
         found = asyncio.run(measure(arguments, Path(name)))
     lines, shares = summary(found)
@@ -271,7 +272,8 @@ def main() -> None:
         if rows
     }
     record = {"settings": settings, "results": found, "spreads": spreads, "shares": shares}
-    write_result("asynchrony", {**record, "target": TARGET, "table": lines}, arguments.out)
+    path = arguments.out or RESULTS / f"{result}.json"
+    write_result(result, {**record, "target": TARGET, "table": lines}, path)
     print("\n".join(lines), flush=True)
 
 
