@@ -25,11 +25,18 @@ BF16 = {"model": {"dtype": "bfloat16"}}
 # Megatron itself refuses fusions that are not installed.
 NO_FUSIONS = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
 FP8 = {"transformer": {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | NO_FUSIONS}
+DETERMINISTIC = {"transformer": {"deterministic_mode": True}}
 # Only where there is a device other than the host.
 GPU_JOBS = {
     "cpu-optimizer": (1, {"learner": CPU_OPTIMIZER}),
     "distributed-cpu-optimizer": (1, {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
     "bf16-cpu-optimizer": (1, BF16 | {"learner": CPU_OPTIMIZER}),
+}
+# In a process of their own: they choose kernels for all that it does.
+DETERMINISTIC_JOBS = {
+    "exact": (1, BF16 | {"learner": DETERMINISTIC}),
+    "exact-again": (1, BF16 | {"learner": DETERMINISTIC}),
+    "exact-offload": (1, BF16 | {"learner": DETERMINISTIC | OFFLOAD}),
 }
 # name -> (ranks, changes of the settings)
 JOBS: dict[str, tuple[int, dict]] = {
@@ -51,7 +58,7 @@ def jobs_of(world_size: int) -> list[str]:
 
 
 def config_of(name: str, folder: Path) -> Config:
-    world_size, changes = (JOBS | GPU_JOBS)[name]
+    world_size, changes = (JOBS | GPU_JOBS | DETERMINISTIC_JOBS)[name]
     table = json.loads(json.dumps(SETTINGS))
     table["model"] = {"path": str(folder / "llama"), "dtype": "float32"}
     for section, values in changes.items():
@@ -62,7 +69,7 @@ def config_of(name: str, folder: Path) -> Config:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
-    if job == "fp8":
+    if job == "fp8" and not torch.cuda.is_available():
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
     from slipstream.learner.trainer.export import export_weights

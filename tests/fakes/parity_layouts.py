@@ -109,6 +109,8 @@ LAYOUTS = {
     "one-gspo": Layout(1, algorithm=GSPO),
     "one-cispo": Layout(1, algorithm=CISPO),
     "one-qwen3": Layout(1, "qwen3"),
+    "one-qwen2": Layout(1, "qwen2"),
+    "one-llama3": Layout(1, "llama3"),
     "one-tied": Layout(1, "tied"),
     "one-odd": Layout(1, "odd"),
     "one-moe": Layout(1, "moe"),

@@ -15,6 +15,8 @@ def make_models(folder: Path) -> None:
         LlamaForCausalLM,
         MixtralConfig,
         MixtralForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
         Qwen3Config,
@@ -36,6 +38,15 @@ def make_models(folder: Path) -> None:
         "dtype": "float32",
     }
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    # As Llama 3.1's, with so high a base that frequencies of such short heads are scaled, too.
+    scaled = {
+        "rope_theta": 500000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     mixture = {
         **sizes,
         **rope,
@@ -52,7 +63,19 @@ def make_models(folder: Path) -> None:
         "odd": LlamaForCausalLM(
             LlamaConfig(**sizes | {"vocab_size": VOCAB + 1}, tie_word_embeddings=True)
         ),
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, **rope, tie_word_embeddings=False)),
+        "llama3": LlamaForCausalLM(
+            LlamaConfig(
+                **sizes | {"max_position_embeddings": 16384},
+                rope_parameters=scaled,
+                tie_word_embeddings=True,
+            )
+        ),
+        # Queries, keys and values have biases.
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes, **rope, tie_word_embeddings=True)),
+        # Heads are wider than their share of the hidden size.
+        "qwen3": Qwen3ForCausalLM(
+            Qwen3Config(**sizes | {"head_dim": 32}, **rope, tie_word_embeddings=False)
+        ),
         "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=True)),
         "moe-softmax": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=False)),
         "moe-shared": Qwen2MoeForCausalLM(

@@ -7,7 +7,7 @@ from pathlib import Path
 import parity_run
 import pytest
 import torch
-from parity_layouts import LAYOUTS, config_of
+from parity_layouts import LAYOUTS, batches, config_of
 from plain_policy import PlainPolicy
 from rank_pool import RankPool
 
@@ -16,6 +16,13 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
+
+
+MODELS = ("llama", "llama3", "qwen2", "qwen3", "tied", "odd", "moe", "moe-shared", "mixtral")
+LAYOUT_OF = {
+    model: next(name for name, layout in LAYOUTS.items() if layout.model == model)
+    for model in MODELS
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +45,19 @@ def test_parity_with_transformer_engine(
     assert not too_large
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3", "tied", "moe"])
-def test_parity_of_one_rank_with_plain_transformers(
-    model: str, rank_pool: RankPool, folder: Path
-) -> None:
-    name = next(n for n, layout in LAYOUTS.items() if layout.model == model)
-    parity_run.compare(rank_pool, folder, 1, "float32", [name])
-    found = torch.load(folder / f"{name}.pt", weights_only=True)["logprobs"][0]
-    plain = PlainPolicy(folder / model, config_of(name, folder))
-    torch.testing.assert_close(found, plain.probe(), rtol=1e-3, atol=1e-3)
+@pytest.fixture(scope="module")
+def one_rank(rank_pool: RankPool, folder: Path) -> Path:
+    """Where the results of one layout of each model are."""
+    parity_run.compare(rank_pool, folder, 1, "float32", list(LAYOUT_OF.values()))
+    return folder
+
+
+@pytest.mark.parametrize("model", list(LAYOUT_OF))
+def test_parity_of_one_rank_with_plain_transformers(model: str, one_rank: Path) -> None:
+    name = LAYOUT_OF[model]
+    found = torch.load(one_rank / f"{name}.pt", weights_only=True)["logprobs"]
+    plain = PlainPolicy(one_rank / model, config_of(name, one_rank))
+    torch.testing.assert_close(found[0], plain.probe(), rtol=3e-4, atol=3e-4)
+    for batch in batches(plain.config):
+        plain.step(batch)
+    torch.testing.assert_close(found[-1], plain.probe(), rtol=1e-3, atol=1e-3)

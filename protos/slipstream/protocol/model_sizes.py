@@ -34,6 +34,8 @@ class ModelSizes:
     # Whether some layers of a mixture of experts have none.
     has_dense_layers: bool
     rope_type: str
+    # Of the type llama3: low_freq_factor, high_freq_factor and original_max_position_embeddings.
+    rope_bounds: tuple[float, float, float]
     uses_sliding_window: bool
     is_quantized: bool
 
@@ -64,6 +66,11 @@ class ModelSizes:
             normalizes_experts=normalizes_experts(values),
             has_dense_layers=bool(values.get("mlp_only_layers"))
             or values.get("decoder_sparse_step", 1) != 1,
+            rope_bounds=(
+                rope.get("low_freq_factor", 1.0),
+                rope.get("high_freq_factor", 4.0),
+                rope.get("original_max_position_embeddings", 8192),
+            ),
             rope_type=str(rope.get("rope_type", rope.get("type", "default"))),
             uses_sliding_window=bool(
                 values.get("use_sliding_window", values.get("sliding_window"))

@@ -22,6 +22,8 @@ ARCHITECTURES = (
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
 )
+# What Megatron computes with, whatever config.json says.
+LLAMA3_BOUNDS = (1.0, 4.0, 8192)
 ROPE_TYPES = ("default", "llama3")
 # Ways of Megatron's that need more than its tables: other groups, wrappers or training loops.
 _NOT_OURS = {
@@ -153,6 +155,11 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         yield (
             f"model.path: the rope_type {sizes.rope_type!r} was not tested, "
             f"known are {', '.join(ROPE_TYPES)}"
+        )
+    if sizes.rope_type == "llama3" and sizes.rope_bounds != LLAMA3_BOUNDS:
+        yield (
+            "model.path: low_freq_factor, high_freq_factor and original_max_position_embeddings of "
+            f"the rope_type 'llama3' must be {LLAMA3_BOUNDS}, got {sizes.rope_bounds}"
         )
     if not sizes.experts:
         return

@@ -311,6 +311,10 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 4096}, "a sliding window"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' was not tested"),
     ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' was not tested"),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "high_freq_factor": 2.0}},
+        "the rope_type 'llama3' must be (1.0, 4.0, 8192), got (1.0, 2.0, 8192)",
+    ),
     ({"decoder_sparse_step": 2}, "dense layers in between"),
     ({"mlp_only_layers": [0]}, "dense layers in between"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the 8 experts, got 9"),
