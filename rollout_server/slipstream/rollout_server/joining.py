@@ -9,9 +9,11 @@ import torch
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.rollout_server.bucket_transport import BucketTransport, Membership
 from slipstream.rollout_server.gloo_transport import GlooTransport
+from slipstream.rollout_server.ipc_transport import IpcTransport
 
 TRANSPORTS: dict[str, Callable[[Membership, torch.device], BucketTransport]] = {
-    "gloo": GlooTransport
+    "gloo": GlooTransport,
+    "ipc": IpcTransport,
 }
 
 

@@ -1,0 +1,167 @@
+"""Hands weights over in two buffers that learner and rollout servers of one host both see.
+
+By CUDA IPC on GPUs, also on one that they share, where NCCL cannot join them; in shared memory
+between CPUs. `protocol.handover` says who may touch a buffer when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from slipstream.protocol.buckets import Bucket
+from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.handover import HandoverSender, Offer
+from slipstream.protocol.shared_buffers import SharedBuffers, make_buffers
+from slipstream.v1 import weights_pb2
+from torch import Tensor
+
+NUM_BUFFERS = 2
+
+
+@dataclass
+class _Filling:
+    """A bucket that is being copied into its buffer."""
+
+    number: int
+    done: torch.cuda.Event | None
+
+
+class IpcWeightSender:
+    """See `WeightSender`. The one sender of its communicators.
+
+    The buffers are kept over communicators: a receiver that nobody waits for any more may still
+    read them.
+    """
+
+    def __init__(self, weights: WeightsSection, device: torch.device, *, num_bytes: int) -> None:
+        """`num_bytes`: of the largest bucket."""
+        self._weights, self._device, self._num_bytes = weights, device, num_bytes
+        self._shared: SharedBuffers | None = None
+        self._memory: list[Tensor] = []
+        self._handover: HandoverSender | None = None
+        self._id: str | None = None
+        # Buckets of this communicator so far, and the first one of this update.
+        self._number = self._first = 0
+        self._filling: _Filling | None = None
+        self._wire_s = 0.0
+
+    @property
+    def communicator_id(self) -> str | None:
+        """See `WeightSender`."""
+        return self._id
+
+    def announce(
+        self, communicator_id: str, *, num_senders: int, world_size: int
+    ) -> weights_pb2.Communicator:
+        """See `WeightSender`."""
+        self.abort()
+        if num_senders != 1:
+            raise WeightSyncError(
+                f"weights.transport ipc takes all weights from one trainer rank, "
+                f"but {num_senders} send: learner.parallel.pp must be 1"
+            )
+        self._handover = HandoverSender(self._weights.host, communicator_id)
+        return weights_pb2.Communicator(
+            communicator_id=communicator_id,
+            transport="ipc",
+            store_host=self._weights.host,
+            store_port=self._handover.port,
+            world_size=world_size,
+            num_senders=num_senders,
+        )
+
+    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
+        """See `WeightSender`."""
+        assert rank == 0
+        handover = self._live()
+        if self._shared is None or self._device.type != "cuda":
+            self._make_buffers()
+        assert self._shared is not None
+        with self._aborting():
+            handover.accept(
+                range(1, announced.world_size),
+                Offer(self._shared.handles, self._num_bytes),
+                self._weights.join_deadline_s,
+            )
+        self._shared.hide()
+        self._id = announced.communicator_id
+        self._number = self._first = 0
+
+    def send(self, bucket: Bucket, data: Tensor) -> Callable[[], None]:
+        """See `WeightSender`: `data` is free as soon as the current stream comes past here."""
+        handover, deadline_s = self._live(), self._weights.bucket_deadline_s
+        with self._aborting():
+            # While its copy ran, the caller has put this bucket together.
+            self._tell()
+            before = self._number - NUM_BUFFERS
+            started_s = time.monotonic()
+            if before >= self._first:
+                handover.wait_read(before, deadline_s)
+            self._wire_s += time.monotonic() - started_s
+        place = (self._number - self._first) % NUM_BUFFERS
+        self._memory[place][: bucket.num_bytes].copy_(data, non_blocking=True)
+        done = torch.cuda.current_stream().record_event() if data.is_cuda else None
+        self._filling = _Filling(self._number, done)
+        self._number += 1
+        return lambda: None
+
+    def finish(self) -> float:
+        """See `WeightSender`: the seconds in which receivers were waited for."""
+        handover, deadline_s = self._live(), self._weights.bucket_deadline_s
+        with self._aborting():
+            self._tell()
+            started_s = time.monotonic()
+            for number in range(max(self._first, self._number - NUM_BUFFERS), self._number):
+                handover.wait_read(number, deadline_s)
+            self._wire_s += time.monotonic() - started_s
+        self._first = self._number
+        seconds, self._wire_s = self._wire_s, 0.0
+        return seconds
+
+    def abort(self) -> None:
+        """See `WeightSender`."""
+        if self._handover is not None:
+            self._handover.close()
+        self._handover = self._id = self._filling = None
+        self._wire_s = 0.0
+
+    def _live(self) -> HandoverSender:
+        if self._handover is None:
+            raise WeightSyncError("there is no communicator to send through")
+        return self._handover
+
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Breaks the communicator when the block fails: every receiver learns of it at once."""
+        try:
+            yield
+        except WeightSyncError:
+            self.abort()
+            raise
+
+    def _tell(self) -> None:
+        """Lets receivers read the bucket that was given last, as soon as it is copied."""
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return
+        if filling.done is not None:
+            until_s = time.monotonic() + self._weights.bucket_deadline_s
+            # Sleeping would take longer than the copy.
+            while not filling.done.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > until_s:
+                    raise WeightSyncError(
+                        f"bucket {filling.number} was not put together within "
+                        f"{self._weights.bucket_deadline_s:g} s"
+                    )
+        self._live().filled(filling.number)
+
+    def _make_buffers(self) -> None:
+        """In main memory for each communicator anew: their names are gone after the last one."""
+        card = self._device.index if self._device.type == "cuda" else None
+        self._shared = make_buffers(NUM_BUFFERS, self._num_bytes, card)
+        self._memory = [torch.as_tensor(each, device=self._device) for each in self._shared.arrays]

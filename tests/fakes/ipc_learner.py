@@ -1,0 +1,60 @@
+"""The learner's end of an ipc communicator as a program that is told what to do line by line."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from slipstream.learner.trainer.ipc_sender import IpcWeightSender
+from slipstream.protocol.buckets import Bucket, Span, TensorSpec
+from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.v1 import weights_pb2
+
+
+def bucket(name: str, num_bytes: int) -> Bucket:
+    return Bucket((Span(TensorSpec(name, "float32", (num_bytes // 4,)), 0),), num_bytes)
+
+
+# An odd number of them: the second update begins with the first buffer again.
+BUCKETS = tuple(bucket(f"w{n}", size) for n, size in enumerate((4096, 65536, 65536, 512, 8192)))
+
+
+def content(seed: int, place: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + place)
+    size = BUCKETS[place].num_bytes
+    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+
+
+def main() -> None:
+    """`announce NAME WORKERS`, `connect`, `send SEED`: one line of answer each."""
+    largest = max(bucket.num_bytes for bucket in BUCKETS)
+    weights = WeightsSection(join_deadline_s=30.0, bucket_deadline_s=20.0)
+    sender = IpcWeightSender(weights, torch.device("cpu"), num_bytes=largest)
+    where = weights_pb2.Communicator()
+    # One lane: it is filled again as soon as `send` has returned.
+    lane = torch.zeros(largest, dtype=torch.uint8)
+    for line in sys.stdin:
+        word, *arguments = line.split()
+        try:
+            if word == "announce":
+                world_size = 1 + int(arguments[1])
+                where = sender.announce(arguments[0], num_senders=1, world_size=world_size)
+                names = ("communicator_id", "store_host", "store_port", "world_size")
+                print(json.dumps({name: getattr(where, name) for name in names}), flush=True)
+            elif word == "connect":
+                sender.connect(where, 0)
+                print("connected", flush=True)
+            else:
+                for place, each in enumerate(BUCKETS):
+                    lane[: each.num_bytes] = content(int(arguments[0]), place)
+                    sender.send(each, lane[: each.num_bytes])()
+                sender.finish()
+                print("sent", flush=True)
+        except WeightSyncError as error:
+            print(error, flush=True)
+
+
+if __name__ == "__main__":
+    main()
