@@ -123,18 +123,15 @@ def config_of_run(name: str, folder: Path, run: str, **tables: JsonValue) -> Con
 
 def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
     """Sequences with returns that rise along each trajectory."""
-    return [
-        TrainingSequence.of_trajectory(
-            trajectory,
-            TokenEstimates(
-                np.zeros_like(known),
-                values=known,
-                returns=(trajectory.reward + 0.1 * np.arange(len(known))).astype(np.float32),
-            ),
-            step=batch.step,
+    estimates = [
+        TokenEstimates(
+            np.zeros_like(known),
+            values=known,
+            returns=(trajectory.reward + 0.1 * np.arange(len(known))).astype(np.float32),
         )
         for trajectory, known in zip(batch.trajectories, values, strict=True)
     ]
+    return TrainingSequence.of_trajectories(batch.trajectories, estimates, step=batch.step)
 
 
 def roles(folder: Path, job: str) -> None:

@@ -101,8 +101,8 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        gateway = WorkerGateway(config.run_dir / "logs")
         server_id = ServerId(options.server_id)
+        gateway = WorkerGateway(config.run_dir / "logs", server=server_id)
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
         await server.run(stop)
     finally:

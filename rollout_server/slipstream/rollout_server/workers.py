@@ -11,10 +11,8 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +22,7 @@ import grpc
 import grpc.aio
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.protocol.security import CHANNEL_OPTIONS, TOKEN_KEY
+from slipstream.protocol.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.rollout_server.calls import CallTable
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
@@ -38,8 +37,16 @@ _STOP_LIMIT_S = 2.0
 class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
     """The local service: a unix socket in a folder of mode 0700, a token for each worker."""
 
-    def __init__(self, log_dir: Path, *, program: Sequence[str] = WORKER_PROGRAM) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        server: str = "rollout-server",
+        program: Sequence[str] = WORKER_PROGRAM,
+    ) -> None:
+        """`server`: the id under which a killed one starts again; it removes what that left."""
         self.log_dir = log_dir
+        self._socket_note = log_dir / f"{server}.sockets"
         self.program = tuple(program)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self._folder = Path()
@@ -53,7 +60,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
 
     async def __aenter__(self) -> Self:
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        self._folder = make_socket_folder(self._socket_note)
         environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.address)
         await self._server.start()
@@ -66,7 +73,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         traceback: TracebackType | None,
     ) -> None:
         await self._server.stop(grace=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_socket_folder(self._socket_note)
 
     def expect(self, worker: EnvironmentWorker) -> str:
         """The token with which this worker will attach."""

@@ -79,13 +79,6 @@ class TrainingSequence:
     loss_weight: float = 1.0
 
     @classmethod
-    def of_trajectory(
-        cls, trajectory: Trajectory, estimates: TokenEstimates, *, step: int
-    ) -> TrainingSequence:
-        """As `of_trajectories`, for one."""
-        return cls.of_trajectories([trajectory], [estimates], step=step)[0]
-
-    @classmethod
     def of_trajectories(
         cls, trajectories: Sequence[Trajectory], estimates: Sequence[TokenEstimates], *, step: int
     ) -> list[TrainingSequence]:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing
+from slipstream.protocol.socket_folder import make_socket_folder, remove_socket_folder
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
 # A unix socket's path has at most 107 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
+# Where the name of a folder with a shorter path is kept.
+SOCKET_NOTE = "valkey.sockets"
 
 
 class EmbeddedServer(AsyncClosing):
@@ -41,7 +42,7 @@ class EmbeddedServer(AsyncClosing):
     async def __aenter__(self) -> EmbeddedServer:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH_BYTES:
-            self._socket_folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+            self._socket_folder = make_socket_folder(self._folder / SOCKET_NOTE)
         await self.start()
         return self
 
@@ -105,7 +106,7 @@ class EmbeddedServer(AsyncClosing):
                 self._process.kill()
                 await self._process.wait()
         if self._socket_folder != self._folder:
-            shutil.rmtree(self._socket_folder, ignore_errors=True)
+            remove_socket_folder(self._folder / SOCKET_NOTE)
 
     @property
     def _socket(self) -> Path:

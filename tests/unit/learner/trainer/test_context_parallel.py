@@ -55,13 +55,11 @@ def test_ranks_have_equal_work_under_a_causal_mask(parts: list[int], size: int) 
 
 def test_shares_are_those_of_every_tensor_of_tokens() -> None:
     batch = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
-    estimates = [
+    numbers = [
         torch.arange(t.num_sampled_tokens, dtype=torch.float32).numpy() for t in batch.trajectories
     ]
-    sequences = [
-        TrainingSequence.of_trajectory(t, TokenEstimates(e, e + 1, e + 2, e + 3), step=batch.step)
-        for t, e in zip(batch.trajectories, estimates, strict=True)
-    ]
+    estimates = [TokenEstimates(e, e + 1, e + 2, e + 3) for e in numbers]
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, estimates, step=batch.step)
     whole = build_micro_batch(sequences, range(6), multiple=8, sequence_multiple=4)
     shares = [share_of_rank(whole, rank, 2) for rank in range(2)]
     bounds = whole.cu_seqlens.tolist()

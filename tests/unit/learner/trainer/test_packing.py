@@ -61,11 +61,9 @@ def test_what_models_estimate_of_sampled_tokens_stands_where_they_are_predicted(
     number = trajectory.num_sampled_tokens
     known = np.arange(1, number + 1, dtype=np.float32)
     found = build_micro_batch(
-        [
-            TrainingSequence.of_trajectory(
-                trajectory, TokenEstimates(known, -known, 2 * known), step=0
-            )
-        ],
+        TrainingSequence.of_trajectories(
+            [trajectory], [TokenEstimates(known, -known, 2 * known)], step=0
+        ),
         [0],
         multiple=100,
     )
@@ -113,12 +111,8 @@ def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(
     seed: int, multiple: int
 ) -> None:
     batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
-    sequences = [
-        TrainingSequence.of_trajectory(
-            t, estimates(t.num_sampled_tokens, t.reward - 0.5), step=batch.step
-        )
-        for t in batch.trajectories
-    ]
+    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=batch.step)
     found = build_micro_batch(sequences, range(6), multiple=multiple)
     assert len(found.token_ids) % multiple == 0
     mask = found.loss_mask
@@ -147,7 +141,7 @@ def test_token_sampled_without_any_context_is_left_out() -> None:
         behavior_logprobs=-np.arange(number, dtype=np.float32),
         version_spans=(trajectory.version_spans[0]._replace(length=number),),
     )
-    found = TrainingSequence.of_trajectory(alone, estimates(number, 1.0), step=0)
+    (found,) = TrainingSequence.of_trajectories([alone], [estimates(number, 1.0)], step=0)
     assert found.loss_mask.sum() == number - 1
     assert found.behavior_logprobs.tolist() == [*range(-1, -number, -1), 0]
 
@@ -157,7 +151,7 @@ def test_sequences_of_a_batch_are_those_of_each_trajectory_alone() -> None:
     known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
     together = TrainingSequence.of_trajectories(batch.trajectories, known, step=3)
     for trajectory, one, found in zip(batch.trajectories, known, together, strict=True):
-        alone = TrainingSequence.of_trajectory(trajectory, one, step=3)
+        (alone,) = TrainingSequence.of_trajectories([trajectory], [one], step=3)
         assert found.token_ids.tolist() == trajectory.token_ids.tolist()
         assert not found.loss_mask[-1]
         for name in ("loss_mask", "behavior_logprobs", "lags"):
