@@ -9,8 +9,8 @@ same schedule and optimizer, in turns.
 
     python deploy/make_tiny_model.py models/tiny
     python benchmarks/learner.py                        # the quickstart's model, on a CPU
-    python benchmarks/learner.py --shape 0.6b           # a random Qwen3-0.6B on a GPU
-    python benchmarks/learner.py --shape 8b --layers 18 --steps 1
+    python benchmarks/learner.py --shape 0.6B           # a random Qwen3-0.6B on a GPU
+    python benchmarks/learner.py --shape 8B --layers 18 --steps 1
 
 Prints one table and writes benchmarks/results/learner-SHAPE.json.
 """
@@ -18,6 +18,7 @@ Prints one table and writes benchmarks/results/learner-SHAPE.json.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
 import json
@@ -31,7 +32,7 @@ from pathlib import Path
 import measure
 import torch
 from learner_loops import (
-    SHAPES,
+    LOADS,
     BareLoop,
     lognormal_batch,
     matmul_tflops,
@@ -39,6 +40,7 @@ from learner_loops import (
     shape_config,
     synchronize,
 )
+from shapes import SHAPES
 from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.flops import model_sizes, training_flops
@@ -50,7 +52,7 @@ HERE = Path(__file__).resolve().parent
 OURS, PEER = "slipstream", "bare"
 WARMUP_STEPS = {"cpu": 10, "cuda": 3}
 # Share of the peer's tokens per second.
-TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6b": 0.92, "8b": 0.92}
+TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6B": 0.92, "8B": 0.92}
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=("quickstart", *SHAPES), default="quickstart")
-    parser.add_argument("--layers", type=int, help="of the shape's model; default: see SHAPES")
+    parser.add_argument("--shape", choices=("quickstart", *LOADS), default="quickstart")
+    parser.add_argument("--layers", type=int, help="of the shape's model; default: see LOADS")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--model", type=Path, default=HERE.parent / "models/tiny")
     parser.add_argument("--repeats", type=int, default=5)
@@ -221,17 +223,18 @@ def main() -> None:
             config = load_config(HERE.parent / "deploy/configs/quickstart.toml", settings)
             make_batch = functools.partial(quickstart_batch, config)
         else:
-            shape = SHAPES[arguments.shape]
-            arguments.layers = arguments.layers or shape.layers
-            config = shape_config(shape, arguments.layers, Path(folder), threads=arguments.threads)
-            make_batch = functools.partial(lognormal_batch, shape)
+            load = LOADS[arguments.shape]
+            load = dataclasses.replace(load, layers=arguments.layers or load.layers)
+            config = shape_config(arguments.shape, load, Path(folder), threads=arguments.threads)
+            make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
         found = run_turns(config, make_batch, arguments)
-    name = f"learner-{arguments.shape}"
     turns = {loop: [asdict(turn) for turn in those] for loop, those in found.items()}
-    measure.write_result(name, {"settings": vars(arguments), "turns": turns}, arguments.output)
     header = ["loop", "ms/step (min-max)", "CPU ms/step", "tokens/s", "of the peer"]
     header += ["TFLOP/s", "of the limit", "peak GiB"]
-    print("\n".join(measure.table(header, rows(found, TARGETS[arguments.shape]))))
+    table = measure.table(header, rows(found, TARGETS[arguments.shape]))
+    record = {"settings": vars(arguments), "table": table, "turns": turns}
+    measure.write_result(f"learner-{arguments.shape}", record, arguments.output)
+    print("\n".join(table))
 
 
 if __name__ == "__main__":

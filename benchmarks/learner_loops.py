@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from shapes import SHAPES
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.model import Policy, unwrapped
 from slipstream.learner.trainer.packing import MicroBatch
@@ -30,20 +32,14 @@ from torch import Tensor
 
 # Of a side of the square matrices whose product is the limit.
 MATMUL_SIZE = 8192
+MAX_POSITIONS = 40960
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a model and of the batches that it trains."""
+class Load:
+    """What a model trains in a step: whole groups, packed."""
 
-    hidden: int
-    intermediate: int
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    is_tied: bool
     micro_batch_tokens: int = 16384
     micro_batches: int = 4
     prompt_tokens: int = 128
@@ -51,57 +47,39 @@ class Shape:
     mean_reply_tokens: int = 1024
     group_size: int = 8
 
-    def config_json(self, layers: int) -> dict[str, Any]:
-        """Of a Qwen3 with so many layers."""
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "tie_word_embeddings": self.is_tied,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "attention_bias": False,
-        }
 
-
-SHAPES = {
-    "tiny": Shape(64, 96, 2, 4, 2, 16, 300, True, 512, 2, 8, 40),
-    "0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936, True),
-    # 18 of Qwen3-8B's 36 layers: with gradients, optimizer state and the activations of a micro
-    # batch they fill 140 GB.
-    "8b": Shape(4096, 12288, 18, 32, 8, 128, 151936, False),
+# For shapes of `shapes`.
+LOADS = {
+    "tiny": Load(2, 512, 2, 8, 40),
+    "0.6B": Load(28),
+    # Of Qwen3-8B's 36 layers: with gradients, optimizer state and the activations of a micro batch
+    # they fill 140 GB.
+    "8B": Load(18),
 }
 
 
-def shape_config(shape: Shape, layers: int, folder: Path, *, threads: int) -> Config:
+def shape_config(name: str, load: Load, folder: Path, *, threads: int) -> Config:
     """The settings of a run on a model of which `folder` gets only the config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape.config_json(layers)))
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    shape = dataclasses.replace(SHAPES[name], layers=load.layers)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config(dtype, MAX_POSITIONS)))
     table = {
         "run": {"name": "benchmark", "steps": 1000},
         "model": {"path": str(folder), "dtype": dtype},
         "algorithm": {
-            "group_size": shape.group_size,
+            "group_size": load.group_size,
             "groups_per_step": 1,
             "max_staleness": 1,
             "learning_rate": 1e-6,
             "correction": {"cap": 2.0},
         },
         "sampling": {
-            "max_reply_tokens": shape.micro_batch_tokens - shape.prompt_tokens,
-            "max_episode_tokens": shape.micro_batch_tokens,
+            "max_reply_tokens": load.micro_batch_tokens - load.prompt_tokens,
+            "max_episode_tokens": load.micro_batch_tokens,
         },
         "learner": {
-            "micro_batch_tokens": shape.micro_batch_tokens,
+            "micro_batch_tokens": load.micro_batch_tokens,
             "use_distributed_optimizer": True,
             "threads": threads,
         },
@@ -109,21 +87,21 @@ def shape_config(shape: Shape, layers: int, folder: Path, *, threads: int) -> Co
     return parse_config(table, source="benchmark")
 
 
-def lognormal_batch(shape: Shape, step: int) -> Batch:
+def lognormal_batch(load: Load, vocab: int, step: int) -> Batch:
     """Whole groups that fill the micro batches of a step but for 3 percent; random tokens."""
     random = np.random.default_rng(step)
-    room = int(0.97 * shape.micro_batches * shape.micro_batch_tokens)
+    room = int(0.97 * load.micro_batches * load.micro_batch_tokens)
     sigma = np.sqrt(np.log(2.0))
     found: list[Trajectory] = []
     while True:
-        drawn = random.lognormal(np.log(shape.mean_reply_tokens) - sigma**2 / 2, sigma, 8)
-        replies = np.clip(drawn, 4, shape.micro_batch_tokens - shape.prompt_tokens).astype(int)
-        room -= int(replies.sum()) + shape.group_size * shape.prompt_tokens
+        drawn = random.lognormal(np.log(load.mean_reply_tokens) - sigma**2 / 2, sigma, 8)
+        replies = np.clip(drawn, 4, load.micro_batch_tokens - load.prompt_tokens).astype(int)
+        room -= int(replies.sum()) + load.group_size * load.prompt_tokens
         if room < 0 and found:
             return Batch(step, f"batch-{step}", tuple(found))
         for reply in replies.tolist():
-            sizes = shape.prompt_tokens, reply
-            found.append(make_trajectory(random, step, len(found), sizes, vocab=shape.vocab))
+            sizes = load.prompt_tokens, reply
+            found.append(make_trajectory(random, step, len(found), sizes, vocab=vocab))
 
 
 def quickstart_batch(config: Config, step: int) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import learner_loops
@@ -37,8 +38,8 @@ def test_batch_is_as_large_as_the_quickstarts() -> None:
 
 
 def test_replies_are_lognormal_and_groups_fill_the_micro_batches() -> None:
-    shape = dataclasses.replace(learner_loops.SHAPES["0.6b"], micro_batches=400)
-    batch = learner_loops.lognormal_batch(shape, 3)
+    load = dataclasses.replace(learner_loops.LOADS["0.6B"], micro_batches=400)
+    batch = learner_loops.lognormal_batch(load, 151936, 3)
     batch.check(1)
     replies = [t.num_sampled_tokens for t in batch.trajectories]
     mean = sum(replies) / len(replies)
@@ -50,8 +51,10 @@ def test_replies_are_lognormal_and_groups_fill_the_micro_batches() -> None:
     assert len(replies) % 8 == 0
 
 
-@pytest.mark.parametrize("name", list(learner_loops.SHAPES))
-def test_shape_is_a_model_that_can_be_configured(name: str, tmp_path: Path) -> None:
-    shape = learner_loops.SHAPES[name]
-    config = learner_loops.shape_config(shape, 2, tmp_path, threads=1)
-    assert config.learner.micro_batch_tokens == shape.micro_batch_tokens
+@pytest.mark.parametrize("name", list(learner_loops.LOADS))
+def test_load_is_of_a_model_that_can_be_configured(name: str, tmp_path: Path) -> None:
+    load = learner_loops.LOADS[name]
+    config = learner_loops.shape_config(name, load, tmp_path, threads=1)
+    assert config.learner.micro_batch_tokens == load.micro_batch_tokens
+    sizes = json.loads((tmp_path / "config.json").read_text())
+    assert sizes["num_hidden_layers"] == load.layers

@@ -34,6 +34,8 @@ _DEFAULTS_OF_TRANSFORMER_ENGINE = (
     "bias_dropout_fusion",
 )
 _DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
+# Ways of exchanging keys and values between context parallel ranks; None is p2p.
+_KINDS_FOR_PACKED = (None, "p2p", "a2a")
 # Without it these fail late, or change nothing.
 _OF_TRANSFORMER_ENGINE = ("moe_router_fusion", "use_te_activation_func", "fp4")
 
@@ -89,6 +91,8 @@ def provider_of(
     else:
         values |= _without_transformer_engine(config)
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
+    if compat.has_transformer_engine():
+        _check_shared_sequences(config, values.get("cp_comm_type"))
     check_fp8(values, config.learner)
     if values.get("deterministic_mode"):
         _choose_deterministic_kernels()
@@ -97,6 +101,27 @@ def provider_of(
     with refusals_of("learner.transformer"):
         provider.finalize()
     return provider
+
+
+def _check_shared_sequences(config: Config, kind: object) -> None:
+    """ConfigError for what TransformerEngine 2.11 cannot do with packed sequences.
+
+    It would say so at the first micro batch, and to programmers.
+    """
+    if config.learner.parallel.cp == 1:
+        return
+    if config.model.dtype == "float32":
+        raise ConfigError(
+            "model.dtype must be bfloat16 for TransformerEngine to share sequences over the ranks "
+            f"of learner.parallel.cp {config.learner.parallel.cp}, got float32"
+        )
+    kinds = kind if isinstance(kind, list) else [kind]
+    unknown = [one for one in kinds if one not in _KINDS_FOR_PACKED]
+    if unknown:
+        raise ConfigError(
+            f"learner.transformer.cp_comm_type must be p2p or a2a, as sequences are packed, "
+            f"got {unknown[0]!r}"
+        )
 
 
 def _choose_deterministic_kernels() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from slipstream.learner.trainer import recipe
-from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.config import Config, LearnerSection
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,28 @@ def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(
 ) -> None:
     found = recipe._overlap(LearnerSection.model_validate(learner))
     assert found == {"overlap_grad_reduce": reduce, "overlap_param_gather": gather}
+
+
+def sharing(cp: int, dtype: str) -> Config:
+    table = {
+        "run": {"name": "recipe", "steps": 1},
+        "model": {"path": "nowhere", "dtype": dtype},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 16},
+        "learner": {"world_size": cp, "parallel": {"cp": cp}},
+    }
+    return parse_config(table, source="test")
+
+
+@pytest.mark.parametrize("kind", [None, "p2p", "a2a", ["p2p", "a2a"]])
+def test_packed_sequences_are_shared_in_half_precision(kind: object) -> None:
+    recipe._check_shared_sequences(sharing(2, "bfloat16"), kind)
+    recipe._check_shared_sequences(sharing(1, "float32"), "all_gather")
+    with pytest.raises(ConfigError, match=r"model.dtype must be bfloat16 .* cp 2, got float32"):
+        recipe._check_shared_sequences(sharing(2, "float32"), kind)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "a2a+p2p", ["p2p", "all_gather"]])
+def test_ways_of_sharing_that_need_unpacked_sequences_are_refused(kind: object) -> None:
+    with pytest.raises(ConfigError, match="cp_comm_type must be p2p or a2a"):
+        recipe._check_shared_sequences(sharing(2, "bfloat16"), kind)
