@@ -91,6 +91,10 @@ def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
             "rollout_server.engine.max_num_seqs cannot be passed through: "
             "set rollout_server.max_episodes",
         ),
+        (
+            {"distributed_executor_backend": "ray"},
+            "rollout_server.engine.distributed_executor_backend must be one of mp, uni, got 'ray'",
+        ),
         ({"max_num_batched_tokens": 2}, "vLLM refuses its settings: "),
     ],
 )

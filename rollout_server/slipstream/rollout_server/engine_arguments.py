@@ -19,6 +19,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 _SECTION = "rollout_server.engine"
+# A process of its own for each worker, or one worker in the engine's process.
+_EXECUTORS = ("mp", "uni")
 _WORKER_EXTENSION = "slipstream.rollout_server.weight_receiver.WorkerExtension"
 
 _WEIGHTS = "the learner's weights could not be loaded into such an engine"
@@ -37,7 +39,6 @@ _OWNED = {
     "gpu_memory_utilization": "set rollout_server.gpu_memory_utilization",
     "enforce_eager": "set rollout_server.enforce_eager",
     "enable_prefix_caching": "set rollout_server.enable_prefix_caching",
-    "distributed_executor_backend": "it follows from rollout_server.tensor_parallel_size",
     "data_parallel_size": _REPLICAS,
     "data_parallel_size_local": _REPLICAS,
     "pipeline_parallel_size": "set rollout_server.tensor_parallel_size",
@@ -93,6 +94,12 @@ def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
             raise ConfigError(f"unknown key {_SECTION}.{name}{hint}")
         if name in _OWNED:
             raise ConfigError(f"{_SECTION}.{name} cannot be passed through: {_OWNED[name]}")
+    executor = table.get("distributed_executor_backend", "mp")
+    if executor not in _EXECUTORS:
+        raise ConfigError(
+            f"{_SECTION}.distributed_executor_backend must be one of {', '.join(_EXECUTORS)}, "
+            f"got {executor!r}"
+        )
     return dict(table)
 
 
