@@ -4,9 +4,10 @@ Ours are requests through `VllmEngine`, the object that the server uses, with th
 log-probability and version; and, in the same process, whole episodes: leases from a controller that
 a test plays, an environment's worker processes, trajectories delivered over gRPC. The peer is bare
 vLLM: AsyncLLM with the same model and settings, no log-probabilities, only final outputs, no text.
-A third row is bare vLLM with log-probabilities. Two engines live side by side on the device and
-take turns; all weights are random (vLLM's "dummy" format). Before that our engine proves that its
-log-probabilities are those that vLLM hands out token by token (`rollout_engines.py`).
+Further rows are bare vLLM with log-probabilities, and our server with an engine that answers at
+once: what the server alone could serve. Engines live side by side on the device and take turns; all
+weights are random (vLLM's "dummy" format). Before that our engine proves that its log-probabilities
+are those that vLLM hands out token by token (`rollout_engines.py`).
 
     python benchmarks/rollout.py --repeats 5                   # one GPU
     python benchmarks/rollout.py --device cpu --repeats 2      # a rehearsal
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +70,13 @@ ROWS = {
     "ours, whole server with episodes": ("ours", "episodes"),
     "bare vLLM without log-probabilities": ("bare", "none"),
     "bare vLLM with log-probabilities": ("bare", "logprobs"),
+    "our server with an engine that answers at once": ("instant", "episodes"),
 }
+ENGINES = ("instant", "ours", "bare")
 PEER = "bare vLLM without log-probabilities"
+
+
+RunRow = Callable[[int], Coroutine[Any, Any, dict[str, Any]]]
 
 
 class RandomWords(Environment[int]):
@@ -244,7 +251,7 @@ class Episodes:
         if not report.num_tasks:
             raise RuntimeError(report.failure.message)
 
-    async def run(self, first_seed: int) -> dict[str, float]:
+    async def run(self, first_seed: int) -> dict[str, Any]:
         """As many episodes as requests of the other rows."""
         from slipstream.v1 import fleet_pb2
 
@@ -288,19 +295,18 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     speeds: dict[str, list[float]] = {row: [] for row in ROWS}
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
-        episodes = Episodes(fleet, arguments)
-        runs: dict[tuple[str, str], Callable[[int], Coroutine[Any, Any, dict[str, float]]]] = {}
-        for role in ("ours", "bare"):
-            with part(f"start the engine of {role}", failures):
+        runs: dict[tuple[str, str], RunRow] = {}
+        for role in arguments.engines:
+            with part(f"start {role}", failures):
                 starting = EngineProcess.start(role, folder, fleet.address, sizes)
                 engines[role] = engine = await stack.enter_async_context(starting)
+                episodes = Episodes(fleet, arguments)
+                if role != "bare":
+                    await episodes.join()
                 for process, what in ROWS.values():
                     if process == role:
-                        runs[process, what] = _run_of(engine, what)
-        with part("join the server", failures):
-            if ("ours", "episodes") in runs:
-                runs["ours", "episodes"] = episodes.run
-                await episodes.join()
+                        whole = what == "episodes"
+                        runs[process, what] = episodes.run if whole else partial(engine.run, what)
         with part("check our log-probabilities and a pause", failures):
             if "ours" in engines:
                 check = await engines["ours"].run("check", 0)
@@ -334,12 +340,6 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
         print(f"FAILED: {name}")
 
 
-def _run_of(
-    engine: EngineProcess, what: str
-) -> Callable[[int], Coroutine[Any, Any, dict[str, float]]]:
-    return lambda seed: engine.run(what, seed)
-
-
 def table_of(speeds: dict[str, list[float]]) -> list[str]:
     """Medians; ratios are those of the medians, against bare vLLM without log-probabilities."""
     peer = Spread.of(speeds[PEER]).median if speeds[PEER] else float("nan")
@@ -363,8 +363,9 @@ def main() -> None:
     parser.add_argument("--reply-tokens", type=int, help="512; on a CPU 64")
     parser.add_argument("--memory", type=float, default=0.42, help="GPU memory of each engine")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--workers", type=int, default=4, help="environment processes")
-    parser.add_argument("--engine", default="{}", help="rollout_server.engine of both, as JSON")
+    parser.add_argument("--engine", default="{}", help="rollout_server.engine of all, as JSON")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"{NAME}.json")
     arguments = parser.parse_args()
     on_cpu = arguments.device == "cpu"

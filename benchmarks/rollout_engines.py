@@ -1,4 +1,4 @@
-"""The processes with an engine of benchmarks/rollout.py: ours, and bare vLLM.
+"""The processes with an engine of benchmarks/rollout.py: ours, bare vLLM, and one without a model.
 
 Each reads commands from stdin, `WHAT FIRST_SEED`, and answers with a line on stdout.
 """
@@ -13,16 +13,24 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from slipstream.protocol.config import Config
 
 if TYPE_CHECKING:
+    from slipstream.protocol.types import LogprobArray, PolicyVersion
     from slipstream.rollout_server.engine import VllmEngine
-    from slipstream.rollout_server.generation import Generation
+    from slipstream.rollout_server.generation import (
+        Engine,
+        EngineUse,
+        Generation,
+        LoadedWeights,
+        Sampling,
+    )
 
 REPLY = "RESULT "
 START_LIMIT_S = 400.0
@@ -47,23 +55,105 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return random.Random(seed).choices(WORD_IDS, k=num_tokens)
 
 
-class Ours:
-    """Our engine, and a server around it that has joined the controller at `address`."""
+class Served:
+    """A rollout server around an engine, which has joined the controller at `address`."""
 
-    def __init__(self, engine: VllmEngine, config: Config, sizes: Sizes, address: str) -> None:
+    def __init__(self, engine: Engine, config: Config, address: str, name: str) -> None:
         """Starts the server beside the caller."""
         from slipstream.protocol.types import ServerId
         from slipstream.rollout_server.renderer import Renderer
         from slipstream.rollout_server.service import RolloutServer
         from slipstream.rollout_server.workers import WorkerGateway
 
-        self._engine, self._sizes, self._config = engine, sizes, config
+        self._engine = engine
         self._stop = asyncio.Event()
-        gateway = WorkerGateway(config.run_dir / "logs")
+        gateway = WorkerGateway(config.run_dir / f"logs-{name}")
         server = RolloutServer(
-            config, address, ServerId("server"), engine, Renderer(config.model.path), gateway
+            config, address, ServerId(name), engine, Renderer(config.model.path), gateway
         )
         self._serving = asyncio.create_task(server.run(self._stop))
+
+    def runs(self) -> dict[str, Run]:
+        """Nothing but what the controller leases."""
+        return {}
+
+    async def close(self) -> None:
+        """Drains the server and ends the engine."""
+        self._stop.set()
+        await asyncio.wait([self._serving], timeout=20)
+        await self._engine.aclose()
+
+
+class InstantEngine:
+    """Answers every request at once with as many tokens as it may: an `Engine` without a model."""
+
+    num_workers = 1
+    max_model_len = 1 << 20
+    vocab_size = 1 << 20
+
+    def __init__(self) -> None:
+        """Nothing was generated yet."""
+        self._tokens = 0
+
+    def use(self) -> EngineUse:
+        """See `Engine`."""
+        from slipstream.rollout_server.generation import EngineUse
+
+        return EngineUse(self._tokens, self._tokens, 0, 0.0, ())
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, max_tokens: int
+    ) -> Generation:
+        """See `Engine`."""
+        from slipstream.protocol.types import PolicyVersion, VersionSpan
+        from slipstream.rollout_server.generation import FinishReason, Generation
+
+        await asyncio.sleep(0)
+        self._tokens += max_tokens
+        return Generation(
+            np.resize(np.asarray(WORD_IDS, dtype=np.uint32), max_tokens),
+            np.zeros(max_tokens, dtype=np.float32),
+            (VersionSpan(max_tokens, PolicyVersion(0, 1)),),
+            FinishReason.LENGTH,
+        )
+
+    async def cancel(self, request_id: str) -> None:
+        """See `Engine`."""
+
+    async def pause(self) -> None:
+        """See `Engine`."""
+
+    async def prepare_weights(self, *_: object) -> None:
+        """See `Engine`."""
+
+    async def receive_weights(self, publish_id: str) -> LoadedWeights:
+        """See `Engine`."""
+        from slipstream.rollout_server.generation import LoadedWeights
+
+        return LoadedWeights((), by_plan=False, receive_s=0.0, load_s=0.0)
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """See `Engine`."""
+
+    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+        """See `Engine`."""
+        return np.zeros(0, dtype=np.float32)
+
+    async def watch(self) -> None:
+        """See `Engine`."""
+        await asyncio.Event().wait()
+
+    async def aclose(self) -> None:
+        """See `Engine`."""
+
+
+class Ours(Served):
+    """Our engine, asked directly or by its server."""
+
+    def __init__(self, engine: VllmEngine, config: Config, sizes: Sizes, address: str) -> None:
+        """Starts the server beside the caller."""
+        super().__init__(engine, config, address, "ours")
+        self._vllm, self._sizes, self._config = engine, sizes, config
 
     @classmethod
     async def start(cls, config: Config, sizes: Sizes, address: str) -> Ours:
@@ -89,19 +179,13 @@ class Ours:
         """What can be asked of it."""
         return {"engine": self._generate_all, "check": self._check}
 
-    async def close(self) -> None:
-        """Drains the server and ends the engine."""
-        self._stop.set()
-        await asyncio.wait([self._serving], timeout=20)
-        await self._engine.aclose()
-
     async def _generate(self, seed: int) -> Generation:
         from slipstream.rollout_server.generation import Sampling
 
         sizes = self._sizes
         longest = self._config.sampling.max_episode_tokens
         sampling = Sampling(1.0, 1.0, 0, sizes.reply_tokens, 1, longest, ignore_eos=True)
-        reply = await self._engine.generate(
+        reply = await self._vllm.generate(
             f"r{seed}", prompt_of(seed, sizes.prompt_tokens), sampling, sizes.reply_tokens
         )
         assert len(reply.logprobs) == len(reply.token_ids)
@@ -127,14 +211,14 @@ class Ours:
             for x, y in zip(a[1], b[1], strict=True)
         ]
         seeds = range(first_seed, first_seed + CHECKED_REQUESTS)
-        start = self._engine.use().generated_tokens
+        start = self._vllm.use().generated_tokens
         replies = [asyncio.create_task(self._generate(seed)) for seed in seeds]
-        while self._engine.use().generated_tokens < start + 8 * CHECKED_REQUESTS:
+        while self._vllm.use().generated_tokens < start + 8 * CHECKED_REQUESTS:
             await asyncio.sleep(0.001)
         started_s = time.perf_counter()
-        await self._engine.pause()
+        await self._vllm.pause()
         pause_s = time.perf_counter() - started_s
-        await self._engine.resume(PolicyVersion(0, 1))
+        await self._vllm.resume(PolicyVersion(0, 1))
         spans = [reply.version_spans for reply in await asyncio.gather(*replies)]
         return {
             "replies": CHECKED_REQUESTS,
@@ -149,7 +233,7 @@ class Ours:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
-        llm, sizes = self._engine._llm, self._sizes
+        llm, sizes = self._vllm._llm, self._sizes
 
         async def last(collector: Any) -> Any:  # noqa: ANN401 - vLLM's
             while not (output := await collector.get()).finished:
@@ -157,7 +241,7 @@ class Ours:
             return output
 
         # All are known before the first step, so that both kinds run in the same batches.
-        await self._engine.pause()
+        await self._vllm.pause()
         waiting = []
         for seed in range(first_seed, first_seed + CHECKED_REQUESTS):
             parameters = SamplingParams(
@@ -172,7 +256,7 @@ class Ours:
             prompt = tokens_input(prompt_of(seed, sizes.prompt_tokens))
             collector = await llm.add_request(f"{kind.name}{seed}", prompt, parameters)
             waiting.append(asyncio.create_task(last(collector)))
-        await self._engine.resume(PolicyVersion(0, 0))
+        await self._vllm.resume(PolicyVersion(0, 0))
         replies = [output.outputs[0] for output in await asyncio.gather(*waiting)]
         return [(list(reply.token_ids), list(reply.logprobs.logprobs)) for reply in replies]
 
@@ -250,7 +334,7 @@ async def main(role: str, folder: Path, address: str, sizes: Sizes) -> None:
     os.environ.update(process.engine_environment(config.rollout_server, on_cpu=on_cpu))
     process.bind_children()
     with process.limited_start(START_LIMIT_S):
-        engine = await Ours.start(config, sizes, address) if role == "ours" else Bare(config, sizes)
+        engine = await _start(role, config, sizes, address)
     runs = engine.runs()
     _answer({"ready": True})
     loop = asyncio.get_running_loop()
@@ -262,6 +346,15 @@ async def main(role: str, folder: Path, address: str, sizes: Sizes) -> None:
         except Exception:  # noqa: BLE001 - told to the benchmark, which goes on with other rows
             _answer({"error": traceback.format_exc()})
     await engine.close()
+
+
+async def _start(role: str, config: Config, sizes: Sizes, address: str) -> Served | Bare:
+    match role:
+        case "ours":
+            return await Ours.start(config, sizes, address)
+        case "instant":
+            return Served(InstantEngine(), config, address, "instant")
+    return Bare(config, sizes)
 
 
 def _answer(record: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ class Engine(Protocol):
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a generation, paused or not: it returns what was sampled, if it is still open."""
+        """Ends a generation, paused or not: it returns what was handed out, if it is still open."""
         ...
 
     async def pause(self) -> None:
