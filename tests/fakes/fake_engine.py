@@ -40,7 +40,6 @@ class FakeEngine:
 
     num_workers = 1
     max_model_len = 64
-    vocab_size = 32
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None

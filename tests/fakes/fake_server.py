@@ -28,7 +28,7 @@ from slipstream.protocol.types import (
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
 OPEN = Credentials(None, None, None, None)
-QUEUE_BYTES = 64 << 20
+QUEUE_BYTES = 256 << 20
 
 Judge = Callable[[fleet_pb2.Lease, int, int], float | Failure]
 
@@ -61,6 +61,7 @@ class FakeServer:
         failing_environment: str = "",
         slow_environment: str = "",
         queue_url: str = "",
+        queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         """With `queue_url` trajectories go to that Redis, else to the controller itself."""
         self.address, self.name = address, name
@@ -69,6 +70,7 @@ class FakeServer:
         self.judge, self.wrong_digests, self.wrong_probes = judge, wrong_digests, wrong_probes
         self.environments_fail, self.slow_environment = environments_fail, slow_environment
         self.failing_environment, self.queue_url = failing_environment, queue_url
+        self.queue_bytes = queue_bytes
         # What the queue has taken.
         self.delivered: list[tuple[str, bytes]] = []
         # Lets the slow environment be loaded.
@@ -93,7 +95,7 @@ class FakeServer:
     async def run(self) -> None:
         async with open_channel(self.address, OPEN) as channel, AsyncExitStack() as self.stack:
             if not self.queue_url:
-                sender = GrpcSender(channel, OPEN, QUEUE_BYTES)
+                sender = GrpcSender(channel, OPEN, self.queue_bytes)
                 self.sender = await self.stack.enter_async_context(sender)
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             async with asyncio.TaskGroup() as self.tasks:
@@ -120,7 +122,7 @@ class FakeServer:
                 max_episodes=self.max_episodes,
                 engine_workers=1,
                 max_model_len=4096,
-                queue_bytes=QUEUE_BYTES,
+                queue_bytes=self.queue_bytes,
             )
         )
         while True:
@@ -136,7 +138,7 @@ class FakeServer:
             case "welcome":
                 self.run_id = message.welcome.run_id
                 if self.queue_url:
-                    queue = RedisSender(self.queue_url, self.run_id, QUEUE_BYTES)
+                    queue = RedisSender(self.queue_url, self.run_id, self.queue_bytes)
                     self.sender = await self.stack.enter_async_context(queue)
             case "environment" if not message.environment.unload:
                 self.tasks.create_task(self._load(message.environment.spec))

@@ -243,6 +243,24 @@ async def test_a_silent_server_is_removed(tmp_path):
     assert summary["ledger"]["difference"] == 0
 
 
+async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
+    config = make_config(tmp_path, run__steps=1)
+    address = config.controller.address
+    refused = []
+
+    async def join(controller, tasks):
+        try:
+            await FakeServer(address, "small", queue_bytes=config.queue.max_bytes - 1).run()
+        except* grpc.aio.AioRpcError as group:
+            while isinstance(group, BaseExceptionGroup):
+                (group,) = group.exceptions
+            refused.append(group.details())
+
+    await play(config, FakeServer(address), trainer=FakeTrainer(address), during=join)
+    (said,) = refused
+    assert said.startswith("server small: a queue of 268435455 bytes, queue.max_bytes of the")
+
+
 async def test_stop_ends_the_run_in_order(tmp_path):
     config = make_config(tmp_path, run__steps=10_000)
     trainer = FakeTrainer(config.controller.address, step_s=0.01)

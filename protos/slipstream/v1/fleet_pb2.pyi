@@ -87,14 +87,13 @@ class Lease(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., deadline_step: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., max_attempts: _Optional[int] = ..., first_attempt: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class ServerHello(_message.Message):
-    __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "vocab_size", "host", "queue_bytes", "place")
+    __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "host", "queue_bytes", "place")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_EPISODES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
-    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
@@ -104,11 +103,10 @@ class ServerHello(_message.Message):
     max_episodes: int
     engine_workers: int
     max_model_len: int
-    vocab_size: int
     host: str
     queue_bytes: int
     place: _weights_pb2.Place
-    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ..., place: _Optional[_Union[_weights_pb2.Place, _Mapping]] = ...) -> None: ...
+    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ..., place: _Optional[_Union[_weights_pb2.Place, _Mapping]] = ...) -> None: ...
 
 class BusyInterval(_message.Message):
     __slots__ = ("start_s", "end_s")

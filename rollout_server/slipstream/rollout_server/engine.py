@@ -121,11 +121,6 @@ class VllmEngine:
         """See `Engine`."""
         return int(self._llm.model_config.max_model_len)
 
-    @property
-    def vocab_size(self) -> int:
-        """See `Engine`."""
-        return int(self._llm.model_config.get_vocab_size())
-
     def use(self) -> EngineUse:
         """See `Engine`."""
         return EngineUse(

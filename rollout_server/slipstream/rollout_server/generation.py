@@ -113,11 +113,6 @@ class Engine(Protocol):
         """Tokens of the longest sequence."""
         ...
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        ...
-
     def use(self) -> EngineUse:
         """The counters; it starts a new list of busy intervals."""
         ...

@@ -197,7 +197,6 @@ def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fl
         max_episodes=config.rollout_server.max_episodes,
         engine_workers=engine.num_workers,
         max_model_len=engine.max_model_len,
-        vocab_size=engine.vocab_size,
         host=socket.gethostname(),
         queue_bytes=config.queue.max_bytes,
         place=weights_pb2.Place(

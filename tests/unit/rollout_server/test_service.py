@@ -44,7 +44,7 @@ async def test_the_hello_says_what_the_server_has_room_for(start_server, config)
         connection = await server.join(step=None)
     hello = connection.hello
     assert (hello.server_id, hello.max_episodes, hello.engine_workers) == ("server-0", 8, 1)
-    assert (hello.max_model_len, hello.vocab_size) == (64, 32)
+    assert hello.max_model_len == 64
     assert hello.queue_bytes == config.queue.max_bytes
 
 

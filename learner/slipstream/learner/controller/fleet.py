@@ -252,6 +252,11 @@ class FleetServicer:
                 f"room for {hello.max_model_len} tokens, an episode may have "
                 f"{config.sampling.max_episode_tokens}"
             )
+        elif hello.queue_bytes < config.queue.max_bytes:
+            problem = (
+                f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
+                f"{config.queue.max_bytes}: leases count on it"
+            )
         elif problem := misfit(self._progress, hello.server_id, hello.place):
             reason = Reason.WRONG_STATE
         elif self._progress.is_over:
