@@ -99,10 +99,10 @@ class Config(Section):
 
     @property
     def probe_tolerance(self) -> float:
-        """Largest mean absolute difference of a probe that passes."""
+        """Largest gap of a probe that passes."""
         if self.weights.probe_tolerance is not None:
             return self.weights.probe_tolerance
-        return 1e-3 if self.model.dtype == "float32" else 0.3
+        return 1e-3 if self.model.dtype == "float32" else 0.16
 
     @property
     def max_trajectory_bytes(self) -> int:

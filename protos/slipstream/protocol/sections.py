@@ -250,8 +250,8 @@ class WeightsSection(Section):
     # Prove every n-th publish by the log-probabilities of a probe, beside its digests; the first
     # always.
     verify_every: Positive = 10
-    # Largest mean absolute difference of the probe's log-probabilities. None: 1e-3 in float32, and
-    # 0.3 in bfloat16, where both sides round, improbable tokens most.
+    # Largest gap of a probe, in nats: the typical error of a logit that its log-probabilities show.
+    # None: 1e-3 in float32, and 0.16 in bfloat16, where rounding alone shows half of it.
     probe_tolerance: float | None = Field(None, gt=0)
 
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.leases import ServerKey
 from slipstream.learner.controller.phases import PhaseReports
+from slipstream.learner.controller.probe_gap import logit_gap
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish_totals import PublishTotals
 from slipstream.learner.controller.transport_choice import choose_for
@@ -316,12 +316,12 @@ class Publisher:
         got = unpack_logprobs(report.probe_logprobs)
         if len(expected) == 0 or len(expected) != len(got):
             return f"the probe asked for {len(expected)} log-probabilities and got {len(got)}"
-        gap = float(np.abs(expected - got).mean())
+        gap = logit_gap(expected, got)
         self.totals.verified += 1
         self.totals.probe_gap_max = max(self.totals.probe_gap_max, gap)
         if not gap <= probe.tolerance:
             return (
-                f"the probe's log-probabilities differ from the learner's by {gap:.2e} on average, "
-                f"more than {probe.tolerance:.2e}"
+                "the probe's log-probabilities differ from the learner's like logits that are off "
+                f"by {gap:.2e}, more than {probe.tolerance:.2e}"
             )
         return ""

@@ -1,0 +1,25 @@
+"""How far apart two computations of the same tokens' log-probabilities are."""
+
+from __future__ import annotations
+
+import numpy as np
+from slipstream.protocol.types import LogprobArray
+
+# Below it the rounding of log-probabilities near 0 would count as errors of logits.
+_LEAST_DOUBT = 0.01
+
+
+def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
+    """The size of a token's logit that explains the difference, typical of all tokens; in nats.
+
+    A logit that is off by x moves the log-probability of its token by (1 - p) x: divided by 1 - p,
+    sure and unsure tokens show the same rounding. The mean has the exponent 1/2, so that a few
+    tokens that are off by much do not stand for all. NaN where one of the values is not finite.
+    """
+    wanted, given = expected.astype(np.float64), got.astype(np.float64)
+    doubt = np.maximum(1.0 - np.exp(np.minimum(wanted, 0.0)), _LEAST_DOUBT)
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(wanted - given) / doubt
+    # inf - inf and inf are no measure of anything.
+    errors[~np.isfinite(errors)] = np.nan
+    return float(np.sqrt(errors).mean() ** 2)
