@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.client.doctor.findings import Finding, Verdict, problem, table
+from slipstream.client.doctor.gpus import check_gpus
 from slipstream.client.doctor.machine import check_machine
 from slipstream.client.doctor.packages import check_packages
 from slipstream.client.doctor.setup import check_queue, check_setup
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import load_config
+from slipstream.protocol.gpus import list_gpus
 
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0
@@ -34,13 +35,15 @@ async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bo
 
 async def examine(config: Config | None) -> list[Finding]:
     """What there is to say of this machine, and of a configuration on it."""
-    has_gpu = shutil.which("nvidia-smi") is not None
+    gpus = list_gpus()
+    has_gpu = bool(gpus)
     run_dir = config.run.dir if config is not None else Path("runs")
     findings = [*check_machine(run_dir=run_dir, has_gpu=has_gpu), *check_packages(has_gpu=has_gpu)]
+    findings += check_gpus(gpus)
     if importlib.util.find_spec("torch") is not None:
         findings += await ask_program(LEARNER_PROGRAM)
     if config is not None:
-        findings += await asyncio.to_thread(lambda: list(check_setup(config)))
+        findings += await asyncio.to_thread(lambda: list(check_setup(config, gpus)))
         findings.append(await check_queue(config))
     return findings
 

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.client.doctor.fit import check_fit
 from slipstream.client.preflight import check_port
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import check_model
 from slipstream.protocol.errors import ConfigError, QueueError
+from slipstream.protocol.gpus import Gpu
 from slipstream.protocol.security import Credentials, check_address, redis_url_with_password
 
-GIB = 1 << 30
 CONNECT_LIMIT_S = 3.0
-# Bytes of optimizer state for a parameter: two moments, and the fp32 master of a bf16 weight.
-MOMENT_BYTES = 8
-MASTER_BYTES = 4
-GRADIENT_BYTES = 4
 
 
-def check_setup(config: Config) -> Iterator[Finding]:
+def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
     """What the configuration asks of this machine."""
     yield _model(config)
     yield _security(config)
     yield _controller(config)
     yield _weights(config)
-    memory = _learner_memory(config)
-    if memory is not None:
-        yield memory
+    if address_parts(config.learner.master)[1]:
+        yield _master(config)
+    yield from check_fit(config, gpus)
 
 
 def _model(config: Config) -> Finding:
@@ -82,6 +77,19 @@ def _weights(config: Config) -> Finding:
     )
 
 
+def _master(config: Config) -> Finding:
+    address = config.learner.master
+    if not _is_ours(address_parts(address)[0]):
+        return ok("learner.master", f"{address} is of another machine, learner node 0")
+    try:
+        check_port(address)
+    except ConfigError:
+        return problem(
+            "learner.master", f"{address} is in use", "choose another port, the same on all nodes"
+        )
+    return ok("learner.master", f"{address} is of this machine and free")
+
+
 async def check_queue(config: Config) -> Finding:
     """The queue of the configuration: whether its server answers and keeps what it is given."""
     if config.queue.kind != "redis":
@@ -97,48 +105,6 @@ async def check_queue(config: Config) -> Finding:
     except (QueueError, ConfigError) as error:
         return problem("queue", str(error), "check queue.redis_url and the server's settings")
     return ok("queue", f"the server of queue.redis_url answers, version {version}")
-
-
-def _learner_memory(config: Config) -> Finding | None:
-    """What parameters, gradients and optimizer of one rank take; activations come on top."""
-    parameters = _parameters(config.model.path)
-    if parameters is None:
-        return None
-    learner, parallel = config.learner, config.learner.parallel
-    is_bf16 = config.model.dtype == "bfloat16"
-    split = parallel.tp * parallel.pp
-    replicas = learner.world_size // split if learner.use_distributed_optimizer else 1
-    fixed = (2 if is_bf16 else 4) + GRADIENT_BYTES
-    state = MOMENT_BYTES + (MASTER_BYTES if is_bf16 else 0)
-    rank_bytes = parameters / split * (fixed + state / replicas)
-    return ok(
-        "learner memory",
-        f"{_short(parameters)} parameters: {_short(rank_bytes)}B for each rank, "
-        "without activations",
-    )
-
-
-def _short(number: float) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} "
-
-
-def _parameters(folder: Path) -> float | None:
-    """Elements of the safetensors files, from their headers; None without any."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                elements = 1
-                for length in entry["shape"]:
-                    elements *= length
-                total += elements
-    return float(total) or None
 
 
 def _is_ours(host: str) -> bool:

@@ -20,8 +20,6 @@ Line: TypeAlias = tuple[str, str, str, str]
 GIB = 1 << 30
 # Hopper; older ones run, but were not tested.
 TESTED_CAPABILITY = (9, 0)
-# Learner and engine must agree on it, or NCCL hangs between them.
-NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"
 
 
 def main() -> int:
@@ -38,7 +36,6 @@ def findings() -> Iterator[Line]:
         yield from _without_gpu()
         return
     yield from _gpus()
-    yield _links()
     yield _nccl()
     yield _attention()
 
@@ -67,34 +64,18 @@ def _gpus() -> Iterator[Line]:
             yield "gpu", "ok", seen, ""
 
 
-def _links() -> Line:
-    number = torch.cuda.device_count()
-    pairs = [(a, b) for a in range(number) for b in range(number) if a != b]
-    without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    if not pairs:
-        return "links", "ok", "one GPU", ""
-    if without:
-        names = ", ".join(f"{a}-{b}" for a, b in without[:4])
-        return (
-            "links",
-            "advice",
-            f"no direct access between {len(without)} pairs: {names}",
-            "weights then travel through main memory: see nvidia-smi topo -m",
-        )
-    return "links", "ok", f"direct access between all {number} GPUs", ""
-
-
 def _nccl() -> Line:
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     ours = ".".join(map(str, version))
-    variable = os.environ.get(NCCL_VARIABLE, "unset")
     if importlib.util.find_spec("cupy") is None:
         return "nccl", "problem", f"torch has {ours}, cupy is not installed", "install cupy-cuda13x"
     from cupy.cuda import nccl
 
     number = nccl.get_version()
     theirs = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    seen = f"torch {ours}, cupy {theirs}, {NCCL_VARIABLE} {variable}"
+    # vLLM's own communicators use torch's, unless it is told otherwise.
+    engine = os.environ.get("VLLM_NCCL_SO_PATH", "torch's")
+    seen = f"torch {ours}, cupy {theirs}, vLLM {engine}"
     if ours.split(".")[:2] != theirs.split(".")[:2]:
         return "nccl", "advice", seen, "install the same NCCL for both"
     return "nccl", "ok", seen, ""

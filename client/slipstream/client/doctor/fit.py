@@ -1,0 +1,141 @@
+"""One configuration against the GPUs of this machine: who gets which, and whether it is enough."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.client.placement import Placement, check_transport, place_here, share_memory
+from slipstream.protocol.config import Config
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.gpus import Gpu, find_gpu
+
+GIB = 1 << 30
+# Bytes of optimizer state for a parameter: two moments, and the fp32 master of a bf16 weight.
+MOMENT_BYTES = 8
+MASTER_BYTES = 4
+GRADIENT_BYTES = 4
+# What is left of a card beside parameters, gradients and optimizer for activations and logits.
+ACTIVATION_SHARE = 0.15
+# Of an engine's share: weights beyond it leave no room for a KV cache worth its name.
+WEIGHT_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes on the device of each rank and of each engine worker, without activations."""
+
+    parameters: int
+    rank_bytes: float
+    worker_bytes: float
+
+
+def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Placement, transport and memory of `slipstream run` on this machine."""
+    needs = needs_of(config)
+    if needs is not None:
+        yield ok(
+            "learner memory",
+            f"{short(needs.parameters)} parameters: {short(needs.rank_bytes)}B for each rank, "
+            "without activations",
+        )
+    ranks = config.learner.ranks_per_node or config.learner.world_size
+    try:
+        placement = place_here(config, ranks=ranks, servers=config.rollout_server.count)
+        config = share_memory(config, placement)
+        check_transport(config, placement)
+    except ConfigError as error:
+        yield advice(
+            "placement",
+            f"`slipstream run` does not fit here: {error}",
+            "nothing, if learner and rollout servers have machines of their own",
+        )
+        return
+    yield ok("placement", "; ".join(placement.describe()))
+    if needs is not None and placement.learner:
+        yield from _memory(config, placement, needs, gpus)
+
+
+def needs_of(config: Config) -> Needs | None:
+    """From the headers of the model's files; None without any."""
+    parameters = _parameters(config.model.path)
+    if parameters is None:
+        return None
+    learner, parallel = config.learner, config.learner.parallel
+    is_bf16 = config.model.dtype == "bfloat16"
+    split = parallel.tp * parallel.pp
+    replicas = learner.world_size // split if learner.use_distributed_optimizer else 1
+    weight_bytes = 2 if is_bf16 else 4
+    state = MOMENT_BYTES + (MASTER_BYTES if is_bf16 else 0)
+    return Needs(
+        parameters=parameters,
+        rank_bytes=parameters / split * (weight_bytes + GRADIENT_BYTES + state / replicas),
+        worker_bytes=parameters * weight_bytes / config.rollout_server.tensor_parallel_size,
+    )
+
+
+def _memory(
+    config: Config, placement: Placement, needs: Needs, gpus: Sequence[Gpu]
+) -> Iterator[Finding]:
+    cards = [find_gpu(name, gpus) for name in placement.learner]
+    share = config.rollout_server.gpu_memory_utilization
+    sharing = max(placement.shared.values(), default=0)
+    known = [card.memory_bytes for card in cards if card is not None]
+    if not known:
+        return
+    room = min(known) * min(1 - sharing * share, config.learner.gpu_memory_fraction or 1.0)
+    seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
+    if needs.rank_bytes > room:
+        remedy = (
+            "raise learner.parallel.tp or pp, set learner.use_distributed_optimizer with more "
+            "ranks, or learner.offload.optimizer"
+        )
+        if sharing:
+            remedy += ", or lower rollout_server.gpu_memory_utilization"
+        yield problem("GPU memory", seen, remedy)
+    elif needs.rank_bytes > (1 - ACTIVATION_SHARE) * room:
+        yield advice(
+            "GPU memory",
+            f"{seen}: little is left for activations",
+            "lower learner.micro_batch_tokens, or set learner.transformer.recompute_granularity",
+        )
+    else:
+        yield ok("GPU memory", seen)
+    engine = min(known) * share
+    seen = f"{needs.worker_bytes / GIB:.1f} of {engine / GIB:.1f} GiB for an engine's weights"
+    if needs.worker_bytes > WEIGHT_SHARE * engine:
+        yield problem(
+            "engine memory",
+            seen,
+            "raise rollout_server.tensor_parallel_size or gpu_memory_utilization: the KV cache "
+            "has what is left",
+        )
+    else:
+        yield ok("engine memory", seen)
+
+
+def short(number: float) -> str:
+    """With a decimal prefix."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} "
+
+
+def _parameters(folder: Path) -> int | None:
+    """Elements of the safetensors files, from their headers; None without any."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                elements = 1
+                for length in entry["shape"]:
+                    elements *= length
+                total += elements
+    return total or None

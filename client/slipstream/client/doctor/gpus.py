@@ -1,0 +1,108 @@
+"""The GPUs as the driver shows them: how many, how full, and how they reach each other."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+
+from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.protocol.gpus import VISIBLE, Gpu, Nvml, visible_ids
+from slipstream.protocol.nccl_environment import NCCL_ENVIRONMENT
+
+GIB = 1 << 30
+# Indices of nvmlDeviceGetP2PStatus, whose answer 0 is yes.
+_READ, _NVLINK = 0, 2
+# nvmlDeviceGetTopologyCommonAncestor.
+_PATHS = {
+    10: "one PCIe switch",
+    20: "several PCIe switches",
+    30: "a PCIe host bridge",
+    40: "the host bridges of one NUMA node",
+    50: "the link between NUMA nodes",
+}
+
+
+def check_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Of a machine with a driver; nothing without one."""
+    if not gpus:
+        return
+    with Nvml() as nvml:
+        version = nvml.text("nvmlSystemGetDriverVersion") or "of an unknown version"
+        yield ok("driver", f"{version} shows {_names(gpus)}")
+        yield _visible(gpus, environ)
+        if len(gpus) > 1:
+            yield _links(nvml, gpus)
+    yield _environment(environ)
+
+
+def _names(gpus: Sequence[Gpu]) -> str:
+    kinds = {(gpu.name, gpu.memory_bytes // GIB) for gpu in gpus}
+    return ", ".join(
+        f"{sum((g.name, g.memory_bytes // GIB) == (name, gib) for g in gpus)} x {name} with "
+        f"{gib} GiB"
+        for name, gib in sorted(kinds)
+    )
+
+
+def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Finding:
+    ids = visible_ids(environ, gpus)
+    if VISIBLE not in environ:
+        return ok("visible GPUs", f"all: {', '.join(ids)}")
+    seen = f"{VISIBLE} is {environ[VISIBLE]!r}: {', '.join(ids) or 'none'}"
+    if not ids or len(ids) < len(environ[VISIBLE].split(",")):
+        return problem("visible GPUs", seen, "CUDA stops at the first entry that names no GPU")
+    return ok("visible GPUs", seen)
+
+
+def _links(nvml: Nvml, gpus: Sequence[Gpu]) -> Finding:
+    by_nvlink, others, apart = 0, set(), []
+    for one, other in combinations(gpus, 2):
+        pair = nvml.device(one.index), nvml.device(other.index)
+        if _can(nvml, pair, _NVLINK):
+            by_nvlink += 1
+        else:
+            level = nvml.number("nvmlDeviceGetTopologyCommonAncestor", *pair)
+            others.add(_PATHS.get(level or 0, "PCIe"))
+            if not _can(nvml, pair, _READ):
+                apart.append(f"{one.index}-{other.index}")
+    parts = [f"{by_nvlink} pairs of GPUs by NVLink"] if by_nvlink else []
+    parts += [f"others over {path}" for path in sorted(others)]
+    seen = "; ".join(parts)
+    if apart:
+        return advice(
+            "links",
+            f"{seen}; no direct access between {', '.join(apart[:4])}",
+            "weights between them go through main memory: place both ends on linked GPUs by "
+            "learner.devices and rollout_server.devices",
+        )
+    if others:
+        remedy = "keep ranks of one tensor parallel group and their servers on GPUs with NVLink"
+        return advice("links", seen, remedy)
+    return ok("links", seen)
+
+
+def _can(
+    nvml: Nvml, pair: tuple[ctypes.c_void_p | None, ctypes.c_void_p | None], what: int
+) -> bool:
+    return nvml.number("nvmlDeviceGetP2PStatus", *pair, what) == 0
+
+
+def _environment(environ: Mapping[str, str]) -> Finding:
+    """What both ends of a communicator must be told the same."""
+    others = [
+        f"{name}={environ[name]}"
+        for name, value in NCCL_ENVIRONMENT.items()
+        if environ.get(name, value) != value
+    ]
+    if others:
+        return advice(
+            "nccl settings",
+            ", ".join(others),
+            "tested with "
+            + ", ".join(f"{name}={value}" for name, value in NCCL_ENVIRONMENT.items())
+            + ", which is set where nothing is; set yours on every host alike",
+        )
+    found = sorted(name for name in environ if name.startswith("NCCL_"))
+    return ok("nccl settings", "ours" + (f", and of yours {', '.join(found)}" if found else ""))

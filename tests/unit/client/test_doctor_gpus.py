@@ -1,0 +1,149 @@
+"""What `slipstream doctor` says of GPUs, without one: the driver's answers are played."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from slipstream.client import placement
+from slipstream.client.doctor import fit, gpus
+from slipstream.client.doctor.findings import Finding, Verdict
+from slipstream.client.doctor.fit import Needs, check_fit
+from slipstream.client.doctor.gpus import check_gpus
+from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.gpus import Gpu
+
+GIB = 1 << 30
+CARDS = tuple(Gpu(n, f"GPU-{n}aaa", "NVIDIA H200", 140 * GIB) for n in range(3))
+
+
+class FakeNvml:
+    """Cards 0 and 1 have NVLink; card 2 is behind another processor, `apart`: out of reach."""
+
+    def __init__(self, *, apart: bool = False) -> None:
+        self.apart = apart
+
+    def __enter__(self) -> FakeNvml:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def text(self, name: str, *arguments: object) -> str:
+        return {"nvmlSystemGetDriverVersion": "580.1"}[name]
+
+    def device(self, index: int) -> int:
+        return index
+
+    def number(self, name: str, *arguments: Any) -> int | None:
+        linked = set(arguments[:2]) == {0, 1}
+        if name == "nvmlDeviceGetTopologyCommonAncestor":
+            return 50
+        assert name == "nvmlDeviceGetP2PStatus"
+        can = linked if arguments[2] == 2 else linked or not self.apart
+        return 0 if can else 3
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    nvml = FakeNvml()
+    monkeypatch.setattr(gpus, "Nvml", lambda: nvml)
+    return nvml
+
+
+def found(number: int, environ: Mapping[str, str] = {}) -> dict[str, Finding]:
+    return {finding.area: finding for finding in check_gpus(CARDS[:number], environ)}
+
+
+def test_without_a_driver_nothing_is_said() -> None:
+    assert found(0) == {}
+
+
+def test_driver_and_cards_are_named(nvml: FakeNvml) -> None:
+    assert found(2)["driver"].seen == "580.1 shows 2 x NVIDIA H200 with 140 GiB"
+    assert found(2)["visible GPUs"].seen == "all: 0, 1"
+    assert "links" not in found(1)
+
+
+def test_entry_that_names_no_gpu_is_a_problem(nvml: FakeNvml) -> None:
+    finding = found(2, {"CUDA_VISIBLE_DEVICES": "1,7,0"})["visible GPUs"]
+    assert finding.verdict is Verdict.PROBLEM
+    assert finding.seen == "CUDA_VISIBLE_DEVICES is '1,7,0': 1"
+    good = found(2, {"CUDA_VISIBLE_DEVICES": "1,0"})["visible GPUs"]
+    assert good.verdict is Verdict.OK
+
+
+def test_links_say_which_pairs_are_slow(nvml: FakeNvml) -> None:
+    assert found(2)["links"] == Finding("links", Verdict.OK, "1 pairs of GPUs by NVLink")
+    slow = found(3)["links"]
+    assert slow.verdict is Verdict.ADVICE
+    assert slow.seen == "1 pairs of GPUs by NVLink; others over the link between NUMA nodes"
+    nvml.apart = True
+    assert found(3)["links"].seen.endswith("no direct access between 0-2, 1-2")
+
+
+def test_settings_of_nccl_that_differ_from_ours_are_named(nvml: FakeNvml) -> None:
+    assert found(1)["nccl settings"].verdict is Verdict.OK
+    finding = found(1, {"NCCL_NVLS_ENABLE": "1", "NCCL_DEBUG": "INFO"})["nccl settings"]
+    assert finding.verdict is Verdict.ADVICE
+    assert finding.seen == "NCCL_NVLS_ENABLE=1"
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    values: dict[str, Any] = {
+        "run": {"name": "examined", "steps": 1},
+        "model": {"path": "model"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 16},
+    }
+    return parse_config(values | sections, source="test")
+
+
+def fits(
+    config: Config, monkeypatch: pytest.MonkeyPatch, cards: int, billions: float
+) -> dict[str, Finding]:
+    """With a model of so many parameters in bf16 on so many cards."""
+    needs = Needs(int(billions * 1e9), billions * 1e9 * 18, billions * 1e9 * 2)
+    monkeypatch.setattr(fit, "needs_of", lambda config: needs)
+    monkeypatch.setattr(placement, "uses_gpus", lambda: True)
+    monkeypatch.setattr(placement, "list_gpus", lambda: CARDS[:cards])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return {finding.area: finding for finding in check_fit(config, CARDS[:cards])}
+
+
+def test_memory_of_each_card_is_compared_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fits(config_of(), monkeypatch, 2, 7.0)
+    assert own["placement"].seen == "trainer rank 0: GPU 0; rollout server 0: GPU 1"
+    # 7e9 * 18 bytes are 117.3 GiB, and activations want 15 % of 140.
+    assert own["GPU memory"].verdict is Verdict.OK
+    assert own["GPU memory"].seen == "117.3 of 140.0 GiB for a trainer rank"
+    assert own["engine memory"].seen == "13.0 of 126.0 GiB for an engine's weights"
+    shared = fits(config_of(), monkeypatch, 1, 7.0)
+    assert shared["GPU memory"].verdict is Verdict.PROBLEM
+    assert shared["GPU memory"].seen == "117.3 of 84.0 GiB for a trainer rank"
+    assert "lower rollout_server.gpu_memory_utilization" in shared["GPU memory"].remedy
+    tight = fits(config_of(), monkeypatch, 2, 7.5)
+    assert tight["GPU memory"].verdict is Verdict.ADVICE
+
+
+def test_engine_without_room_for_a_cache_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(rollout_server={"gpu_memory_utilization": 0.1})
+    finding = fits(config, monkeypatch, 2, 6.0)["engine memory"]
+    assert finding.verdict is Verdict.PROBLEM
+    assert finding.seen == "11.2 of 14.0 GiB for an engine's weights"
+
+
+def test_limit_of_the_learner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(learner={"gpu_memory_fraction": 0.5})
+    assert fits(config, monkeypatch, 2, 7.0)["GPU memory"].seen.startswith("117.3 of 70.0 GiB")
+
+
+def test_what_does_not_fit_one_machine_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(rollout_server={"count": 4})
+    finding = fits(config, monkeypatch, 2, 1.0)["placement"]
+    assert finding.verdict is Verdict.ADVICE
+    assert "5 GPUs are needed here" in finding.seen
+    wrong = fits(config_of(weights={"transport": "nccl"}), monkeypatch, 1, 1.0)["placement"]
+    assert "nccl joins no two processes on one GPU" in wrong.seen
