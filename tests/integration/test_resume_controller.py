@@ -19,7 +19,7 @@ from fake_server import FakeServer, environment_failure
 from fake_trainer import START, FakeTrainer
 from slipstream.client import Client
 from slipstream.client.preflight import free_port
-from slipstream.learner.controller.journal import read_batch, read_records
+from slipstream.learner.controller.journal import Journal, read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
@@ -224,9 +224,14 @@ async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
     stopped_at = trainer.version.step
     assert summary["steps"] == stopped_at < 5
     again = moved(config, tmp_path, steps=STEPS)
+    # As if its first start had been watched for so long that the second hardly counts.
+    with Journal(config.run_dir / "journal") as journal:
+        journal.append("busy", window=1e9, generation=5e8, training=2e8, both=1e8)
     summary, trainer, _ = await resume(again, trainer.newest_checkpoint)
     check_run(again, summary)
     assert len(trainer.batches) == STEPS - stopped_at
+    shares = {"generation": 0.5, "training": 0.2, "both": 0.1}
+    assert summary["busy"] == pytest.approx(shares, abs=1e-5)
 
 
 async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):

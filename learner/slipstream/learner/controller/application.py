@@ -33,6 +33,7 @@ from slipstream.learner.controller.receivers import open_receiver
 from slipstream.learner.controller.restoration import (
     RestoredParts,
     begin,
+    journal_busy,
     journal_evaluation,
     journal_servers,
     restore,
@@ -260,6 +261,7 @@ class Controller:
                 **self._fleet.gauges(),
             },
         )
+        journal_busy(journal, self._recorder.facts.busy.of_this_start())
         self._progress.events.add(
             f"version {report.version.step}", step=report.version.step, metrics=row
         )

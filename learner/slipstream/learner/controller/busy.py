@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 Interval = tuple[float, float]
 
@@ -40,17 +42,93 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def busy_shares(
+@dataclass(frozen=True)
+class BusySeconds:
+    """How long something was watched, and how much of that time was busy."""
+
+    window: float = 0.0
+    generation: float = 0.0
+    training: float = 0.0
+    both: float = 0.0
+
+    def __add__(self, other: BusySeconds) -> BusySeconds:
+        """Of two windows that do not overlap."""
+        return BusySeconds(
+            self.window + other.window,
+            self.generation + other.generation,
+            self.training + other.training,
+            self.both + other.both,
+        )
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the window, between 0 and 1; 0 without one."""
+        times = {"generation": self.generation, "training": self.training, "both": self.both}
+        return {name: time / self.window if self.window else 0.0 for name, time in times.items()}
+
+
+def busy_seconds(
     generation: Iterable[Interval], training: Iterable[Interval], window: Interval
-) -> dict[str, float]:
-    """Shares of `window` in which generation, training and both were busy, between 0 and 1."""
-    span = window[1] - window[0]
-    if span <= 0:
-        return {"generation": 0.0, "training": 0.0, "both": 0.0}
+) -> BusySeconds:
+    """How much of `window` lies in the intervals; nothing when it ends before it begins."""
+    if window[1] <= window[0]:
+        return BusySeconds()
     generated = intersection(union(generation), [window])
     trained = intersection(union(training), [window])
-    return {
-        "generation": length(generated) / span,
-        "training": length(trained) / span,
-        "both": length(intersection(generated, trained)) / span,
-    }
+    return BusySeconds(
+        window[1] - window[0],
+        length(generated),
+        length(trained),
+        length(intersection(generated, trained)),
+    )
+
+
+class BusyMeter:
+    """Adds up how busy a run was, from its first generation to the end of its last step.
+
+    Between two starts of a run it is not watched.
+    """
+
+    def __init__(self) -> None:
+        # Of earlier starts, and of this one as far as it is settled.
+        self.earlier = BusySeconds()
+        self._settled = BusySeconds()
+        self._generation: list[Interval] = []
+        self._training: list[Interval] = []
+        self._from_s: float | None = None
+        self._until_s = 0.0
+
+    def generated(self, intervals: Sequence[Interval]) -> None:
+        """An engine was busy; a server may report it late."""
+        if self._from_s is None and intervals:
+            self._from_s = intervals[0][0]
+        self._generation += intervals
+
+    def trained(self, interval: Interval) -> None:
+        """A step was made."""
+        self._training.append(interval)
+        self._until_s = interval[1]
+
+    def settle(self, until_s: float) -> None:
+        """Counts what lies before `until_s` for good: what is reported of it later has no effect.
+
+        Keeps the number of intervals small in long runs.
+        """
+        until_s = min(until_s, self._until_s)
+        if self._from_s is None or until_s <= self._from_s:
+            return
+        self._settled += busy_seconds(self._generation, self._training, (self._from_s, until_s))
+        self._from_s = until_s
+        rest = [(until_s, math.inf)]
+        self._generation = intersection(union(self._generation), rest)
+        self._training = intersection(union(self._training), rest)
+
+    def of_this_start(self) -> BusySeconds:
+        """From the first generation of this start to the end of its last step."""
+        if self._from_s is None:
+            return self._settled
+        window = (self._from_s, self._until_s)
+        return self._settled + busy_seconds(self._generation, self._training, window)
+
+    def of_the_run(self) -> BusySeconds:
+        """Of all starts together."""
+        return self.earlier + self.of_this_start()

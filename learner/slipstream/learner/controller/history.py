@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import JsonValue
+from slipstream.learner.controller.busy import BusySeconds
 from slipstream.learner.controller.ends import End
 from slipstream.learner.controller.filtering import FilteredGroups
 from slipstream.protocol.errors import ProtocolError
@@ -97,6 +98,9 @@ class RunHistory:
     # Number of trained trajectories that more than one version sampled.
     with_several_versions: int = 0
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
+    # Of all starts but the last one.
+    busy: BusySeconds = BusySeconds()
+    _busy_of_start: BusySeconds = BusySeconds()
     # The newest version with a whole checkpoint.
     checkpoint: PolicyVersion = START
     batch_tokens: dict[int, int] = field(default_factory=dict)
@@ -149,6 +153,9 @@ class RunHistory:
                     tokens.generated = max(tokens.generated, generated)
             case "solved":
                 self.solved = record["cause"]
+            case "busy":
+                names = ("window", "generation", "training", "both")
+                self._busy_of_start = BusySeconds(*(record[name] for name in names))
             case "checkpoint":
                 self.checkpoint = PolicyVersion(*record["version"])
             case "submitted":
@@ -164,6 +171,8 @@ class RunHistory:
             raise ProtocolError(
                 f"the journal has format {record['format']}, this version reads {FORMAT}"
             )
+        self.busy += self._busy_of_start
+        self._busy_of_start = BusySeconds()
         self.run_id = record["run_id"]
         self.starts += 1
 

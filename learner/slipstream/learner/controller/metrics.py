@@ -15,7 +15,7 @@ from typing import IO
 from pydantic import JsonValue
 from slipstream.learner.controller.batch_statistics import batch_statistics, environment_means
 from slipstream.learner.controller.batches import Batch, token_lags, with_several_versions
-from slipstream.learner.controller.busy import Interval, busy_shares, union
+from slipstream.learner.controller.busy import BusyMeter, Interval
 from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.resources import run_resources
@@ -27,7 +27,6 @@ from slipstream.v1 import fleet_pb2, status_pb2
 EDGE_STEPS = 5
 SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
-MERGE_EVERY = 1000
 # The rate of generation is a mean over so long.
 RATE_WINDOW_S = 5.0
 
@@ -42,8 +41,7 @@ class RunFacts:
     gap_sum: float = 0.0
     gap_tokens: float = 0.0
     gap_max: float = 0.0
-    generation: list[Interval] = field(default_factory=list)
-    training: list[Interval] = field(default_factory=list)
+    busy: BusyMeter = field(default_factory=BusyMeter)
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,11 @@ class RunRecorder:
         self._last_step_s = time.time()
         self.rows: list[dict[str, float]] = [row for row in earlier if "step" in row]
         self.facts = RunFacts()
-        self.first_lease_s: float | None = None
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over what adds up over the run; how busy its parts were is of this start alone."""
+        """Takes over what adds up over the run."""
         facts = self.facts
+        facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
         for row in self.rows:
@@ -100,12 +98,7 @@ class RunRecorder:
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
         """Notes when an engine was busy."""
-        intervals = self.facts.generation
-        intervals += [(span.start_s, span.end_s) for span in report.busy_intervals]
-        if len(intervals) % MERGE_EVERY == 0:
-            self.facts.generation = union(intervals)
-        if self.first_lease_s is None and intervals:
-            self.first_lease_s = intervals[0][0]
+        self.facts.busy.generated([(span.start_s, span.end_s) for span in report.busy_intervals])
 
     def step(
         self,
@@ -174,8 +167,6 @@ class RunRecorder:
     ) -> dict[str, JsonValue]:
         """Everything that people ask first about a finished run; also written to summary.json."""
         facts, rewards = self.facts, self.facts.reward_by_step
-        ended = facts.training[-1][1] if facts.training else time.time()
-        window = (self.first_lease_s or self._started_s, ended)
         heldout = [result.reward_mean for result in evaluations]
         summary: dict[str, JsonValue] = {
             "run": self._config.run.name,
@@ -205,7 +196,7 @@ class RunRecorder:
             "logprob_gap_mean": facts.gap_sum / facts.gap_tokens if facts.gap_tokens else None,
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
             "logprob_gap_tokens": facts.gap_tokens,
-            "busy": dict(busy_shares(facts.generation, facts.training, window)),
+            "busy": dict(facts.busy.of_the_run().shares()),
             "resources": run_resources(self.rows, trainer_ranks=trainer_ranks),
             "weight_digest": weight_digest,
             "wall_s": time.time() - self._started_s,
@@ -228,7 +219,9 @@ class RunRecorder:
         facts.with_several_versions += with_several_versions(batch)
         facts.lag_counts += token_lags(batch)
         self._count_gap(row)
-        facts.training.append(training)
+        facts.busy.trained(training)
+        # By then every server has reported, or was removed.
+        facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
 
     def _count_gap(self, row: Mapping[str, float]) -> None:
         facts = self.facts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.learner.controller.batches import BatchFormer
+from slipstream.learner.controller.busy import BusySeconds
 from slipstream.learner.controller.environment_service import EnvironmentServicer
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.history import FORMAT, RunHistory, read_history
@@ -69,6 +70,11 @@ def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) ->
 def journal_servers(journal: Journal, ledger: TokenLedger) -> None:
     """Writes what the engines have counted: it cannot be asked for after a crash."""
     journal.append("servers", generated=[list(entry) for entry in ledger.generated_by_server()])
+
+
+def journal_busy(journal: Journal, busy: BusySeconds) -> None:
+    """Writes how busy engines and trainer were since this start, for the summary of the run."""
+    journal.append("busy", **asdict(busy))
 
 
 def journal_evaluation(journal: Journal, result: EvaluationResult) -> None:

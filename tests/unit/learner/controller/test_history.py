@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from slipstream.learner.controller.busy import BusySeconds
 from slipstream.learner.controller.ends import End
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.history import RecordedStep, RunHistory, read_history
@@ -233,6 +234,17 @@ def test_a_solved_run_stays_solved_until_it_goes_on():
     records = [start(), lease("g000000"), {"kind": "solved", "step": 0, "cause": "why"}]
     assert read_history(records).solved == "why"
     assert not read_history([*records, batch(0, "g000000")]).solved
+
+
+def busy(window: float, both: float):
+    times = {"window": window, "generation": 3.0, "training": 2.0, "both": both}
+    return {"kind": "busy"} | times
+
+
+def test_the_last_of_each_start_says_how_busy_it_was():
+    first, second = [start(), busy(5.0, 1.0), busy(10.0, 2.0)], [start(), busy(4.0, 1.0)]
+    assert read_history([*first, *second]).busy == BusySeconds(10.0, 3.0, 2.0, 2.0)
+    assert read_history([*first, *second, start()]).busy == BusySeconds(14.0, 6.0, 4.0, 3.0)
 
 
 def test_a_lease_that_goes_on_elsewhere_is_the_same_group():
