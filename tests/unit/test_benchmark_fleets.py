@@ -1,0 +1,73 @@
+"""What the benchmarks of whole fleets compute from what they measure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import asynchrony
+import pytest
+import weight_broadcast
+from shapes import SHAPES
+from workloads import reply_length, van_der_corput
+
+
+def test_every_stretch_of_lengths_has_nearly_the_same_sum_and_the_same_tail() -> None:
+    lengths = [reply_length(place, 96.0, 0.8326, 10_000) for place in range(4096)]
+    mean, deviation = statistics.fmean(lengths), statistics.pstdev(lengths)
+    # Lognormal: the mean is the median times exp(sigma^2 / 2), the coefficient of variation 1.
+    assert mean == pytest.approx(96 * math.exp(0.8326**2 / 2), rel=0.01)
+    assert deviation / mean == pytest.approx(1.0, abs=0.05)
+    stretches = [lengths[start : start + 128] for start in range(0, 4096, 128)]
+    sums = [sum(stretch) for stretch in stretches]
+    assert (max(sums) - min(sums)) / statistics.fmean(sums) < 0.15
+    assert min(max(stretch) for stretch in stretches) > 5 * 96
+
+
+def test_van_der_corput_mirrors_bits() -> None:
+    assert [van_der_corput(place) for place in range(5)] == [0.0, 0.5, 0.25, 0.75, 0.125]
+
+
+def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
+    def step(seconds: float) -> dict[str, float]:
+        return {"step_s": seconds, "lag_mean": 1.0}
+
+    found = {
+        "alone": [{"generation_s": 2.0, "training_s": 1.0}] * 2,
+        "0": [step(4.0), step(8.0)],
+        "2": [step(2.5), step(2.5)],
+    }
+    lines, shares = asynchrony.summary(found)
+    # 4 / 2.5 and 8 / 2.5; at best 4 / 2 and 8 / 2; 2 / 2.5 of it both times.
+    expected = {"speedup": 2.4, "ceiling": 3.0, "share": 0.8, "step_s": 2.5}
+    assert shares["2"] == pytest.approx(expected)
+    assert lines[3].startswith("| 2 | 2.50 (2.50-2.50) | 2.40 (1.60-3.20) | 3.00 (2.00-4.00) |")
+
+
+def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
+    row = {
+        "serving_s": 0.010,
+        "started_s": 0.001,
+        "sent_s": 0.006,
+        "loaded_s": 0.008,
+        "paused_s": 0.012,
+        "trainer": {"wire_s": 0.005, "bytes_sent": 1e9},
+        "servers": {"server-0": {"paused_s": 0.012}},
+    }
+    found = weight_broadcast.Found(num_bytes=1_000_000_000, raw=[0.004, 0.004, 0.005])
+    found.ours["idle"] = [row]
+    lines, ratios = weight_broadcast.summary(found)
+    assert lines[2] == (
+        "| ours, idle | 5.00 (5.00-5.00) | 200.0 | 10.0 (10.0-10.0) | 0.40 "
+        "| 12.0 (12.0-12.0) | 2.4 |"
+    )
+    assert ratios["ours, idle: wire of raw"] == pytest.approx(0.8)
+    assert ratios["ours, idle: end to end of raw"] == pytest.approx(0.4)
+    assert ratios["ours, idle: pause in wire times"] == pytest.approx(2.4)
+    assert lines[-1] == "| one buffer (limit) | 4.00 (4.00-5.00) | 250.0 |  |  |  |  |"
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("8B", 8.19)])
+def test_shapes_have_the_parameters_that_their_names_say(name: str, billions: float) -> None:
+    total = sum(math.prod(sizes) for _, sizes in SHAPES[name].tensors())
+    assert total / 1e9 == pytest.approx(billions, rel=0.01)
