@@ -28,9 +28,8 @@ FP8 = {"transformer": {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | NO_FUSIONS
 DETERMINISTIC = {"transformer": {"deterministic_mode": True}}
 # Only where there is a device other than the host.
 GPU_JOBS = {
-    "cpu-optimizer": (1, {"learner": CPU_OPTIMIZER}),
-    "distributed-cpu-optimizer": (1, {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
-    "bf16-cpu-optimizer": (1, BF16 | {"learner": CPU_OPTIMIZER}),
+    "cpu-optimizer": (1, {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
+    "bf16-cpu-optimizer": (1, BF16 | {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
 }
 # In a process of their own: they choose kernels for all that it does.
 DETERMINISTIC_JOBS = {
@@ -124,13 +123,14 @@ def see_fp8(config: Config) -> dict:
 
 
 def num_bytes(policy: Policy) -> dict[str, int]:
-    """What each part occupies now, in bytes of storage."""
+    """What each part occupies now, in bytes of storage; where there is a GPU, of that alone."""
     from slipstream.learner.trainer.offload import Part
 
     found = {}
     for part in Part:
-        storages = {id(s): s for s in map(torch.Tensor.untyped_storage, tensors(policy, part))}
-        unique = {s.data_ptr(): s.nbytes() for s in storages.values()}
+        storages = map(torch.Tensor.untyped_storage, tensors(policy, part))
+        here = [s for s in storages if s.is_cuda or not torch.cuda.is_available()]
+        unique = {s.data_ptr(): s.nbytes() for s in here}
         found[part.value] = sum(unique.values())
     return found
 

@@ -104,11 +104,9 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
             f"learner.ddp.num_distributed_optimizer_instances must be 1, "
             f"got {ddp['num_distributed_optimizer_instances']}"
         )
-    if optimizer.get("use_precision_aware_optimizer") and not learner.use_distributed_optimizer:
-        yield (
-            "learner.optimizer.use_precision_aware_optimizer needs "
-            "learner.use_distributed_optimizer = true"
-        )
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if optimizer.get(name) and not learner.use_distributed_optimizer:
+            yield f"learner.optimizer.{name} needs learner.use_distributed_optimizer = true"
     share = optimizer.get("optimizer_offload_fraction", 0.0)
     if not isinstance(share, int | float) or not 0 <= share <= 1:
         yield f"learner.optimizer.optimizer_offload_fraction must be 0 to 1, got {share!r}"

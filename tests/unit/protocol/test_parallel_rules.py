@@ -223,6 +223,10 @@ TABLES: list[tuple[dict[str, Any], str]] = [
         "use_precision_aware_optimizer needs learner.use_distributed_optimizer = true",
     ),
     (
+        {"optimizer": {"optimizer_cpu_offload": True}},
+        "optimizer_cpu_offload needs learner.use_distributed_optimizer = true",
+    ),
+    (
         {"optimizer": {"optimizer_offload_fraction": 1.5}},
         "optimizer_offload_fraction must be 0 to 1, got 1.5",
     ),

@@ -207,6 +207,9 @@ def optimizer_config_of(config: Config) -> Megatron:
         "params_dtype": dtype,
         "use_distributed_optimizer": learner.use_distributed_optimizer,
         "overlap_param_gather": ddp_config_of(config).overlap_param_gather,
+        # The optimizer on the host gets its gradients only in this way, and weights it never
+        # updates otherwise.
+        "use_precision_aware_optimizer": bool(learner.optimizer.get("optimizer_cpu_offload")),
     }
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
     if values.get("optimizer_cpu_offload") and not torch.cuda.is_available():
