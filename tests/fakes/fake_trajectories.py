@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 from slipstream.protocol.codec import merge_spans
+from slipstream.protocol.routed_experts import RoutedExperts, expert_dtype
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -22,6 +23,19 @@ uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 versions = st.builds(PolicyVersion, uint32, uint32)
+
+
+@st.composite
+def routed_experts(draw: st.DrawFn, num_tokens: int) -> RoutedExperts:
+    """Of so many tokens; here and there nothing is recorded."""
+    num_experts = draw(st.sampled_from([1, 4, 255, 256, 300, 65535]))
+    top_k = draw(st.integers(1, min(3, num_experts)))
+    shape = (num_tokens, draw(st.integers(1, 3)), top_k)
+    missing = np.iinfo(expert_dtype(num_experts)).max
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    ids = random.integers(0, num_experts, shape)
+    ids[random.random(shape) < 0.2] = missing
+    return RoutedExperts(ids.astype(expert_dtype(num_experts)), num_experts)
 
 
 @st.composite
@@ -68,6 +82,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         environment_s=draw(finite),
         prompt_text=draw(texts),
         reply_text=draw(texts),
+        routed_experts=draw(st.none() | routed_experts(num_tokens)),
     )
 
 

@@ -156,6 +156,9 @@ class AlgorithmSection(Section):
     overlong: OverlongSection = OverlongSection()
     # A table of its own, below.
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    # Of mixtures of experts. rollout: servers record the experts that each token went to, and the
+    # policy sends it to the same ones; off: the policy's routers choose by themselves.
+    router_replay: Literal["off", "rollout"] = "off"
     # Train on rewards that are permuted among the groups of a batch: nothing can be learnt. A
     # control experiment.
     shuffle_rewards: bool = False

@@ -1,7 +1,7 @@
 """Between `Trajectory` and its wire form.
 
 Arrays travel as packed little-endian bytes: four for a context token, eight for a sampled one (id
-and log-probability).
+and log-probability), and for both, where they are asked for, the ids of their experts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import zlib
 import numpy as np
 from google.protobuf.message import DecodeError
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.routed_experts import RoutedExperts, unpack_experts
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -74,6 +75,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         pack_tokens(trajectory.token_ids),
         pack_logprobs(trajectory.behavior_logprobs),
     )
+    routed = experts_to_pb(trajectory.routed_experts)
     message = pb.Trajectory(
         run_id=trajectory.run_id,
         group_id=trajectory.group_id,
@@ -99,9 +101,10 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         num_turns=trajectory.num_turns,
         generation_s=trajectory.generation_s,
         environment_s=trajectory.environment_s,
-        checksum=_checksum(token_ids, logprobs),
+        checksum=_checksum(token_ids, logprobs, routed.expert_ids if routed else b""),
         prompt_text=trajectory.prompt_text,
         reply_text=trajectory.reply_text,
+        routed_experts=routed,
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -111,7 +114,12 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
 
 def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
     """The trajectory of a wire form; ProtocolError names what does not fit together."""
-    if _checksum(message.token_ids, message.behavior_logprobs) != message.checksum:
+    arrays = (
+        message.token_ids,
+        message.behavior_logprobs,
+        message.routed_experts.expert_ids,
+    )
+    if _checksum(*arrays) != message.checksum:
         raise ProtocolError(f"group {message.group_id}: the checksum of the arrays is wrong")
     try:
         purpose, status = Purpose(message.purpose), Status(message.status)
@@ -150,9 +158,37 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         environment_s=message.environment_s,
         prompt_text=message.prompt_text,
         reply_text=message.reply_text,
+        routed_experts=experts_from_pb(message),
     )
     _check(trajectory)
     return trajectory
+
+
+def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
+    """The wire form of a trajectory's experts, if it has any."""
+    if routed is None:
+        return None
+    _, num_layers, top_k = routed.expert_ids.shape
+    return pb.RoutedExperts(
+        expert_ids=routed.pack(),
+        num_layers=num_layers,
+        top_k=top_k,
+        num_experts=routed.num_experts,
+    )
+
+
+def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
+    """The experts of a trajectory's wire form, if it has any; ProtocolError as `unpack_experts`."""
+    if not message.HasField("routed_experts"):
+        return None
+    routed = message.routed_experts
+    return unpack_experts(
+        routed.expert_ids,
+        num_tokens=len(message.token_ids) // 4,
+        num_layers=routed.num_layers,
+        top_k=routed.top_k,
+        num_experts=routed.num_experts,
+    )
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -185,8 +221,8 @@ def merge_spans(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(sum(span.length for span in run), version) for version, run in grouped)
 
 
-def _checksum(token_ids: bytes, logprobs: bytes) -> int:
-    return zlib.crc32(logprobs, zlib.crc32(token_ids))
+def _checksum(token_ids: bytes, logprobs: bytes, expert_ids: bytes) -> int:
+    return zlib.crc32(expert_ids, zlib.crc32(logprobs, zlib.crc32(token_ids)))
 
 
 def _check(trajectory: Trajectory) -> None:

@@ -16,7 +16,7 @@ from slipstream.protocol.measurement_sections import (
     ProfileSection,
     TrackingSection,
 )
-from slipstream.protocol.parallel_rules import table_problems, world_problems
+from slipstream.protocol.parallel_rules import replay_problems, table_problems, world_problems
 from slipstream.protocol.role_sections import (
     CriticSection,
     ReferenceSection,
@@ -106,8 +106,29 @@ class Config(Section):
 
     @property
     def max_trajectory_bytes(self) -> int:
-        """Upper bound of one trajectory in a queue: texts and metrics included."""
-        return TRAJECTORY_OVERHEAD_BYTES + BYTES_PER_TOKEN * self.sampling.max_episode_tokens
+        """Upper bound of one trajectory in a queue: texts and metrics included, experts not."""
+        return self.trajectory_bytes()
+
+    def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
+        """As `max_trajectory_bytes`, with so many bytes for the experts of each token."""
+        per_token = BYTES_PER_TOKEN + routing_bytes_per_token
+        return TRAJECTORY_OVERHEAD_BYTES + per_token * self.sampling.max_episode_tokens
+
+    def check_trajectory_bytes(self, num_bytes: int) -> None:
+        """ValueError when trajectories of so many bytes cannot be sent, or the queue lacks room."""
+        if num_bytes > MAX_TRAJECTORY_BYTES:
+            raise ValueError(
+                f"sampling.max_episode_tokens of {self.sampling.max_episode_tokens} makes "
+                f"trajectories too large to send"
+            )
+        algorithm = self.algorithm
+        groups = (algorithm.max_staleness + 1) * algorithm.groups_per_step
+        needed = groups * algorithm.group_size * num_bytes
+        if self.queue.max_bytes < needed:
+            raise ValueError(
+                f"queue.max_bytes must hold (max_staleness + 1) * groups_per_step * group_size "
+                f"trajectories, {needed} bytes, got {self.queue.max_bytes}"
+            )
 
     @property
     def roles(self) -> dict[str, RoleSection]:
@@ -117,12 +138,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sizes(self) -> Config:
-        algorithm, sampling, server, queue = (
-            self.algorithm,
-            self.sampling,
-            self.rollout_server,
-            self.queue,
-        )
+        algorithm, sampling, server = self.algorithm, self.sampling, self.rollout_server
         names = [e.name for e in self.environments] + [e.name for e in self.evaluations]
         if len(set(names)) != len(names):
             raise ValueError(
@@ -151,22 +167,7 @@ class Config(Section):
                 f"{sampling.max_episode_tokens}, {self.learner.micro_batch_tokens} "
                 f"and {self.learner.parallel.cp}"
             )
-        if self.max_trajectory_bytes > MAX_TRAJECTORY_BYTES:
-            raise ValueError(
-                f"sampling.max_episode_tokens of {sampling.max_episode_tokens} makes trajectories "
-                f"too large to send"
-            )
-        needed = (
-            (algorithm.max_staleness + 1)
-            * algorithm.groups_per_step
-            * algorithm.group_size
-            * self.max_trajectory_bytes
-        )
-        if queue.max_bytes < needed:
-            raise ValueError(
-                f"queue.max_bytes must hold (max_staleness + 1) * groups_per_step * group_size "
-                f"trajectories, {needed} bytes, got {queue.max_bytes}"
-            )
+        self.check_trajectory_bytes(self.max_trajectory_bytes)
         if self.controller.heartbeat_timeout_s < 3 * self.controller.heartbeat_s:
             raise ValueError(
                 f"controller.heartbeat_timeout_s must be at least 3 * heartbeat_s, got "
@@ -175,6 +176,7 @@ class Config(Section):
         for problem in itertools.chain(world_problems(self.learner), table_problems(self.learner)):
             raise ValueError(problem)
         check_algorithm(self)
+        check_router_replay(self)
         check_measurement(self)
         check_roles(self)
         check_lora(self)
@@ -197,6 +199,19 @@ def check_algorithm(config: Config) -> None:
         )
     if algorithm.kl.coefficient == 0 and config.reference is not None:
         raise ValueError("the table reference has no effect with algorithm.kl.coefficient = 0")
+
+
+def check_router_replay(config: Config) -> None:
+    """ValueError when a setting would keep the experts from being recorded or replayed."""
+    if config.algorithm.router_replay == "off":
+        return
+    if not config.rollout_server.enable_prefix_caching:
+        raise ValueError(
+            "algorithm.router_replay needs rollout_server.enable_prefix_caching = true: "
+            "vLLM keeps the experts of tokens beside their cached prefixes"
+        )
+    for problem in replay_problems(config.learner.transformer):
+        raise ValueError(problem)
 
 
 def check_roles(config: Config) -> None:

@@ -19,6 +19,7 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.model_sizes import ModelSizes, missing_files, read_model_sizes
 from slipstream.protocol.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.roles import missing_weights, role_problems
+from slipstream.protocol.routed_experts import routing_bytes_per_token
 
 Table: TypeAlias = dict[str, JsonValue]
 
@@ -85,6 +86,7 @@ def check_sizes(config: Config) -> list[str]:
     lora_problems = config.lora.problems(num_experts=sizes.experts)
     for problem in itertools.chain(role_problems(config, sizes), lora_problems):
         raise ConfigError(problem)
+    _check_routing(config, sizes)
     return [
         *missing_files(config.model.path),
         *missing_weights(config),
@@ -109,6 +111,23 @@ def _check_layout(config: Config, sizes: ModelSizes) -> None:
     )
     for problem in problems:
         raise ConfigError(problem)
+
+
+def _check_routing(config: Config, sizes: ModelSizes) -> None:
+    if config.algorithm.router_replay == "off":
+        return
+    if not sizes.experts:
+        raise ConfigError(
+            f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
+            f"experts, {config.model.path} holds a dense model"
+        )
+    per_token = routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)
+    try:
+        config.check_trajectory_bytes(config.trajectory_bytes(routing_bytes_per_token=per_token))
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}; algorithm.router_replay adds {per_token} bytes for each token"
+        ) from error
 
 
 def _apply_override(table: Table, override: str) -> None:

@@ -136,6 +136,32 @@ def _recompute_problems(
             yield "learner.transformer.cpu_offloading excludes recompute_granularity"
 
 
+def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
+    """Of the table `learner.transformer` when routers replay the experts of the rollout."""
+    if transformer.get("moe_router_fusion"):
+        yield (
+            "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "
+            "the fused kernel chooses the experts itself"
+        )
+    if transformer.get("moe_router_load_balancing_type") == "sinkhorn":
+        yield (
+            "learner.transformer.moe_router_load_balancing_type must not be sinkhorn with "
+            "algorithm.router_replay: it chooses the experts by itself"
+        )
+    modules = transformer.get("recompute_modules")
+    if isinstance(modules, list) and "moe" in modules:
+        yield (
+            "learner.transformer.recompute_modules must not hold moe with algorithm.router_replay: "
+            "recompute whole layers instead"
+        )
+    for key in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if transformer.get(key) not in (None, False, "none"):
+            yield (
+                f"learner.transformer.{key} cannot be set with algorithm.router_replay: "
+                "a graph would replay the experts that it was recorded with"
+            )
+
+
 def model_problems(sizes: ModelSizes) -> Iterator[str]:
     """Of a model, in whatever layout."""
     if sizes.architecture not in ARCHITECTURES:

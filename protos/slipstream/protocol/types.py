@@ -9,6 +9,7 @@ from typing import NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.protocol.routed_experts import RoutedExperts
 
 GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
@@ -77,7 +78,8 @@ class Trajectory:
     `token_ids` holds context and sampled tokens in the order in which the model saw them;
     `run_lengths` alternates context, sampled, context, sampled, ... and adds up to their number.
     `behavior_logprobs` (natural logarithm, after temperature and truncation of the distribution)
-    and `version_spans` run over the sampled tokens only.
+    and `version_spans` run over the sampled tokens only. `routed_experts` runs over all tokens, and
+    is None where nobody asked for it.
     """
 
     run_id: str
@@ -104,6 +106,7 @@ class Trajectory:
     environment_s: float = 0.0
     prompt_text: str = ""
     reply_text: str = ""
+    routed_experts: RoutedExperts | None = None
 
     @property
     def trajectory_id(self) -> TrajectoryId:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eslipstream/v1/trajectory.proto\x12\rslipstream.v1\"2\n\rPolicyVersion\x12\x13\n\x0bincarnation\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\"L\n\x0bVersionSpan\x12\x0e\n\x06length\x18\x01 \x01(\r\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\"D\n\x07\x46\x61ilure\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.slipstream.v1.FailureKind\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xb4\x05\n\nTrajectory\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x11\n\tserver_id\x18\x05 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x06 \x01(\x06\x12\x13\n\x0b\x65nvironment\x18\x07 \x01(\t\x12\x12\n\ntask_index\x18\x08 \x01(\x04\x12\x0c\n\x04seed\x18\t \x01(\x06\x12.\n\x07purpose\x18\n \x01(\x0e\x32\x1d.slipstream.v1.EpisodePurpose\x12,\n\x06status\x18\x0b \x01(\x0e\x32\x1c.slipstream.v1.EpisodeStatus\x12\'\n\x07\x66\x61ilure\x18\x0c \x01(\x0b\x32\x16.slipstream.v1.Failure\x12\x12\n\nwill_retry\x18\r \x01(\x08\x12\x11\n\ttoken_ids\x18\x0e \x01(\x0c\x12\x13\n\x0brun_lengths\x18\x0f \x03(\r\x12\x19\n\x11\x62\x65havior_logprobs\x18\x10 \x01(\x0c\x12\x31\n\rversion_spans\x18\x11 \x03(\x0b\x32\x1a.slipstream.v1.VersionSpan\x12\x0e\n\x06reward\x18\x12 \x01(\x01\x12\x37\n\x07metrics\x18\x13 \x03(\x0b\x32&.slipstream.v1.Trajectory.MetricsEntry\x12\x11\n\tnum_turns\x18\x14 \x01(\r\x12\x14\n\x0cgeneration_s\x18\x15 \x01(\x01\x12\x15\n\renvironment_s\x18\x16 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x17 \x01(\x07\x12\x12\n\nreply_text\x18\x18 \x01(\t\x12\x13\n\x0bprompt_text\x18\x19 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\";\n\x0e\x44\x65liverRequest\x12\x12\n\ntrajectory\x18\x01 \x01(\x0c\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\"+\n\x0f\x44\x65liverResponse\x12\x18\n\x10\x61\x63knowledged_ids\x18\x01 \x03(\t*\xa4\x01\n\rEpisodeStatus\x12\x1e\n\x1a\x45PISODE_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45PISODE_STATUS_COMPLETED\x10\x01\x12\x1c\n\x18\x45PISODE_STATUS_TRUNCATED\x10\x02\x12\x19\n\x15\x45PISODE_STATUS_FAILED\x10\x03\x12\x1c\n\x18\x45PISODE_STATUS_CANCELLED\x10\x04*\xbf\x01\n\x0b\x46\x61ilureKind\x12\x1c\n\x18\x46\x41ILURE_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46\x41ILURE_KIND_ENVIRONMENT\x10\x01\x12\x18\n\x14\x46\x41ILURE_KIND_TIMEOUT\x10\x02\x12\x17\n\x13\x46\x41ILURE_KIND_ENGINE\x10\x03\x12\x1f\n\x1b\x46\x41ILURE_KIND_INFRASTRUCTURE\x10\x04\x12 \n\x1c\x46\x41ILURE_KIND_PROMPT_TOO_LONG\x10\x05*o\n\x0e\x45pisodePurpose\x12\x1f\n\x1b\x45PISODE_PURPOSE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45PISODE_PURPOSE_TRAINING\x10\x01\x12\x1e\n\x1a\x45PISODE_PURPOSE_EVALUATION\x10\x02\x32\x61\n\x11TrajectoryService\x12L\n\x07\x44\x65liver\x12\x1d.slipstream.v1.DeliverRequest\x1a\x1e.slipstream.v1.DeliverResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eslipstream/v1/trajectory.proto\x12\rslipstream.v1\"2\n\rPolicyVersion\x12\x13\n\x0bincarnation\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\"L\n\x0bVersionSpan\x12\x0e\n\x06length\x18\x01 \x01(\r\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\"D\n\x07\x46\x61ilure\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.slipstream.v1.FailureKind\x12\x0f\n\x07message\x18\x02 \x01(\t\"[\n\rRoutedExperts\x12\x12\n\nexpert_ids\x18\x01 \x01(\x0c\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x13\n\x0bnum_experts\x18\x04 \x01(\r\"\xea\x05\n\nTrajectory\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x11\n\tserver_id\x18\x05 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x06 \x01(\x06\x12\x13\n\x0b\x65nvironment\x18\x07 \x01(\t\x12\x12\n\ntask_index\x18\x08 \x01(\x04\x12\x0c\n\x04seed\x18\t \x01(\x06\x12.\n\x07purpose\x18\n \x01(\x0e\x32\x1d.slipstream.v1.EpisodePurpose\x12,\n\x06status\x18\x0b \x01(\x0e\x32\x1c.slipstream.v1.EpisodeStatus\x12\'\n\x07\x66\x61ilure\x18\x0c \x01(\x0b\x32\x16.slipstream.v1.Failure\x12\x12\n\nwill_retry\x18\r \x01(\x08\x12\x11\n\ttoken_ids\x18\x0e \x01(\x0c\x12\x13\n\x0brun_lengths\x18\x0f \x03(\r\x12\x19\n\x11\x62\x65havior_logprobs\x18\x10 \x01(\x0c\x12\x31\n\rversion_spans\x18\x11 \x03(\x0b\x32\x1a.slipstream.v1.VersionSpan\x12\x0e\n\x06reward\x18\x12 \x01(\x01\x12\x37\n\x07metrics\x18\x13 \x03(\x0b\x32&.slipstream.v1.Trajectory.MetricsEntry\x12\x11\n\tnum_turns\x18\x14 \x01(\r\x12\x14\n\x0cgeneration_s\x18\x15 \x01(\x01\x12\x15\n\renvironment_s\x18\x16 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x17 \x01(\x07\x12\x12\n\nreply_text\x18\x18 \x01(\t\x12\x13\n\x0bprompt_text\x18\x19 \x01(\t\x12\x34\n\x0erouted_experts\x18\x1a \x01(\x0b\x32\x1c.slipstream.v1.RoutedExperts\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\";\n\x0e\x44\x65liverRequest\x12\x12\n\ntrajectory\x18\x01 \x01(\x0c\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\"+\n\x0f\x44\x65liverResponse\x12\x18\n\x10\x61\x63knowledged_ids\x18\x01 \x03(\t*\xa4\x01\n\rEpisodeStatus\x12\x1e\n\x1a\x45PISODE_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45PISODE_STATUS_COMPLETED\x10\x01\x12\x1c\n\x18\x45PISODE_STATUS_TRUNCATED\x10\x02\x12\x19\n\x15\x45PISODE_STATUS_FAILED\x10\x03\x12\x1c\n\x18\x45PISODE_STATUS_CANCELLED\x10\x04*\xbf\x01\n\x0b\x46\x61ilureKind\x12\x1c\n\x18\x46\x41ILURE_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46\x41ILURE_KIND_ENVIRONMENT\x10\x01\x12\x18\n\x14\x46\x41ILURE_KIND_TIMEOUT\x10\x02\x12\x17\n\x13\x46\x41ILURE_KIND_ENGINE\x10\x03\x12\x1f\n\x1b\x46\x41ILURE_KIND_INFRASTRUCTURE\x10\x04\x12 \n\x1c\x46\x41ILURE_KIND_PROMPT_TOO_LONG\x10\x05*o\n\x0e\x45pisodePurpose\x12\x1f\n\x1b\x45PISODE_PURPOSE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45PISODE_PURPOSE_TRAINING\x10\x01\x12\x1e\n\x1a\x45PISODE_PURPOSE_EVALUATION\x10\x02\x32\x61\n\x11TrajectoryService\x12L\n\x07\x44\x65liver\x12\x1d.slipstream.v1.DeliverRequest\x1a\x1e.slipstream.v1.DeliverResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAJECTORY_METRICSENTRY']._loaded_options = None
   _globals['_TRAJECTORY_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_EPISODESTATUS']._serialized_start=1051
-  _globals['_EPISODESTATUS']._serialized_end=1215
-  _globals['_FAILUREKIND']._serialized_start=1218
-  _globals['_FAILUREKIND']._serialized_end=1409
-  _globals['_EPISODEPURPOSE']._serialized_start=1411
-  _globals['_EPISODEPURPOSE']._serialized_end=1522
+  _globals['_EPISODESTATUS']._serialized_start=1198
+  _globals['_EPISODESTATUS']._serialized_end=1362
+  _globals['_FAILUREKIND']._serialized_start=1365
+  _globals['_FAILUREKIND']._serialized_end=1556
+  _globals['_EPISODEPURPOSE']._serialized_start=1558
+  _globals['_EPISODEPURPOSE']._serialized_end=1669
   _globals['_POLICYVERSION']._serialized_start=49
   _globals['_POLICYVERSION']._serialized_end=99
   _globals['_VERSIONSPAN']._serialized_start=101
   _globals['_VERSIONSPAN']._serialized_end=177
   _globals['_FAILURE']._serialized_start=179
   _globals['_FAILURE']._serialized_end=247
-  _globals['_TRAJECTORY']._serialized_start=250
-  _globals['_TRAJECTORY']._serialized_end=942
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=896
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=942
-  _globals['_DELIVERREQUEST']._serialized_start=944
-  _globals['_DELIVERREQUEST']._serialized_end=1003
-  _globals['_DELIVERRESPONSE']._serialized_start=1005
-  _globals['_DELIVERRESPONSE']._serialized_end=1048
-  _globals['_TRAJECTORYSERVICE']._serialized_start=1524
-  _globals['_TRAJECTORYSERVICE']._serialized_end=1621
+  _globals['_ROUTEDEXPERTS']._serialized_start=249
+  _globals['_ROUTEDEXPERTS']._serialized_end=340
+  _globals['_TRAJECTORY']._serialized_start=343
+  _globals['_TRAJECTORY']._serialized_end=1089
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=1043
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=1089
+  _globals['_DELIVERREQUEST']._serialized_start=1091
+  _globals['_DELIVERREQUEST']._serialized_end=1150
+  _globals['_DELIVERRESPONSE']._serialized_start=1152
+  _globals['_DELIVERRESPONSE']._serialized_end=1195
+  _globals['_TRAJECTORYSERVICE']._serialized_start=1671
+  _globals['_TRAJECTORYSERVICE']._serialized_end=1768
 # @@protoc_insertion_point(module_scope)

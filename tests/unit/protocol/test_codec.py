@@ -21,6 +21,7 @@ from slipstream.protocol.codec import (
     version_to_pb,
 )
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -37,6 +38,14 @@ def same(left: Trajectory, right: Trajectory) -> bool:
         a, b = getattr(left, field.name), getattr(right, field.name)
         if isinstance(a, np.ndarray):
             if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+                return False
+        elif isinstance(a, RoutedExperts) and isinstance(b, RoutedExperts):
+            left_ids, right_ids = a.expert_ids, b.expert_ids
+            if (a.num_experts, left_ids.dtype, left_ids.shape) != (
+                b.num_experts,
+                right_ids.dtype,
+                right_ids.shape,
+            ) or left_ids.tobytes() != right_ids.tobytes():
                 return False
         elif a != b:
             return False
@@ -81,6 +90,8 @@ def test_a_damaged_trajectory_is_decoded_or_a_protocol_error(
     # What was let through is at least consistent.
     assert len(decoded.behavior_logprobs) == decoded.num_sampled_tokens
     assert len(decoded.sampled_mask()) == len(decoded.token_ids)
+    routed = decoded.routed_experts
+    assert routed is None or len(routed.expert_ids) == len(decoded.token_ids)
 
 
 def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:

@@ -414,3 +414,45 @@ def test_adapters_must_fit_the_layout_and_the_weights() -> None:
     table["checkpoint"] = {"load": "elsewhere"}
     expected = "checkpoint.load holds no adapters: lora.rank must be 0 with it, got 6"
     assert refusal(table) == expected
+
+
+def test_router_replay_needs_what_records_and_replays_the_experts(tmp_path: Path) -> None:
+    replay = ("algorithm.router_replay", "rollout")
+    assert config_with(replay).algorithm.router_replay == "rollout"
+    with pytest.raises(ConfigError, match=r"needs rollout_server\.enable_prefix_caching = true"):
+        config_with(replay, ("rollout_server.enable_prefix_caching", False))
+    for key, value in {
+        "moe_router_fusion": True,
+        "moe_router_load_balancing_type": "sinkhorn",
+        "recompute_modules": ["core_attn", "moe"],
+        "enable_cuda_graph": True,
+    }.items():
+        table = ("learner.transformer", {key: value})
+        config_with(table)
+        with pytest.raises(ConfigError, match=rf"learner\.transformer\.{key} .*router_replay"):
+            config_with(replay, table)
+
+
+def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_too_large(
+    tmp_path: Path,
+) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    dense = model_folder(tmp_path / "dense", num_hidden_layers=4, **heads)
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 96}
+    names = {"architectures": ["Qwen3MoeForCausalLM"]}
+    mixture = model_folder(tmp_path / "mixture", num_hidden_layers=48, **heads, **experts, **names)
+    replay = ("algorithm.router_replay", "rollout")
+    check_model(config_with(replay, ("model.path", str(mixture))))
+    with pytest.raises(ConfigError, match=r"router_replay = 'rollout' needs a mixture of experts"):
+        check_model(config_with(replay, ("model.path", str(dense))))
+    # 3 * 8 * 4 trajectories of 2048 + 64 * (24 + 384) bytes
+    room, needed = ("queue.max_bytes", 1_000_000), 96 * (2048 + 64 * 408)
+    check_model(config_with(("model.path", str(mixture)), room))
+    with pytest.raises(ConfigError, match=rf"{needed} bytes, got 1000000; .* adds 384 bytes"):
+        check_model(config_with(replay, ("model.path", str(mixture)), room))
+    check_model(config_with(replay, ("model.path", str(mixture)), ("queue.max_bytes", needed)))
+    long = [("sampling.max_episode_tokens", 100_000), ("learner.micro_batch_tokens", 100_000)]
+    with pytest.raises(ConfigError, match="too large to send"):
+        check_model(
+            config_with(replay, ("model.path", str(mixture)), *long, ("queue.max_bytes", 1 << 40))
+        )
