@@ -5,6 +5,7 @@ A name says the sizes of a layout, what else differs, and the model where it is 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_controller import make_batch
-from parity_models import VOCAB
+from parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
 from slipstream.learner.trainer.batch import Batch
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.types import Trajectory
 
 STEPS = 3
 SETTINGS = {
@@ -100,6 +103,8 @@ CISPO = {
     "aggregation": "fixed",
     "correction": {"cap": 2.0, "token_band": [0.2, 2.0], "sequence_band": [0.5, 1.1]},
 }
+# Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
+REPLAY = {"router_replay": "rollout", "mini_batches": 2}
 
 LAYOUTS = {
     "one": Layout(1),
@@ -117,6 +122,8 @@ LAYOUTS = {
     "one-moe-softmax": Layout(1, "moe-softmax"),
     "one-moe-shared": Layout(1, "moe-shared"),
     "one-mixtral": Layout(1, "mixtral"),
+    "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
+    "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY),
     "dp2": Layout(2),
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
@@ -165,6 +172,20 @@ LAYOUTS = {
     "ep2-moe-shared": Layout(2, "moe-shared", parallel={"ep": 2}, is_slow=True),
     "tp2-sp-moe-shared": Layout(2, "moe-shared", parallel=SP),
     "tp2-sp-ep2-etp1-mixtral": Layout(2, "mixtral", parallel=SP | {"etp": 1, "ep": 2}),
+    "dp2-replay-moe": Layout(2, "moe", algorithm=REPLAY, is_slow=True),
+    "cp2-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY),
+    "ep2-replay-moe": Layout(2, "moe", parallel={"ep": 2}, algorithm=REPLAY),
+    "pp2-vpp2-replay-moe": Layout(2, "moe", parallel=VPP, algorithm=REPLAY),
+    "pp2-recompute-replay-moe": Layout(
+        2, "moe", parallel={"pp": 2}, learner=FULL_RECOMPUTE, algorithm=REPLAY
+    ),
+    "tp2-sp-replay-moe": Layout(2, "moe", parallel=SP, algorithm=REPLAY, is_slow=True),
+    "tp2-sp-recompute-replay-moe": Layout(
+        2, "moe", parallel=SP, learner=FULL_RECOMPUTE, algorithm=REPLAY
+    ),
+    "tp2-sp-etp1-ep2-replay-moe": Layout(
+        2, "moe", parallel=SP | {"etp": 1, "ep": 2}, algorithm=REPLAY, is_slow=True
+    ),
     "dp4": Layout(4),
     "dp4-distopt": Layout(4, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
     "dp4-few": Layout(4, algorithm=FEW),
@@ -199,6 +220,9 @@ LAYOUTS = {
     "tp2-sp-pp2-vpp2-cp2-ep2-moe": Layout(8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}),
     "tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe": Layout(
         8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 4, "etp": 1}, is_slow=True
+    ),
+    "tp2-sp-pp2-vpp2-cp2-ep2-replay-moe": Layout(
+        8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}, algorithm=REPLAY, is_slow=True
     ),
     "dp2-tp2-sp-cp2-distopt": Layout(8, parallel=SP | {"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-tp2-sp-pp2-vpp2-cp2-ep2-overlap-moe": Layout(
@@ -243,7 +267,7 @@ def config_of(job: str, folder: Path) -> Config:
 
 def batches(config: Config) -> list[Batch]:
     algorithm = config.algorithm
-    return [
+    found = [
         make_batch(
             step,
             num_groups=algorithm.groups_per_step,
@@ -253,6 +277,23 @@ def batches(config: Config) -> list[Batch]:
         )
         for step in range(STEPS)
     ]
+    return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
+
+
+def with_experts(batch: Batch) -> Batch:
+    """Tokens that go anywhere, whatever the routers say; of some nothing is recorded."""
+    random = np.random.default_rng(batch.step)
+
+    def routed(trajectory: Trajectory) -> Trajectory:
+        if random.random() < 0.2:
+            return trajectory
+        shape = (len(trajectory.token_ids), NUM_LAYERS, NUM_EXPERTS)
+        ids = random.random(shape).argsort(axis=-1)[..., :EXPERTS_PER_TOKEN].astype(np.uint8)
+        ids[random.random(len(ids)) < 0.1] = 255
+        ids[-1] = 255
+        return dataclasses.replace(trajectory, routed_experts=RoutedExperts(ids, NUM_EXPERTS))
+
+    return dataclasses.replace(batch, trajectories=tuple(map(routed, batch.trajectories)))
 
 
 def probe(config: Config) -> list[np.ndarray]:

@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 
 VOCAB = 64
+NUM_LAYERS = 4
+NUM_EXPERTS = 4
+EXPERTS_PER_TOKEN = 2
 
 
 def make_models(folder: Path) -> None:
@@ -29,7 +32,7 @@ def make_models(folder: Path) -> None:
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
@@ -51,8 +54,8 @@ def make_models(folder: Path) -> None:
         **sizes,
         **rope,
         "tie_word_embeddings": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
         "moe_intermediate_size": 48,
     }
     torch.manual_seed(0)
@@ -94,3 +97,39 @@ def make_models(folder: Path) -> None:
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
+
+
+def make_mixture(folder: Path, *, seed: int, **sizes: int) -> None:
+    """A mixture of experts of sizes that vLLM's kernels take, with the tokenizer of tests."""
+    from make_tiny_model import make_tokenizer
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    make_tokenizer(folder)
+    torch.manual_seed(seed)
+    ordinary = {
+        "num_hidden_layers": NUM_LAYERS,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+    }
+    config = Qwen3MoeConfig(
+        **ordinary | sizes,
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    model.save_pretrained(folder)

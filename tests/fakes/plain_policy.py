@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,40 @@ import torch
 from parity_layouts import probe
 from slipstream.learner.trainer.batch import Batch
 from slipstream.protocol.config import Config
+from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.types import Trajectory
 from torch import Tensor
 
 TEMPERATURE = 0.8
+
+
+class ForcedExperts:
+    """Sends tokens to given experts in transformers' model, weighted as it weights its own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.expert_ids: np.ndarray | None = None
+        self.differing, self.forced = 0, 0
+        for place, layer in enumerate(model.model.layers):
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(functools.partial(self._force, place))
+
+    def _force(
+        self, place: int, gate: torch.nn.Module, _: object, outputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
+        if self.expert_ids is None:
+            return None
+        logits, _, indices = outputs
+        indices = indices.clone()
+        for token, wanted in enumerate(self.expert_ids[:, place].tolist()):
+            if max(wanted) < gate.num_experts:
+                if torch.is_grad_enabled():
+                    self.differing += len(set(wanted) - set(indices[token].tolist()))
+                    self.forced += len(wanted)
+                indices[token] = torch.tensor(wanted)
+        weights = logits.softmax(-1).gather(1, indices)
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, indices
 
 
 @dataclass
@@ -37,6 +68,7 @@ class PlainPolicy:
 
         self.config = config
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.forced = ForcedExperts(self.model)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() == 1]
         self.optimizer = torch.optim.AdamW(
@@ -46,8 +78,11 @@ class PlainPolicy:
             eps=1e-3,
         )
 
-    def predictions(self, token_ids: np.ndarray, temperature: float) -> tuple[Tensor, Tensor]:
+    def predictions(
+        self, token_ids: np.ndarray, temperature: float, routed: RoutedExperts | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of all tokens but the first, and the entropies."""
+        self.forced.expert_ids = None if routed is None else routed.expert_ids
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
         logprobs = (self.model(ids).logits[0, :-1] / temperature).log_softmax(-1)
         entropies = -(logprobs.exp() * logprobs).sum(-1)
@@ -61,7 +96,7 @@ class PlainPolicy:
         algorithm = self.config.algorithm
         with torch.no_grad():
             before = {
-                t.trajectory_id: self.predictions(t.token_ids, TEMPERATURE)[0]
+                t.trajectory_id: self.predictions(t.token_ids, TEMPERATURE, t.routed_experts)[0]
                 for t in batch.trajectories
             }
         advantages = batch_advantages(batch.trajectories, algorithm.advantage)
@@ -85,11 +120,16 @@ class PlainPolicy:
                 group["lr"] = rate
             self.optimizer.step()
             totals, counts = totals + loss.item() * count, counts + count
-        return {"loss": totals / counts, "grad_norm": sum(norms) / len(norms)}
+        found = {"loss": totals / counts, "grad_norm": sum(norms) / len(norms)}
+        if self.forced.forced:
+            found["routing_difference"] = self.forced.differing / self.forced.forced
+        self.forced.differing = self.forced.forced = 0
+        return found
 
     def _tokens(self, trajectory: Trajectory, before: Tensor, advantage: float) -> Tokens:
         mask = torch.from_numpy(trajectory.sampled_mask())[1:]
-        policy, entropy = self.predictions(trajectory.token_ids, TEMPERATURE)
+        routed = trajectory.routed_experts
+        policy, entropy = self.predictions(trajectory.token_ids, TEMPERATURE, routed)
         behavior = torch.from_numpy(trajectory.behavior_logprobs.copy())
         return Tokens(policy[mask], entropy[mask], before[mask], behavior, advantage)
 

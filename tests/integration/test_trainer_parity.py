@@ -172,6 +172,8 @@ def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
             "logprob_gap_tokens",
         ):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), (step, name)
+        for name in ("routing_difference", "routing_unrecorded"):
+            assert ours.get(name) == theirs.get(name), (step, name)
         torch.testing.assert_close(
             found["logprobs"][step], expected["logprobs"][step], rtol=1e-5, atol=2e-5
         )

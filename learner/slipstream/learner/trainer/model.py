@@ -26,6 +26,7 @@ from slipstream.learner.trainer.offload import (
 from slipstream.learner.trainer.parallel import Launch, Ranks
 from slipstream.learner.trainer.precision import token_alignment
 from slipstream.learner.trainer.recipe import ddp_config_of, optimizer_config_of, provider_of
+from slipstream.learner.trainer.router_replay import replay_routers
 from slipstream.learner.trainer.settings import Megatron
 from slipstream.protocol.config import Config, ParallelSection
 from slipstream.protocol.errors import RunFailed
@@ -154,8 +155,14 @@ def open_policy(config: Config, launch: Launch, *, load_weights: bool = True) ->
         from slipstream.learner.trainer.lora import adapters
 
         change = adapters(config, ranks)
+    if config.algorithm.router_replay != "off":
+        change = _both(change, replay_routers)
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
     return Policy(**vars(model))
+
+
+def _both(first: Change, second: Change) -> Change:
+    return lambda chunks: second(first(chunks))
 
 
 def defer_projections(chunks: list[Megatron]) -> list[Megatron]:

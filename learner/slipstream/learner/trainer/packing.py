@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.batch import token_lags
+from slipstream.protocol.routed_experts import ExpertArray
 from slipstream.protocol.types import TokenArray, Trajectory
 from torch import Tensor
 
@@ -77,6 +78,8 @@ class TrainingSequence:
     estimates: TokenEstimates
     # What its tokens count in the loss, beside those of other sequences.
     loss_weight: float = 1.0
+    # [tokens, layers, experts per token], as `RoutedExperts` has them; None: nothing is known.
+    expert_ids: ExpertArray | None = None
 
     @classmethod
     def of_trajectories(
@@ -133,7 +136,7 @@ class TrainingSequence:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences, all tensors of shape [tokens] but `cu_seqlens`."""
+    """Packed sequences, all tensors of shape [tokens] but `cu_seqlens` and `expert_ids`."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -156,9 +159,12 @@ class MicroBatch:
     # Both None without a critic.
     values: Tensor | None = None
     returns: Tensor | None = None
+    # [tokens, layers, experts per token]: the experts that the token itself goes to, not the one
+    # that it predicts. An id that no expert has: not known. None: nothing is known.
+    expert_ids: Tensor | None = None
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The same with every [tokens] tensor that there is changed."""
+        """The same with every tensor that begins with the tokens changed."""
         tensors: dict[str, Any] = {
             name: change(value)
             for name, value in vars(self).items()
@@ -222,7 +228,28 @@ def build_micro_batch(
         reference_logprobs=_tensor(_joined_or_none([e.reference_logprobs for e in estimates])),
         values=_tensor(_joined_or_none([e.values for e in estimates])),
         returns=_tensor(_joined_or_none([e.returns for e in estimates])),
+        expert_ids=_expert_ids(chosen),
     )
+
+
+def _expert_ids(sequences: Sequence[TrainingSequence]) -> Tensor | None:
+    """Of all tokens, with the mark of what is not known where a sequence has none."""
+    known = next((s.expert_ids for s in sequences if s.expert_ids is not None), None)
+    if known is None:
+        return None
+    parts = [
+        _unknown_experts(len(sequence), known)
+        if sequence.expert_ids is None
+        else sequence.expert_ids
+        for sequence in sequences
+    ]
+    joined = np.concatenate(parts)
+    # torch does next to nothing with unsigned integers of two bytes.
+    return torch.from_numpy(joined if joined.dtype == np.uint8 else joined.astype(np.int32))
+
+
+def _unknown_experts(length: int, like: ExpertArray) -> ExpertArray:
+    return np.full((length, *like.shape[1:]), np.iinfo(like.dtype).max, dtype=like.dtype)
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -254,6 +281,9 @@ def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
     def pad(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
         return np.pad(values, (0, missing))
 
+    experts = sequence.expert_ids
+    if experts is not None:
+        experts = np.concatenate([experts, _unknown_experts(missing, experts)])
     return dataclasses.replace(
         sequence,
         token_ids=pad(sequence.token_ids),
@@ -261,6 +291,7 @@ def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
         behavior_logprobs=pad(sequence.behavior_logprobs),
         lags=pad(sequence.lags),
         estimates=sequence.estimates.map(pad),
+        expert_ids=experts,
     )
 
 

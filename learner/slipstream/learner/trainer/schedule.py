@@ -149,15 +149,16 @@ def run_schedule(
 
 
 def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
-    """Where the sequences are, for the attention."""
-    from megatron.core.packed_seq_params import PackedSeqParams
+    """Where the sequences are, for the attention, and where the routers send their tokens."""
+    from slipstream.learner.trainer.routed_sequences import RoutedSequences
 
-    packed = PackedSeqParams(
+    packed = RoutedSequences(
         qkv_format="thd",
         cu_seqlens_q=micro_batch.cu_seqlens,
         cu_seqlens_kv=micro_batch.cu_seqlens,
         max_seqlen_q=micro_batch.max_seqlen,
         max_seqlen_kv=micro_batch.max_seqlen,
+        expert_ids=micro_batch.expert_ids,
     )
     if cp_size > 1:
         # TransformerEngine asks for them; padding at the ends needs no mask of its own. The same

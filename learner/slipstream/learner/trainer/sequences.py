@@ -68,6 +68,8 @@ def training_sequences(
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories, token_estimates, step=batch.step
     )
+    if config.algorithm.router_replay != "off":
+        sequences = _with_experts(sequences, batch.trajectories)
     return [
         sequence if index in found else _without_loss(sequence)
         for index, sequence in enumerate(sequences)
@@ -138,6 +140,17 @@ def _float32(arrays: Sequence[FloatArray]) -> list[LogprobArray]:
         return []
     joined = np.concatenate(list(arrays)).astype(np.float32)
     return parts_of(joined, np.cumsum([len(array) for array in arrays]))
+
+
+def _with_experts(
+    sequences: Sequence[TrainingSequence], trajectories: Sequence[Trajectory]
+) -> list[TrainingSequence]:
+    return [
+        dataclasses.replace(sequence, expert_ids=trajectory.routed_experts.expert_ids)
+        if trajectory.routed_experts is not None
+        else sequence
+        for sequence, trajectory in zip(sequences, trajectories, strict=True)
+    ]
 
 
 def _without_loss(sequence: TrainingSequence) -> TrainingSequence:

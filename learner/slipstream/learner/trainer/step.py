@@ -13,6 +13,7 @@ from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.offload import Part
 from slipstream.learner.trainer.packing import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.roles import NO_ROLES, Roles
+from slipstream.learner.trainer.router_replay import check_experts, routing_metrics
 from slipstream.learner.trainer.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.sequences import ModelEstimates, training_sequences, weighted
 from slipstream.learner.trainer.shares import rank_micro_batches
@@ -74,17 +75,22 @@ class TrainingStep:
     def run(self, batch: Batch) -> StepResult:
         """Trains the batch; collective, and every rank passes the same batch.
 
-        StalenessError or RunFailed before any weight changes: a token that is too old, a loss or a
-        gradient that is not finite (in the first mini-batch; in a later one, before that mini-batch
-        changes the weights).
+        StalenessError or RunFailed before any weight changes: a token that is too old, experts of
+        another model, a loss or a gradient that is not finite (in the first mini-batch; in a later
+        one, before that mini-batch changes the weights).
         """
         started = time.monotonic()
         batch.check(self._config.algorithm.max_staleness)
+        if self._replays:
+            check_experts(batch.trajectories, self._policy.chunks[0].config)
         mini_batches = batch.mini_batches(self._config.algorithm.mini_batches)
         sequences = training_sequences(batch, self._config, self._estimates(batch))
         sequences = weighted(sequences, mini_batches, self._config)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
             metrics = batch.metrics() | self._train_policy(sequences, mini_batches, batch.step)
+        if self._replays:
+            policy = self._policy
+            metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
         if self._roles.critic is not None:
             with self.stages.measure("critic"):
                 metrics |= self._roles.critic.train(sequences, mini_batches)
@@ -118,6 +124,10 @@ class TrainingStep:
         for share, old in zip(shares, old_logprobs, strict=True):
             self._train(share, old, rate, totals)
         return self._metrics(totals, rate)
+
+    @property
+    def _replays(self) -> bool:
+        return self._config.algorithm.router_replay != "off"
 
     @property
     def _temperature(self) -> float:
