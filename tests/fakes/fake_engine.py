@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
@@ -40,6 +41,7 @@ class FakeEngine:
 
     num_workers = 1
     max_model_len = 64
+    num_experts = 4
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
@@ -55,6 +57,8 @@ class FakeEngine:
         self.pauses = 0
         self.died = asyncio.Event()
         self.closed = False
+        # Two layers: position p goes to expert p mod 4 in the first, p + 1 mod 4 in the second.
+        self.records_experts = False
         self._changed = asyncio.Event()
         self._requests: dict[str, _Request] = {}
         self._generated = 0
@@ -81,7 +85,13 @@ class FakeEngine:
                 await asyncio.sleep(0)
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, max_tokens: int
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        experts_from: int = 0,
     ) -> Generation:
         assert request_id not in self._requests
         request = self._requests[request_id] = _Request()
@@ -97,6 +107,7 @@ class FakeEngine:
             logprobs=np.full(len(request.tokens), -0.5, dtype=np.float32),
             version_spans=merge_spans(request.spans),
             finish_reason=reason,
+            expert_ids=self._experts(experts_from, len(prompt_token_ids) + len(request.tokens)),
         )
 
     async def cancel(self, request_id: str) -> None:
@@ -160,6 +171,12 @@ class FakeEngine:
                 return FinishReason.LENGTH
             await asyncio.sleep(0)
         return FinishReason.CANCELLED
+
+    def _experts(self, start: int, end: int) -> npt.NDArray[np.uint8] | None:
+        if not self.records_experts:
+            return None
+        places = np.arange(start, end - 1, dtype=np.uint8)
+        return np.stack([places % 4, (places + 1) % 4], axis=-1)[:, :, None]
 
     def _wake(self) -> None:
         self._changed.set()

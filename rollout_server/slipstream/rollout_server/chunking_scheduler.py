@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from slipstream.protocol.errors import ConfigError
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -28,6 +29,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 CHUNK_TOKENS = 16
+# Whose experts only this scheduler asks for: vLLM's takes the worker for one that has none.
+CPU_WORKER = "slipstream.rollout_server.cpu_worker.RoutingWorker"
 
 # How the outputs of several steps become one is decided for each field below, so a vLLM with other
 # fields is refused.
@@ -109,6 +112,8 @@ class _Chunking(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
         super().__init__(*args, **kwargs)
+        if self.vllm_config.parallel_config.worker_cls == CPU_WORKER:
+            self.aux_output_connector = AuxOutputSchedulerConnector()
         self._chunks: dict[str, _Chunk] = {}
         # Requests beside them whose log-probabilities vLLM cuts out itself.
         self._streamed: set[str] = set()

@@ -221,7 +221,12 @@ class Dispatcher:
     async def _deliver(self, trajectory: Trajectory) -> None:
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
-                trajectory, status=Status.CANCELLED, failure=None, will_retry=False, reward=0.0
+                trajectory,
+                status=Status.CANCELLED,
+                failure=None,
+                will_retry=False,
+                reward=0.0,
+                routed_experts=None,
             )
         data = encode_trajectory(trajectory)
         while True:

@@ -121,6 +121,11 @@ class VllmEngine:
         """See `Engine`."""
         return int(self._llm.model_config.max_model_len)
 
+    @property
+    def num_experts(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.model_config.get_num_experts())
+
     def use(self) -> EngineUse:
         """See `Engine`."""
         return EngineUse(
@@ -132,7 +137,13 @@ class VllmEngine:
         )
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, max_tokens: int
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        experts_from: int = 0,
     ) -> Generation:
         """See `Engine`."""
         parameters = SamplingParams(
@@ -146,6 +157,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            routed_experts_prompt_start=experts_from,
         )
         self._open[request_id] = False
         self._clock.enter()
@@ -290,6 +302,7 @@ def _generation(output: RequestOutput) -> Generation:
         version_spans=tuple(spans),
         finish_reason=_FINISH_REASONS.get(completion.finish_reason, FinishReason.FAILED),
         cached_tokens=output.num_cached_tokens or 0,
+        expert_ids=completion.routed_experts,
     )
 
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
-from slipstream.rollout_server.chunking_scheduler import scheduler_class
+from slipstream.rollout_server.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -62,6 +63,8 @@ _OWNED = {
     "weight_transfer_config": _WEIGHTS,
     "enable_sleep_mode": _WEIGHTS,
     "scheduler_cls": "it is ours",
+    "enable_return_routed_experts": "set algorithm.router_replay",
+    "aux_output_config": "set algorithm.router_replay",
     "disable_log_stats": "generated tokens are counted there",
 }
 
@@ -69,6 +72,10 @@ _OWNED = {
 def engine_config(config: Config, seed: int) -> VllmConfig:
     """The whole configuration for vLLM; ConfigError, before anything is loaded, when it refuses."""
     values = own_values(config, seed) | passed_through(config.rollout_server.engine)
+    if config.algorithm.router_replay != "off":
+        # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
+        on_cpu = current_platform.is_cpu()
+        values |= {"worker_cls": CPU_WORKER} if on_cpu else {"enable_return_routed_experts": True}
     try:
         # In the context of offline use a step takes as many tokens of prompts as the GPU likes.
         settings = AsyncEngineArgs(**values).create_engine_config(UsageContext.LLM_CLASS)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -98,6 +100,8 @@ class _Recording:
     run_lengths: list[int] = field(default_factory=list)
     logprobs: list[LogprobArray] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    # One after the other, from the first token on.
+    expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
     prompt_tokens: int = 0
     last_reply: list[int] = field(default_factory=list)
     # Text of `last_reply`; None until it was made.
@@ -112,6 +116,10 @@ class _Recording:
     def num_sampled(self) -> int:
         return sum(self.run_lengths[1::2])
 
+    @property
+    def num_routed(self) -> int:
+        return sum(map(len, self.expert_ids))
+
     def add_context(self, token_ids: list[int]) -> None:
         self.token_ids += token_ids
         self.run_lengths.append(len(token_ids))
@@ -123,6 +131,8 @@ class _Recording:
         self.logprobs.append(generation.logprobs)
         self.spans += generation.version_spans
         self.num_turns += 1
+        if generation.expert_ids is not None:
+            self.expert_ids.append(generation.expert_ids)
 
 
 class Episode:
@@ -226,7 +236,11 @@ class Episode:
         self._generating = True
         try:
             generation = await engine.generate(
-                self._task.key, recording.token_ids, self._task.sampling, max_tokens
+                self._task.key,
+                recording.token_ids,
+                self._task.sampling,
+                max_tokens,
+                experts_from=recording.num_routed,
             )
         finally:
             self._generating = False
@@ -293,6 +307,20 @@ class Episode:
             environment_s=recording.environment_s,
             prompt_text=_clip(renderer.decode_all(prompt), budget),
             reply_text=_clip(reply_text, budget),
+            routed_experts=self._routed_experts(status),
+        )
+
+    def _routed_experts(self, status: Status) -> RoutedExperts | None:
+        """Where they may be replayed: they cost more bytes than all the rest."""
+        recording = self._recording
+        has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
+        is_trained = self._task.purpose is Purpose.TRAINING and has_reward
+        if not recording.expert_ids or not is_trained:
+            return None
+        return RoutedExperts.of_parts(
+            recording.expert_ids,
+            self._services.engine.num_experts,
+            num_tokens=len(recording.token_ids),
         )
 
 

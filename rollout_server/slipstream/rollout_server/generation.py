@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.v1 import weights_pb2
@@ -56,7 +58,9 @@ class Generation:
 
     `logprobs` are natural logarithms after temperature and truncation of the distribution, one for
     each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` of
-    the prompt were not computed.
+    the prompt were not computed. `expert_ids` is [tokens, layers, experts per token]: which experts
+    the tokens from `experts_from` on went to when each was first computed, the last one that was
+    sampled left out, which never was; None from an engine that does not record them.
     """
 
     token_ids: TokenArray
@@ -64,6 +68,7 @@ class Generation:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     cached_tokens: int = 0
+    expert_ids: npt.NDArray[np.unsignedinteger] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,23 @@ class Engine(Protocol):
         """The counters; it starts a new list of busy intervals."""
         ...
 
+    @property
+    def num_experts(self) -> int:
+        """Of each layer of a mixture of experts; 0: there are none."""
+        ...
+
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, max_tokens: int
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        experts_from: int = 0,
     ) -> Generation:
         """Samples at most `max_tokens` tokens; waits while the engine is paused.
 
+        Experts, if it records them, are returned of the tokens from `experts_from` on.
         GenerationFailed when the request cannot be served, EngineDied when none can.
         """
         ...

@@ -61,6 +61,40 @@ async def test_later_turns_append_only_new_tokens(start_server) -> None:
     assert trajectory.metrics == {"turns": 2.0}
 
 
+async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(start_server) -> None:
+    async with start_server() as server:
+        server.engine.records_experts = True
+        server.fleet.client.turns = 3
+        connection = await server.join()
+        connection.lease("g1", members=[0])
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    routed = trajectory.routed_experts
+    assert routed.num_experts == 4
+    places = range(len(trajectory.token_ids) - 1)
+    expected = [[[place % 4], [(place + 1) % 4]] for place in places]
+    assert routed.expert_ids.tolist() == [*expected, [[255], [255]]]
+
+
+async def test_experts_travel_only_where_they_may_be_trained(start_server) -> None:
+    async with start_server() as server:
+        server.engine.records_experts = True
+        connection = await server.join()
+        connection.lease("g1", members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
+        (judged,) = await server.fleet.wait_trajectories(1)
+        server.fleet.client.answer_instead = lambda command: (
+            env_pb.WorkerMessage(failure=trajectory_pb2.Failure(message="broken"))
+            if command.HasField("step")
+            else None
+        )
+        connection.lease("g2", members=[0], max_attempts=1)
+        _, failed = await server.fleet.wait_trajectories(2)
+    assert judged.status is Status.COMPLETED
+    assert judged.routed_experts is None
+    assert failed.status is Status.FAILED
+    assert failed.num_sampled_tokens == 4
+    assert failed.routed_experts is None
+
+
 async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> None:
     async with start_server() as server:
         server.engine.stop_after = 100
@@ -325,6 +359,7 @@ async def test_trajectories_wait_for_the_verdict_on_the_probe(start_server) -> N
 
 async def test_a_bad_verdict_cancels_what_ran_and_what_waited(start_server) -> None:
     async with start_server() as server:
+        server.engine.records_experts = True
         connection = await server.join(step=5)
         report = await connection.serve_version(6, probe=weights_pb2.Probe(lengths=[1]))
         connection.lease("g1")

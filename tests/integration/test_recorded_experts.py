@@ -1,0 +1,210 @@
+"""The real vLLM engine with a tiny mixture of experts says where it sent each token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from gloo_sender import GlooSender, layout_of  # noqa: E402
+from parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, make_mixture  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from slipstream.protocol.config_file import parse_config  # noqa: E402
+from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.rollout_server import process  # noqa: E402
+from slipstream.rollout_server.generation import Generation, Sampling  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+SAMPLING = Sampling(1.0, 1.0, 0, 200, 4, 400, ignore_eos=True)
+PROMPT = [1, 4, 5, 6, 3]
+NUM_LAYERS = 2
+
+
+class Reference:
+    """The experts that transformers' model chooses with some weights, [tokens, layers, k]."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._folder = folder
+        self._load = AutoModelForCausalLM.from_pretrained
+        self._models: dict[str, torch.nn.Module] = {}
+
+    @torch.no_grad()
+    def experts(self, name: str, token_ids: list[int]) -> np.ndarray:
+        if name not in self._models:
+            self._models[name] = self._load(self._folder / name, dtype=torch.float32).eval()
+        model, found = self._models[name], []
+        hooks = [
+            layer.mlp.gate.register_forward_hook(lambda *a: found.append(a[2][2]))
+            for layer in model.model.layers
+        ]
+        model(torch.tensor([token_ids]))
+        for hook in hooks:
+            hook.remove()
+        return np.stack([indices.numpy() for indices in found], axis=1)
+
+
+@dataclass
+class Rig:
+    engine: object
+    reference: Reference
+    folder: Path
+    publishes: int = 0
+
+    async def publish(self, name: str, step: int) -> None:
+        weights = load_file(self.folder / name / "model.safetensors")
+        self.publishes += 1
+        sender = GlooSender(f"communicator-{self.publishes}")
+        order, layout = sender.order(f"p{self.publishes}", step), layout_of(weights)
+        await self.engine.pause()
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
+        assert await self.engine.receive_weights(order, layout, 1) == await sending
+        await self.engine.resume(PolicyVersion(0, step))
+
+    async def generate(
+        self, name: str, prompt: list[int], num_tokens: int, *, experts_from: int = 0
+    ) -> Generation:
+        return await self.engine.generate(
+            name, prompt, SAMPLING, num_tokens, experts_from=experts_from
+        )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    # The engine's processes are forked: a pool of threads would not live on in them.
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("old", "new")):
+        make_mixture(folder / name, seed=seed, num_hidden_layers=NUM_LAYERS)
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(folder / "old"), "dtype": "float32"},
+        "algorithm": {
+            "group_size": 4,
+            "groups_per_step": 1,
+            "learning_rate": 1e-3,
+            "router_replay": "rollout",
+        },
+        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 400},
+        "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
+    }
+    config = parse_config(table, source="test")
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
+    from slipstream.rollout_server.engine import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=1)
+    try:
+        yield Rig(engine, Reference(folder), folder)
+    finally:
+        await engine.aclose()
+
+
+def same_experts(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """One flag for each token: all its layers went to the same experts, in whatever order."""
+    assert found.shape == expected.shape
+    return (np.sort(found, axis=-1) == np.sort(expected, axis=-1)).all(axis=(1, 2))
+
+
+def test_sizes_are_those_that_this_test_is_about() -> None:
+    assert NUM_EXPERTS > EXPERTS_PER_TOKEN
+
+
+async def test_every_token_but_the_last_has_the_experts_that_transformers_chooses(rig) -> None:
+    assert rig.engine.num_experts == NUM_EXPERTS
+    await rig.publish("old", 0)
+    prompts = [[1, *(4 + (n * m) % 28 for m in range(3 + 9 * n)), 3] for n in range(12)]
+    replies = await asyncio.gather(
+        *(rig.generate(f"r{n}", prompt, 40 + n) for n, prompt in enumerate(prompts))
+    )
+    seen = []
+    for prompt, reply in zip(prompts, replies, strict=True):
+        tokens = prompt + reply.token_ids.tolist()
+        assert reply.expert_ids.dtype == np.uint8
+        assert len(reply.expert_ids) == len(tokens) - 1
+        expected = rig.reference.experts("old", tokens)[:-1]
+        assert same_experts(reply.expert_ids, expected).all()
+        seen.append(expected)
+    # Not everything goes to the same experts.
+    assert len(np.unique(np.sort(np.concatenate(seen)[:, 0], axis=-1), axis=0)) > 2
+
+
+async def test_turns_add_up_over_cached_prefixes(rig) -> None:
+    await rig.publish("old", 0)
+    tokens, parts = [1, *(4 + n % 28 for n in range(150)), 3], []
+    for turn in range(3):
+        known = sum(map(len, parts))
+        reply = await rig.generate("turns", tokens, 30, experts_from=known)
+        assert (reply.cached_tokens >= 128) == (turn > 0)
+        parts.append(reply.expert_ids)
+        tokens = tokens + reply.token_ids.tolist() + [5 + turn, 3]
+    recorded = np.concatenate(parts)
+    tokens = tokens[:-2]
+    assert len(recorded) == len(tokens) - 1
+    assert same_experts(recorded, rig.reference.experts("old", tokens)[:-1]).all()
+
+
+async def test_a_cached_prefix_has_the_experts_of_when_it_was_computed(rig) -> None:
+    await rig.publish("old", 0)
+    prompt = [1, *(4 + n % 27 for n in range(300)), 3]
+    first = await rig.generate("first", prompt, 4)
+    again = await rig.generate("again", prompt, 4)
+    assert again.cached_tokens >= 256
+    assert np.array_equal(first.expert_ids[: len(prompt)], again.expert_ids[: len(prompt)])
+
+
+async def test_tokens_keep_the_experts_of_the_version_that_sampled_behind_them(rig) -> None:
+    """An update in flight computes everything again; what is recorded stays as it was."""
+    await rig.publish("old", 3)
+    start = rig.engine.use().generated_tokens
+    replies = [
+        asyncio.create_task(rig.generate(f"flight{n}", [*PROMPT, 4 + n, 3], 150)) for n in range(8)
+    ]
+    while rig.engine.use().generated_tokens < start + 100:
+        await asyncio.sleep(0.005)
+    await rig.publish("new", 4)
+    crossed = 0
+    for n, reply in enumerate(await asyncio.gather(*replies)):
+        prompt = [*PROMPT, 4 + n, 3]
+        tokens = prompt + reply.token_ids.tolist()
+        assert len(reply.expert_ids) == len(tokens) - 1
+        old, new = (rig.reference.experts(name, tokens)[:-1] for name in ("old", "new"))
+        spans = reply.version_spans
+        if len(spans) < 2:
+            continue
+        crossed += 1
+        # The last token of the old version is the first that the new one goes on from.
+        cut = len(prompt) + spans[0].length - 1
+        assert same_experts(reply.expert_ids[:cut], old[:cut]).all()
+        assert same_experts(reply.expert_ids[cut:], new[cut:]).all()
+        assert not same_experts(reply.expert_ids[:cut], new[:cut]).all()
+    assert crossed >= 3
+
+
+async def test_cancelled_and_probing_requests_disturb_nothing(rig) -> None:
+    await rig.publish("old", 0)
+    before = rig.engine.use().generated_tokens
+    replies = [asyncio.create_task(rig.generate(f"c{n}", PROMPT, 150)) for n in range(8)]
+    while rig.engine.use().generated_tokens < before + 50:
+        await asyncio.sleep(0.005)
+    for number in range(0, 8, 2):
+        await rig.engine.cancel(f"c{number}")
+    scores = await rig.engine.teacher_forced_logprobs([[1, 4, 5], [1, 6]])
+    assert len(scores) == 3
+    for reply in await asyncio.gather(*replies):
+        tokens = PROMPT + reply.token_ids.tolist()
+        recorded = len(reply.expert_ids) if reply.expert_ids is not None else 0
+        assert recorded <= len(tokens) - 1
+        if recorded:
+            expected = rig.reference.experts("old", tokens)[:recorded]
+            assert same_experts(reply.expert_ids, expected).all()
