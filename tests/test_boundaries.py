@@ -45,6 +45,7 @@ OWNERS = {
         "slipstream.protocol.cuda_digests",
         "slipstream.protocol.card_buffers",
         "slipstream.protocol.cupy_nccl",
+        "slipstream.protocol.shared_buffers",
         "slipstream.learner.trainer",
     ),
     "torch": ("slipstream.learner.trainer", "slipstream.rollout_server"),

@@ -101,12 +101,13 @@ def optimizer_tensors(policy) -> dict[str, torch.Tensor]:
 def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.checkpoint import Checkpointer
     from slipstream.learner.trainer.distributed_files import begin_save, load_models
-    from slipstream.learner.trainer.export import export_weights, hf_tensors
+    from slipstream.learner.trainer.export import hf_tensors
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
     from slipstream.learner.trainer.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.stored_model import POLICY, StoredModel
+    from slipstream.learner.trainer.weight_stream import open_stream
     from slipstream.protocol.errors import SlipstreamError
 
     job = json.loads((folder / f"{name}.json").read_text())
@@ -131,8 +132,8 @@ def run_rank(folder: Path, name: str) -> None:
     probe = [t.token_ids for t in BATCHES[0].trajectories[:6]]
     found = sequence_logprobs(policy, probe, max_tokens=64)
     result["logprobs"] = torch.from_numpy(np.concatenate(found))
-    weights = export_weights(policy, config)
-    result["digest"] = weights.digest.hex() if weights is not None else ""
+    stream = open_stream(policy, config)
+    result["digest"] = stream.run().identity.hex()
     if job.get("late"):
         # Training changes the tensors after the copy and before the write.
         state = folder / f"{name}-late"
@@ -145,13 +146,11 @@ def run_rank(folder: Path, name: str) -> None:
         policy.ranks.gather_bytes(b"")
         pending.finish()
         load_models(models, state)
-        late = export_weights(policy, config)
-        result["late_digest"] = late.digest.hex() if late is not None else ""
+        result["late_digest"] = stream.run().identity.hex()
     while step < job["until"]:
         result["metrics"].append(training.run(BATCHES[step]).metrics)
         step += 1
-        weights = export_weights(policy, config)
-        digest = weights.digest if weights is not None else b""
+        digest = stream.run().identity
         if step in job.get("save", []):
             result["saved"].append(checkpointer.save(PolicyVersion(0, step), digest))
             result["saved_optimizer"] = optimizer_tensors(policy)

@@ -140,7 +140,9 @@ def publish_order(step: int, *, new_communicator: bool, verify: bool) -> list[pb
             publish=weights_pb2.PublishOrder(
                 publish_id=f"publish-{step}",
                 version=version_to_pb(PolicyVersion(0, step)),
-                communicator=weights_pb2.Communicator(communicator_id="members-1"),
+                communicator=weights_pb2.Communicator(
+                    communicator_id="members-1", transport="gloo"
+                ),
                 new_communicator=new_communicator,
                 receivers=[weights_pb2.Receiver(server_id="server", first_rank=1, num_workers=1)],
                 verify=verify,

@@ -71,22 +71,22 @@ def run_rank(folder: Path, job: str) -> None:
     if job == "fp8" and not torch.cuda.is_available():
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
-    from slipstream.learner.trainer.export import export_weights
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.offload import ALL_PARTS, Part
     from slipstream.learner.trainer.parallel import Launch
     from slipstream.learner.trainer.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weight_stream import open_stream
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
     step = TrainingStep(policy, config)
+    stream = open_stream(policy, config)
     metrics, digests, between = [], [], []
     for batch in batches(config):
         metrics.append(step.run(batch).metrics)
         between.append(num_bytes(policy))
-        weights = export_weights(policy, config)
-        digests.append(weights.digest if weights is not None else b"")
+        digests.append(stream.run().identity)
         assert num_bytes(policy) == between[-1]
     logprobs = sequence_logprobs(policy, probe(config), max_tokens=64)
     with policy.memory.resident(*ALL_PARTS):

@@ -36,11 +36,12 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def train(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.export import export_weights, hf_tensors, save_hf_folder
+    from slipstream.learner.trainer.export import hf_tensors, save_hf_folder
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
     from slipstream.learner.trainer.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weight_stream import open_stream
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
@@ -53,7 +54,8 @@ def train(folder: Path, job: str) -> None:
     # It compares Megatron's groups with the arithmetic of the dry run.
     policy.ranks.describe(has_experts=True)
     finalized = count_finalizations(policy)
-    exported = export_weights(policy, config)
+    stream = open_stream(policy, config)
+    digest = stream.run().identity
     before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
 
     def score() -> torch.Tensor:
@@ -70,11 +72,12 @@ def train(folder: Path, job: str) -> None:
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     logprobs.append(score())
     save_hf_folder(policy, config.model.path, folder / f"{job}-final")
-    if exported is not None:
+    if policy.ranks.is_main:
         result = {
             "metrics": metrics,
             "logprobs": logprobs,
-            "digest": exported.digest.hex(),
+            "digest": digest.hex(),
+            "senders": list(stream.senders),
             "before": before,
             "weights": weights,
             "finalizations": len(finalized),

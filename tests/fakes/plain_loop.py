@@ -46,38 +46,35 @@ def recorded_groups(config: Config) -> list[list[Trajectory]]:
 
 def train(config: Config) -> None:
     from slipstream.learner.trainer.batch import Batch
-    from slipstream.learner.trainer.export import export_weights
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weight_stream import open_stream
 
     groups, size = recorded_groups(config), config.algorithm.groups_per_step
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config)
+    stream = open_stream(policy, config)
     for step in range(config.run.steps):
         chosen = groups[step * size : (step + 1) * size]
         batch = tuple(trajectory for group in chosen for trajectory in group)
         result = training.run(Batch(step, f"plain-{step}", batch))
-        weights = export_weights(policy, config)
-        assert weights is not None
         line = {
             "ids": [trajectory.trajectory_id for trajectory in batch],
             "metrics": result.metrics,
-            "digest": weights.digest.hex(),
+            "digest": stream.run().identity.hex(),
         }
         print(json.dumps(line), flush=True)
     policy.ranks.close()
 
 
 def print_digest(config: Config) -> None:
-    from slipstream.learner.trainer.export import export_weights
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.weight_stream import weight_identity
 
     policy = open_policy(config, Launch.from_environment())
-    weights = export_weights(policy, config)
-    assert weights is not None
-    print(json.dumps({"digest": weights.digest.hex()}))
+    print(json.dumps({"digest": weight_identity(policy, config).hex()}))
     policy.ranks.close()
 
 

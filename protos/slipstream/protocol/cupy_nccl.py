@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.nccl_group import Mark
 
 # What a warm-up broadcasts.
 _WARM_UP_BYTES = 16
@@ -88,8 +89,9 @@ class CudaMark:
         """See `Mark`."""
         return bool(self._event.done)
 
-    def seconds_since(self, before: CudaMark) -> float:
+    def seconds_since(self, before: Mark) -> float:
         """See `Mark`."""
         import cupy
 
+        assert isinstance(before, CudaMark)
         return float(cupy.cuda.get_elapsed_time(before._event, self._event)) / 1e3

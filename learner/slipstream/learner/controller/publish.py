@@ -162,8 +162,7 @@ class Publisher:
         failed = len(committed) < len(publish.receivers)
         if failed:
             self._members = ()
-        self.totals.publishes += 1
-        self.totals.bytes_sent += result.bytes_sent
+        self.totals.sent(result)
         return trainer_pb2.PublishReceipt(
             serving=[session.name for session in committed], discard_communicator=failed
         )

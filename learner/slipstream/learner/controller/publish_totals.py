@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slipstream.v1 import fleet_pb2
+from slipstream.v1 import fleet_pb2, trainer_pb2
 
 
 @dataclass
@@ -16,8 +16,16 @@ class PublishTotals:
     paused_s: float = 0.0
     bytes_sent: int = 0
     last_paused_s: float = 0.0
+    # What the trainer said of the newest publish that it sent completely.
+    last_sent: trainer_pb2.PublishResult = field(default_factory=trainer_pb2.PublishResult)
     probe_gap_max: float = 0.0
     last_stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
+
+    def sent(self, result: trainer_pb2.PublishResult) -> None:
+        """The trainer has sent a version completely."""
+        self.publishes += 1
+        self.bytes_sent += result.bytes_sent
+        self.last_sent = result
 
     def served(self, report: fleet_pb2.PublishReport) -> None:
         """A server goes on with new weights."""
@@ -25,8 +33,8 @@ class PublishTotals:
         self.last_paused_s, self.last_stages = report.paused_s, report.stages
 
     def gauges(self) -> dict[str, float]:
-        """What the newest publish cost the server that took it last."""
-        stages = self.last_stages
+        """What the newest publish cost the trainer, and the server that took it last."""
+        stages, sent = self.last_stages, self.last_sent
         return {
             "pause_s": self.last_paused_s,
             "publish_prepare_s": stages.prepare_s,
@@ -35,6 +43,9 @@ class PublishTotals:
             "publish_load_s": stages.load_s,
             "publish_resume_s": stages.resume_s,
             "publish_copied": float(stages.copied),
+            "weights_send_s": sent.send_s,
+            "weights_gather_s": sent.export_s,
+            "weights_wire_s": sent.wire_s,
         }
 
     def summary(self) -> dict[str, float]:

@@ -38,16 +38,16 @@ def main() -> int:
 
 def export(config: Config, path: Path, out: Path) -> None:
     """Writes `out`; CheckpointError when the files or the weights are not those that were saved."""
-    from slipstream.learner.trainer.export import export_weights, save_hf_folder
+    from slipstream.learner.trainer.export import save_hf_folder
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.weight_stream import weight_identity
 
     manifest = read_manifest(path)
     check_files(path, manifest.files)
     alone = on_one_rank(config, path)
     policy = open_policy(alone, Launch.from_environment())
-    weights = export_weights(policy, alone)
-    if weights is None or weights.digest.hex() != manifest.weight_digest:
+    if weight_identity(policy, alone).hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
     save_hf_folder(policy, alone.model.path, out)
     policy.ranks.close()

@@ -138,6 +138,12 @@ class Ranks:
         """Whether this rank's statistics enter a sum over all: each token of a replica once."""
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
+    def has_first_copy(self, *, of_experts: bool) -> bool:
+        """Whether no rank before this one holds the same parameters; not collective."""
+        if of_experts:
+            return bool(self._groups.get_expert_data_parallel_rank() == 0)
+        return bool(self._groups.get_data_parallel_rank(with_context_parallel=True) == 0)
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """The bytes of rank 0, on every rank; the others pass None."""
         assert (data is not None) == self.is_main

@@ -63,23 +63,23 @@ def main() -> int:
 def replay(config: Config, steps: list[RecordedStep]) -> int:
     """Trains the steps again, prints each digest on rank 0, and compares."""
     from slipstream.learner.trainer.batch import Batch
-    from slipstream.learner.trainer.export import export_weights
     from slipstream.learner.trainer.model import open_policy
     from slipstream.learner.trainer.parallel import Launch
     from slipstream.learner.trainer.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weight_stream import open_stream
 
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config, open_roles(config, policy))
+    stream = open_stream(policy, config)
     different = 0
     for recorded in steps:
         header = recorded.batch.header
         trajectories = tuple(trajectory_from_pb(t) for t in recorded.batch.trajectories)
         training.run(Batch(header.step, header.batch_id, trajectories))
-        weights = export_weights(policy, config)
-        if weights is None:
+        digest = stream.run().identity.hex()
+        if not policy.ranks.is_main:
             continue
-        digest = weights.digest.hex()
         same = digest == recorded.digest
         different += not same and recorded.digest is not None
         verdict = "as recorded" if same else f"recorded {recorded.digest or 'nowhere'}"

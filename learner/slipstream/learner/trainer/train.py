@@ -10,14 +10,13 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from types import FrameType
 
 from slipstream.learner.trainer.batch import Batch
 from slipstream.learner.trainer.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.cost import StepCost
-from slipstream.learner.trainer.export import ExportedWeights, export_weights, save_hf_folder
+from slipstream.learner.trainer.export import save_hf_folder
 from slipstream.learner.trainer.lora import save_adapters
 from slipstream.learner.trainer.model import Policy
 from slipstream.learner.trainer.offload import Part
@@ -31,11 +30,12 @@ from slipstream.learner.trainer.orders import (
 )
 from slipstream.learner.trainer.probe import build_probe
 from slipstream.learner.trainer.profiler import ProfileWindow
-from slipstream.learner.trainer.publish import publish
+from slipstream.learner.trainer.publish import WeightPublisher
 from slipstream.learner.trainer.roles import open_roles
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.stored_model import POLICY, StoredModel
-from slipstream.learner.trainer.weight_sender import GlooWeightSender
+from slipstream.learner.trainer.weight_sender import WeightSenders
+from slipstream.learner.trainer.weight_stream import open_stream
 from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.config import Config
@@ -65,14 +65,17 @@ class Trainer:
         self._profile = ProfileWindow(
             config.learner.profile, config.run_dir / "profile", rank=policy.ranks.rank
         )
-        self._sender = GlooWeightSender(config.weights)
         models = [StoredModel(POLICY, policy.chunks, policy.optimizer), *roles.stored_models()]
         self._checkpointer = Checkpointer(config, self._ranks, models)
         loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._last_batch: Batch | None = None
-        self._export_s = 0.0
-        self._weights = self._export()
+        self._stream = open_stream(policy, config)
+        senders = WeightSenders(
+            config.weights, policy.ranks.device, largest_bucket=self._stream.largest_bucket
+        )
+        self._publisher = WeightPublisher(self._stream, senders, ranks=self._ranks, client=client)
+        self._digest = self._export()
 
     def run(self) -> None:
         """Follows the controller's orders until it says stop."""
@@ -100,16 +103,16 @@ class Trainer:
         layout = self._ranks.describe(has_experts=has_experts)
         version = self._version
         places = [weights_pb2.Place.FromString(p) for p in self._ranks.gather_bytes(self._place())]
-        if self._weights is not None:
+        if self._ranks.is_main:
             logger.info("%s", layout)
             welcome = self._client.register(
                 trainer_pb2.TrainerHello(
                     world_size=self._ranks.world_size,
                     layout_description=layout,
                     version=version_to_pb(version),
-                    weight_digest=self._weights.digest,
-                    num_parameters=self._weights.num_parameters,
-                    num_senders=1,
+                    weight_digest=self._digest,
+                    num_parameters=self._stream.num_parameters,
+                    num_senders=len(self._stream.senders),
                     places=places,
                 )
             )
@@ -146,15 +149,15 @@ class Trainer:
             version = PolicyVersion(self._version.incarnation, batch.step + 1)
             self._last_batch = batch
             cost = self._cost.metrics(batch, result)
-            self._weights = self._export()
+            self._digest = self._export()
         times = self._stages.take()
-        if self._weights is not None:
+        if self._ranks.is_main:
             version = self._client.report_step(
                 trainer_pb2.StepReport(
                     step=batch.step,
                     batch_id=batch.batch_id,
                     version=version_to_pb(version),
-                    weight_digest=self._weights.digest,
+                    weight_digest=self._digest,
                     metrics=result.metrics | cost | times,
                     wall_s=result.wall_s,
                 )
@@ -165,11 +168,10 @@ class Trainer:
                 self._save()
 
     def _save(self) -> None:
-        digest = self._weights.digest if self._weights is not None else b""
         with contextlib.ExitStack() as stack:
             for memory in self._memories:
                 stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
-            saved = self._checkpointer.save(self._version, digest)
+            saved = self._checkpointer.save(self._version, self._digest)
         self._tell(saved)
 
     def _tell(self, saved: Saved | None) -> None:
@@ -193,15 +195,7 @@ class Trainer:
         probe = None
         if order.verify:
             probe = build_probe(self._policy, self._last_batch, self._config)
-        if self._weights is not None:
-            publish(
-                order,
-                self._weights,
-                sender=self._sender,
-                client=self._client,
-                probe=probe,
-                export_s=self._export_s,
-            )
+        self._publisher.run(order, probe)
 
     def _finish(self, order: Stop) -> None:
         self._profile.close()
@@ -216,21 +210,16 @@ class Trainer:
             if self._config.lora.rank:
                 save_adapters(self._policy, self._config, target.with_name("final-adapters"))
             export_path = str(target)
-        self._sender.abort()
-        if self._weights is not None:
+        self._publisher.abort()
+        if self._ranks.is_main:
             self._client.finish(
-                trainer_pb2.TrainerGoodbye(
-                    weight_digest=self._weights.digest, export_path=export_path
-                )
+                trainer_pb2.TrainerGoodbye(weight_digest=self._digest, export_path=export_path)
             )
 
-    def _export(self) -> ExportedWeights | None:
-        """A step's digest needs the exported weights, and the publish that follows sends them."""
-        started = time.monotonic()
+    def _export(self) -> bytes:
+        """Identity of the weights."""
         with self._stages.measure("export"):
-            weights = export_weights(self._policy, self._config)
-        self._export_s = time.monotonic() - started
-        return weights
+            return self._stream.run().identity
 
 
 def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:

@@ -1,27 +1,33 @@
-"""Sends weights to the rollout servers: the senders' side of the communicator.
+"""Sends buckets to the rollout servers: the trainer's side of a communicator.
 
-Rank 0 sends; receivers follow as ranks 1, 2, ... Every wait has a deadline. After an error the
-communicator is aborted, and the next publish builds a new one.
+The sending ranks are its first ranks, trainer rank 0 is rank 0 and leads; receivers follow. Every
+wait has a deadline. After an error the communicator is aborted, and the next publish builds a new
+one. `GlooWeightSender` is for machines without a GPU, `NcclWeightSender` from GPU to GPU,
+`IpcWeightSender` within one host.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
+from slipstream.learner.trainer.ipc_sender import IpcWeightSender
+from slipstream.learner.trainer.weight_stream import Release
+from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.cupy_nccl import CupyNccl, make_unique_id
 from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.nccl_group import NcclGroup
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -33,17 +39,26 @@ _GRACE_S = 1.0
 class WeightSender(Protocol):
     """One communicator at a time, kept over publishes until its members change or it fails."""
 
-    def listen(self, communicator_id: str, world_size: int) -> weights_pb2.Communicator:
-        """Begins a new communicator and says where its members meet; waits for none of them.
+    def announce(
+        self, communicator_id: str, *, num_senders: int, world_size: int
+    ) -> weights_pb2.Communicator:
+        """On the leader: begins a new communicator and says where its members meet.
 
-        ConfigError when nothing can listen on `weights.host`.
+        Waits for none of them. ConfigError when nothing can listen on `weights.host`.
         """
 
-    def connect(self) -> None:
+    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
         """Waits for all members; WeightSyncError after the join deadline."""
 
-    def send(self, buckets: Iterable[Tensor]) -> None:
-        """Sends each bucket to all; WeightSyncError after a deadline."""
+    def send(self, bucket: Bucket, data: Tensor) -> Release:
+        """Begins the broadcast of a bucket, from its root to all others.
+
+        `data` is not touched before `Release` was called. WeightSyncError when this or one before
+        is not done within the deadline of a bucket.
+        """
+
+    def finish(self) -> float:
+        """Waits until all is sent, the seconds in broadcasts; WeightSyncError after a deadline."""
 
     @property
     def communicator_id(self) -> str | None:
@@ -53,23 +68,64 @@ class WeightSender(Protocol):
         """Breaks the communicator, so that a member that waits in it fails too."""
 
 
+class WeightSenders:
+    """The senders of one rank, one for each transport; each is made when it is first used."""
+
+    def __init__(
+        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int
+    ) -> None:
+        """`largest_bucket`: its bytes."""
+        self._weights, self._device = weights, device
+        self._largest_bucket = largest_bucket
+        self._made: dict[str, WeightSender] = {}
+
+    def of(self, transport: str) -> WeightSender:
+        """For the communicators of one transport; ConfigError when it needs a GPU."""
+        if transport not in self._made:
+            self._made[transport] = self._make(transport)
+        return self._made[transport]
+
+    def abort(self) -> None:
+        """Leaves every communicator."""
+        for sender in self._made.values():
+            sender.abort()
+
+    def _make(self, transport: str) -> WeightSender:
+        if transport == "gloo":
+            return GlooWeightSender(self._weights)
+        if transport == "ipc":
+            return IpcWeightSender(self._weights, self._device, num_bytes=self._largest_bucket)
+        if transport != "nccl":
+            raise ConfigError(
+                f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
+            )
+        if self._device.type != "cuda":
+            raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
+        return NcclWeightSender(self._weights, self._device)
+
+
 class GlooWeightSender:
-    """Over TCP, for machines without a GPU; store and group listen on `weights.host` only."""
+    """Over TCP, from main memory; store and group listen on `weights.host` only.
+
+    One bucket is under way at a time, while the caller fills the next one.
+    """
 
     def __init__(self, weights: WeightsSection) -> None:
         self._weights = weights
-        self._announced: weights_pb2.Communicator | None = None
+        self._id: str | None = None
         self._store: Store | None = None
         self._group: dist.ProcessGroupGloo | None = None
+        self._under_way: tuple[dist.Work, str] | None = None
+        self._wire_s = 0.0
 
     @property
     def communicator_id(self) -> str | None:
         """See `WeightSender`."""
-        if self._group is None or self._announced is None:
-            return None
-        return self._announced.communicator_id
+        return self._id if self._group is not None else None
 
-    def listen(self, communicator_id: str, world_size: int) -> weights_pb2.Communicator:
+    def announce(
+        self, communicator_id: str, *, num_senders: int, world_size: int
+    ) -> weights_pb2.Communicator:
         """See `WeightSender`."""
         self.abort()
         # The store would listen on all addresses if it opened the socket itself.
@@ -89,59 +145,80 @@ class GlooWeightSender:
             timeout=timedelta(seconds=self._weights.join_deadline_s),
             master_listen_fd=listener.detach(),
         )
-        self._announced = weights_pb2.Communicator(
+        return weights_pb2.Communicator(
             communicator_id=communicator_id,
             transport="gloo",
             store_host=self._weights.host,
             store_port=port,
             world_size=world_size,
-            num_senders=1,
+            num_senders=num_senders,
         )
-        return self._announced
 
-    def connect(self) -> None:
+    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
         """See `WeightSender`."""
-        announced, store = self._announced, self._store
-        assert announced is not None
-        assert store is not None
+        if rank != 0:
+            self.abort()
+        timeout = timedelta(seconds=self._weights.join_deadline_s)
 
         def join() -> dist.ProcessGroupGloo:
+            if self._store is None:
+                self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                    announced.store_host,
+                    announced.store_port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timeout,
+                )
+            # Further senders may run on other machines than the leader.
+            host = _local_address(announced.store_host, announced.store_port)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._weights.host)]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._threads = 1
-            options._timeout = timedelta(seconds=self._weights.join_deadline_s)
+            options._timeout = timeout
             meeting = dist.PrefixStore(  # type: ignore[attr-defined]
-                announced.communicator_id, store
+                announced.communicator_id, self._store
             )
-            return dist.ProcessGroupGloo(meeting, 0, announced.world_size, options)
+            return dist.ProcessGroupGloo(meeting, rank, announced.world_size, options)
 
         self._group = self._within(
             self._weights.join_deadline_s,
             join,
-            what=f"{announced.world_size - 1} workers joining {announced.communicator_id}",
+            what=f"{announced.world_size - 1} others joining {announced.communicator_id}",
         )
+        self._id = announced.communicator_id
 
-    def send(self, buckets: Iterable[Tensor]) -> None:
+    def send(self, bucket: Bucket, data: Tensor) -> Release:
         """See `WeightSender`."""
-        group = self._group
-        if group is None:
+        self._settle()
+        if self._group is None:
             raise WeightSyncError("there is no communicator to send through")
         options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank, options.rootTensor = bucket.root, 0
         options.timeout = timedelta(seconds=self._weights.bucket_deadline_s)
-        for place, bucket in enumerate(buckets):
+        work = self._group.broadcast([data], options)  # type: ignore[attr-defined]
+        self._under_way = (work, f"a bucket of {bucket.num_bytes} bytes from rank {bucket.root}")
+        return self._settle
 
-            def broadcast(bucket: Tensor = bucket) -> None:
-                group.broadcast([bucket], options).wait()  # type: ignore[attr-defined]
-
-            what = f"bucket {place} of {bucket.numel()} bytes"
-            self._within(self._weights.bucket_deadline_s, broadcast, what=what)
+    def finish(self) -> float:
+        """See `WeightSender`; without the time in which the next bucket was filled."""
+        self._settle()
+        seconds, self._wire_s = self._wire_s, 0.0
+        return seconds
 
     def abort(self) -> None:
         """See `WeightSender`."""
         if self._group is not None:
             self._group.abort()
-        self._group = self._store = self._announced = None
+        self._group = self._store = self._id = self._under_way = None
+
+    def _settle(self) -> None:
+        """Waits for the bucket that is under way."""
+        if self._under_way is None:
+            return
+        (work, what), self._under_way = self._under_way, None
+        started = time.monotonic()
+        self._within(self._weights.bucket_deadline_s, work.wait, what=what)
+        self._wire_s += time.monotonic() - started
 
     def _within(self, deadline_s: float, work: Callable[[], Result], *, what: str) -> Result:
         """Result of `work` on a thread; aborts with WeightSyncError when it fails or is late.
@@ -167,3 +244,80 @@ class GlooWeightSender:
             self.abort()
             raise WeightSyncError(f"{what}: {answer}") from answer
         return answer
+
+
+class NcclWeightSender:
+    """From GPU to GPU; all buckets are enqueued at once, each behind what fills it."""
+
+    def __init__(self, weights: WeightsSection, device: torch.device) -> None:
+        self._weights, self._device = weights, device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._id: str | None = None
+        self._group: NcclGroup | None = None
+
+    @property
+    def communicator_id(self) -> str | None:
+        """See `WeightSender`."""
+        is_alive = self._group is not None and not self._group.is_aborted
+        return self._id if is_alive else None
+
+    def announce(
+        self, communicator_id: str, *, num_senders: int, world_size: int
+    ) -> weights_pb2.Communicator:
+        """See `WeightSender`."""
+        self.abort()
+        return weights_pb2.Communicator(
+            communicator_id=communicator_id,
+            transport="nccl",
+            unique_id=make_unique_id(),
+            world_size=world_size,
+            num_senders=num_senders,
+        )
+
+    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
+        """See `WeightSender`."""
+        self.abort()
+        self._group = NcclGroup.join(
+            CupyNccl(self._device.index),
+            announced.unique_id,
+            rank=rank,
+            world_size=announced.world_size,
+            deadline_s=self._weights.join_deadline_s,
+        )
+        self._id = announced.communicator_id
+
+    def send(self, bucket: Bucket, data: Tensor) -> Release:
+        """See `WeightSender`."""
+        if self._group is None:
+            raise WeightSyncError("there is no communicator to send through")
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._group.broadcast(
+            data.data_ptr(),
+            bucket.num_bytes,
+            bucket.root,
+            self._stream.cuda_stream,
+            deadline_s=self._weights.bucket_deadline_s,
+        )
+        sent = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(sent)
+
+    def finish(self) -> float:
+        """See `WeightSender`."""
+        if self._group is None:
+            raise WeightSyncError("there is no communicator to send through")
+        self._group.wait()
+        return self._group.take_wire_s()
+
+    def abort(self) -> None:
+        """See `WeightSender`."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._id = None
+
+
+def _local_address(host: str, port: int) -> str:
+    """The address of the interface through which `host` is reached."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,106 @@
+"""Ranks of a trainer as threads of one process, for what is collective over them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from slipstream.protocol.buckets import Bucket, TensorSpec
+from slipstream.protocol.config import OffloadSection
+
+
+class Meeting:
+    """What the ranks of one trainer share."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=30)
+        self.given: list[bytes] = [b""] * world_size
+
+
+class ThreadRanks:
+    """What `Ranks` gives, for one thread."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self.rank = meeting, rank
+        self.world_size = meeting.world_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        self._meeting.given[self.rank] = data
+        self._meeting.barrier.wait()
+        found = list(self._meeting.given)
+        self._meeting.barrier.wait()
+        return found
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert (data is not None) == self.is_main
+        return self.gather_bytes(data or b"")[0]
+
+
+def run_ranks(world_size: int, work: Callable[[ThreadRanks], None]) -> None:
+    """Runs `work` on every rank; the first exception is raised here."""
+    meeting, errors = Meeting(world_size), []
+
+    def run(rank: int) -> None:
+        try:
+            work(ThreadRanks(meeting, rank))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+class PlainModel:
+    """As much of a policy as a stream of its weights needs."""
+
+    def __init__(self, ranks: ThreadRanks) -> None:
+        from slipstream.learner.trainer.offload import HostMemory
+
+        self.ranks = ranks
+        self.memory = HostMemory(OffloadSection())
+
+    def gather_parameters(self) -> None:
+        """They are whole."""
+
+
+class PlainFilling:
+    """Each tensor lies on the rank that sends it; `on_fill` is told of every bucket before."""
+
+    def __init__(
+        self,
+        tensors: dict[TensorSpec, torch.Tensor],
+        ranks: ThreadRanks,
+        on_fill: Callable[[int], None] = lambda place: None,
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.senders = tuple(sorted({spec.sender for spec in tensors}))
+        self._data, self._rank, self._on_fill = tensors, ranks.rank, on_fill
+
+    def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[torch.Tensor]) -> None:
+        self._buckets, self._lanes = buckets, lanes
+
+    def begin(self) -> None:
+        """Nothing is left from the pass before."""
+
+    def fill(self, place: int) -> None:
+        self._on_fill(place)
+        bucket, lane = self._buckets[place], self._lanes[place % len(self._lanes)]
+        if self.senders[bucket.root] != self._rank:
+            return
+        for span in bucket.spans:
+            raw = self._data[span.tensor].view(torch.uint8).flatten()
+            lane[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes] = raw

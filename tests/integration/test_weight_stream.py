@@ -1,0 +1,90 @@
+"""What the sending ranks put into buckets is what Bridge exports, bit for bit, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import stream_ranks
+import torch
+from parity_layouts import LAYOUTS
+from parity_models import make_models
+from rank_pool import RankPool
+
+# Layout -> ranks that send.
+SENDERS = {
+    "one": [0],
+    "one-tied": [0],
+    "one-moe": [0],
+    "tp2": [0],
+    "tp2-odd": [0],
+    "tp2-sp-qwen3": [0],
+    "dp2-overlap": [0],
+    "pp2": [0, 1],
+    "pp2-tied": [0, 1],
+    "pp2-vpp2": [0, 1],
+    "cp2": [0],
+    "ep2-moe": [0, 1],
+    "etp2-moe": [0],
+    "tp2-sp-etp1-ep2-moe": [0, 1],
+    "dp2-pp2-tied": [0, 2],
+    "tp2-sp-pp2-vpp2": [0, 2],
+    "tp2-pp2-tied": [0, 2],
+    "tp2-sp-ep2-moe": [0, 2],
+    "pp2-vpp2-ep2-moe": [0, 1, 2, 3],
+}
+SIZES = sorted({LAYOUTS[name].world_size for name in SENDERS})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stream")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, rank_pool: RankPool) -> dict[str, list[dict]]:
+    results = {}
+    for size in SIZES:
+        jobs = [name for name in SENDERS if LAYOUTS[name].world_size == size]
+        rank_pool.run(Path(stream_ranks.__file__), jobs, world_size=size, folder=folder)
+        for job in jobs:
+            paths = [folder / f"{job}-stream-{rank}.pt" for rank in range(size)]
+            results[job] = [torch.load(path, weights_only=True) for path in paths]
+    return results
+
+
+@pytest.mark.parametrize("job", SENDERS)
+def test_buckets_of_all_senders_are_the_export(job: str, found: dict[str, list[dict]]) -> None:
+    ranks = found[job]
+    assert all(rank["senders"] == SENDERS[job] for rank in ranks)
+    assert ranks[0]["num_buckets"] > 10
+    for number in range(2):
+        passes = [rank["passes"][number] for rank in ranks]
+        sent = [(name, t) for p in passes for name, t in p["tensors"].items()]
+        tensors = dict(sent)
+        assert len(tensors) == len(sent)
+        assert set(tensors) == set(passes[0]["exported"])
+        for name, tensor in passes[0]["exported"].items():
+            assert tensor.shape == tensors[name].shape, name
+            assert torch.equal(tensor, tensors[name]), name
+        assert all(bool(p["tensors"]) == (r in SENDERS[job]) for r, p in enumerate(passes))
+    before, after = (rank_pass["identity"] for rank_pass in ranks[0]["passes"])
+    assert before != after
+
+
+@pytest.mark.parametrize("job", SENDERS)
+def test_identity_depends_on_the_weights_alone(job: str, found: dict[str, list[dict]]) -> None:
+    alone = (
+        next(
+            name
+            for name in ("one", "one-tied", "one-moe")
+            if LAYOUTS[name].model == LAYOUTS[job].model
+        )
+        if LAYOUTS[job].model in ("llama", "tied", "moe")
+        else job
+    )
+    assert {rank["passes"][0]["identity"] for rank in found[job]} == {
+        found[alone][0]["passes"][0]["identity"]
+    }
