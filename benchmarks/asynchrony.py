@@ -31,7 +31,7 @@ from pathlib import Path
 
 from measure import RESULTS, Spread, note, progress, table, write_result
 from rig import Placement, Rig
-from shapes import SHAPES, make_shape
+from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
@@ -159,7 +159,7 @@ class Windows:
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     """Rows of every setting, and of both fleets alone."""
-    make_shape(
+    make_apart(
         folder / "model",
         arguments.shape,
         dtype="bfloat16" if arguments.device == "cuda" else "float32",

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from measure import RESULTS, part, progress, table, write_result
 from rig import HERE, Placement, Rig
-from shapes import make_shape
+from shapes import make_apart
 from slipstream.client.preflight import free_port
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 from slipstream.protocol.config import Config
@@ -217,7 +217,7 @@ def main() -> None:
     fresh = None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = arguments.model or make_shape(folder / "made", "tiny", dtype=arguments.dtype)
+        model = arguments.model or make_apart(folder / "made", "tiny", dtype=arguments.dtype)
         (folder / "model").symlink_to(model.resolve())
         config = config_of(arguments, folder)
         with part("the run", failures):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -134,6 +135,16 @@ def make_shape(
     return folder
 
 
+def make_apart(
+    folder: Path, name: str, *, dtype: str = "bfloat16", max_positions: int = 4096, layers: int = 0
+) -> Path:
+    """`make_shape` in a process of its own, which leaves the GPU."""
+    options = {"--dtype": dtype, "--max-positions": max_positions, "--layers": layers}
+    values = [str(part) for option in options.items() for part in option]
+    subprocess.run([sys.executable, __file__, name, str(folder), *values], check=True)
+    return folder
+
+
 def _make_tokenizer(folder: Path, vocab: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -160,8 +171,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
+    parser.add_argument("--max-positions", type=int, default=4096)
     arguments = parser.parse_args()
-    make_shape(arguments.folder, arguments.shape, dtype=arguments.dtype, layers=arguments.layers)
+    make_shape(
+        arguments.folder,
+        arguments.shape,
+        dtype=arguments.dtype,
+        max_positions=arguments.max_positions,
+        layers=arguments.layers,
+    )
 
 
 if __name__ == "__main__":

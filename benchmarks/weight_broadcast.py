@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -27,8 +25,8 @@ from typing import Any
 
 from broadcast_programs import NativeTransfer, RawBroadcast
 from measure import RESULTS, Spread, note, part, progress, table, write_result
-from rig import HERE, Placement, Rig
-from shapes import SHAPES
+from rig import Placement, Rig
+from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
@@ -315,11 +313,8 @@ def main() -> None:
         folder = Path(name)
         model = arguments.model_folder or folder / "made"
         if not (model / "config.json").exists():
-            # In a process of its own: it leaves the GPU.
-            command = [sys.executable, str(HERE / "shapes.py"), arguments.shape, str(model)]
             dtype = "bfloat16" if arguments.device == "cuda" else "float32"
-            options = ["--dtype", dtype, "--layers", str(arguments.layers)]
-            subprocess.run([*command, *options], check=True)
+            make_apart(model, arguments.shape, dtype=dtype, layers=arguments.layers)
             progress(f"a model of shape {arguments.shape} lies in {model}")
         (folder / "model").symlink_to(model.resolve())
         with part("the whole", found.failures):

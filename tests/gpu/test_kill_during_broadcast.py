@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import pytest
 import torch
 from kill_scenario import Moment, check, config_of, kill_one_of_two
 from rig import Placement
-from shapes import make_shape
+from shapes import make_apart
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,11 +27,11 @@ SLOW = {"NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_shape(tmp_path_factory.mktemp("models") / "0.6B", "0.6B", max_positions=256)
+    return make_apart(tmp_path_factory.mktemp("models") / "0.6B", "0.6B", max_positions=256)
 
 
 @pytest.mark.parametrize("moment", [0.02, "hung"])
-async def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(
+def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(
     moment: Moment, tmp_path: Path, model: Path
 ) -> None:
     config = config_of(
@@ -44,7 +45,7 @@ async def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(
         weights={"bucket_mib": 16, "join_deadline_s": 60.0},
     )
     placement = Placement((0,), ((1,), (2,)))
-    outcome = await kill_one_of_two(config, placement, moment, environ=SLOW)
+    outcome = asyncio.run(kill_one_of_two(config, placement, moment, environ=SLOW))
     record = dataclasses.asdict(outcome)
     print(json.dumps(record), flush=True)
     if "OUT" in os.environ:
