@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -101,26 +102,28 @@ def make_models(folder: Path) -> None:
 
 def make_mixture(folder: Path, *, seed: int, **sizes: int) -> None:
     """A mixture of experts of sizes that vLLM's kernels take, with the tokenizer of tests."""
+    # Where a script of this folder does not find it by itself.
+    sys.path.append(str(Path(__file__).parents[2] / "deploy"))
     from make_tiny_model import make_tokenizer
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     make_tokenizer(folder)
     torch.manual_seed(seed)
     ordinary = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 96,
         "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
         "num_experts": NUM_EXPERTS,
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 64,
     }
     config = Qwen3MoeConfig(
         **ordinary | sizes,
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        moe_intermediate_size=64,
         norm_topk_prob=True,
         tie_word_embeddings=False,
         bos_token_id=1,

@@ -36,8 +36,16 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.rollout_server import process
 
-SIZES = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 4}
+SIZES = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 4,
+}
 PHASES = {"generate": 300.0, "learn": 300.0}
 NUM_EPISODES = 24
 PROMPT_TOKENS, REPLY_TOKENS = 140, 40
@@ -100,7 +108,7 @@ def config_of(folder: Path, dtype: str, *, eager: bool) -> Config:
         "rollout_server": {
             "max_episodes": NUM_EPISODES,
             "gpu_memory_utilization": 0.3,
-            "enforce_eager": eager or not torch.cuda.is_available(),
+            "enforce_eager": eager or process.is_cpu_build(),
         },
     }
     return parse_config(table, source="router_replay_run")
@@ -108,12 +116,8 @@ def config_of(folder: Path, dtype: str, *, eager: bool) -> Config:
 
 def generate(folder: Path, config: Config) -> None:
     """Writes the trajectories, each as it would travel."""
-    from slipstream.rollout_server import process
-
-    environment = process.engine_environment(
-        config.rollout_server, on_cpu=not torch.cuda.is_available()
-    )
-    os.environ |= environment
+    # Nobody may look for a GPU in this process: what it forks could not use one.
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
     torch.set_num_threads(1)
     trajectories = asyncio.run(_generate(config))
     for trajectory in trajectories:
