@@ -239,9 +239,11 @@ class VllmEngine:
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for process in alive:
             process.kill()
-        # Its finaliser logs an error when it runs after that of its modules.
+        # Its finalisers log errors when they run after those of its modules, and wait for threads
+        # that are not there when they run in the forked process of the next engine.
         gc.unfreeze()
         del self._llm
+        gc.collect()
 
     async def refresh_kept_linears(self, *, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off: a test shows that the probe notices."""
