@@ -266,7 +266,8 @@ def _pair(
 
 def _equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
     bits = _BITS[destination.element_size()]
-    return torch.equal(destination.view(bits), source.to(destination.dtype).view(bits))
+    expected = source.to(destination.device, destination.dtype)
+    return torch.equal(destination.view(bits), expected.view(bits))
 
 
 class Replay:

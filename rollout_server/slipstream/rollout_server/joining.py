@@ -10,10 +10,12 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.rollout_server.bucket_transport import BucketTransport, Membership
 from slipstream.rollout_server.gloo_transport import GlooTransport
 from slipstream.rollout_server.ipc_transport import IpcTransport
+from slipstream.rollout_server.nccl_transport import NcclTransport
 
 TRANSPORTS: dict[str, Callable[[Membership, torch.device], BucketTransport]] = {
     "gloo": GlooTransport,
     "ipc": IpcTransport,
+    "nccl": NcclTransport,
 }
 
 

@@ -1,0 +1,156 @@
+"""The learner's side of a weight transfer over NCCL: rank 0, on the first GPU that it sees.
+
+Reads commands from stdin, one JSON object a line, and answers each with one line: {"listen": true},
+{"join": [world size, deadline]}, {"send": [file, bucket bytes, deadline, most buckets or null]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from slipstream.protocol.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.digests import bucket_digest
+from slipstream.protocol.types import PolicyVersion
+from slipstream.rollout_server.copy_plan import cut
+from slipstream.v1 import weights_pb2
+
+
+class NcclSender:
+    """The same calls as `GlooSender`; the work is done by a process with a GPU of its own."""
+
+    def __init__(
+        self, communicator_id: str, *, gpu: int = 0, num_workers: int = 1, deadline_s: float = 20.0
+    ) -> None:
+        self._deadline_s, self._joined = deadline_s, False
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+        )
+        self.communicator = weights_pb2.Communicator(
+            communicator_id=communicator_id,
+            transport="nccl",
+            world_size=1 + num_workers,
+            num_senders=1,
+            unique_id=bytes.fromhex(self._ask(listen=True)),
+        )
+
+    def order(self, publish_id: str, step: int) -> weights_pb2.PublishOrder:
+        """An order for this communicator; the first one builds it."""
+        return weights_pb2.PublishOrder(
+            publish_id=publish_id,
+            version=version_to_pb(PolicyVersion(0, step)),
+            communicator=self.communicator,
+            new_communicator=not self._joined,
+            bucket_deadline_s=self._deadline_s,
+            join_deadline_s=60.0,
+        )
+
+    def join(self) -> None:
+        """Waits for the receivers."""
+        self._ask(join=[self.communicator.world_size, 60.0])
+        self._joined = True
+
+    def send(
+        self,
+        layout: weights_pb2.WeightLayout,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        file: Path,
+        max_buckets: int | None = None,
+    ) -> list[bytes]:
+        """Joins if need be and sends what `file` holds; digests of the buckets."""
+        if not self._joined:
+            self.join()
+        arguments = [str(file), layout.bucket_bytes, self._deadline_s, max_buckets]
+        return [bytes.fromhex(digest) for digest in self._ask(send=arguments)]
+
+    def kill(self) -> None:
+        """Without a goodbye to the receivers."""
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, **command: object) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+def serve() -> None:
+    """The process: answers until stdin ends."""
+    from safetensors.torch import load_file
+    from slipstream.protocol.cuda_digests import CudaDigests
+    from slipstream.protocol.cupy_nccl import CupyNccl, make_unique_id
+    from slipstream.protocol.nccl_environment import set_nccl_environment
+    from slipstream.protocol.nccl_group import NcclGroup
+
+    set_nccl_environment(os.environ)
+    torch.cuda.set_device(0)
+    CupyNccl(0).use()
+    stream = torch.cuda.Stream()
+    unique_id, loaded = b"", {}
+    answer: object = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "listen" in command:
+            unique_id = make_unique_id()
+            answer = unique_id.hex()
+        elif "join" in command:
+            world_size, deadline_s = command["join"]
+            group = NcclGroup.join(
+                CupyNccl(0), unique_id, rank=0, world_size=world_size, deadline_s=deadline_s
+            )
+            answer = True
+        else:
+            path, bucket_bytes, deadline_s, most = command["send"]
+            if path not in loaded:
+                loaded = {path: load_file(path, device="cuda")}
+            weights = loaded[path]
+            tensors = [
+                TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+                for n, t in weights.items()
+            ]
+            buckets = plan_buckets(tensors, bucket_bytes)
+            # One memory for each: what is measured is the receiver.
+            rooms = [torch.zeros(b.num_bytes, dtype=torch.uint8, device="cuda") for b in buckets]
+            for bucket, room in zip(buckets, rooms, strict=True):
+                for name, place in cut(room, bucket):
+                    place.copy_(weights[name])
+            digests = CudaDigests(buckets)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for place, (bucket, room) in enumerate(zip(buckets, rooms, strict=True)):
+                if most is not None and place >= most:
+                    break
+                pointer = room.data_ptr()
+                group.broadcast(
+                    pointer, bucket.num_bytes, 0, stream.cuda_stream, deadline_s=deadline_s
+                )
+                digests.add(place, pointer, stream.cuda_stream)
+            group.wait()
+            found = digests.read(stream.cuda_stream)
+            print(
+                f"sent in {time.perf_counter() - started:.4f} s, wire {group.take_wire_s():.4f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            answer = [bucket_digest(part).hex() for part in found]
+            del rooms
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
