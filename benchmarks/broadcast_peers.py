@@ -44,6 +44,8 @@ class Pipe:
 
 def raw(arguments: argparse.Namespace, pipe: Pipe) -> None:
     """Commands: join (rank, world_size, meeting), broadcast (num_bytes)."""
+    import torch  # noqa: F401 - early: it takes seconds, and the GPU is not touched
+
     broadcast: Callable[[int], float] | None = None
     if arguments.device == "cuda" and arguments.rank == 0:
         from cupy.cuda import nccl
@@ -189,7 +191,7 @@ def trainer(arguments: argparse.Namespace, pipe: Pipe) -> None:
 
 
 async def serve(arguments: argparse.Namespace, pipe: Pipe) -> None:
-    """Commands: pause, resume, call (name, info), load (requests, tokens), unload."""
+    """Commands: first go, then pause, resume, call (name, info), load (requests), unload."""
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.base import (
@@ -199,6 +201,9 @@ async def serve(arguments: argparse.Namespace, pipe: Pipe) -> None:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    pipe.put(imported=True)
+    # Another engine may be measuring this GPU's memory until then.
+    assert pipe.get()["do"] == "go"
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=arguments.model,

@@ -84,8 +84,8 @@ class RawBroadcast:
         self._ranks: list[Program] = []
         self.is_ready = False
 
-    async def start(self) -> None:
-        """Returns when all have joined."""
+    async def spawn(self) -> None:
+        """Starts the processes; they import what they need."""
         placement, on_gpu = self._placement, self._placement.device == "cuda"
         places: list[tuple[int, ...]] = [placement.learner[:1]]
         places += [(gpu,) for server in placement.servers for gpu in server]
@@ -95,9 +95,12 @@ class RawBroadcast:
             arguments = ["raw", "--rank", str(rank), "--device", placement.device]
             log = self._logs / f"raw-{rank}.log"
             self._ranks.append(await Program.start(arguments, place, log, on_gpu=on_gpu))
+
+    async def join(self) -> None:
+        """Returns when all have joined."""
         answers = [await rank.get(START_LIMIT_S) for rank in self._ranks]
         meeting = answers[0]["meeting"] or f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-        await self._all(do="join", world_size=len(places), meeting=meeting)
+        await self._all(do="join", world_size=len(self._ranks), meeting=meeting)
         self.is_ready = True
 
     async def broadcast(self, num_bytes: int) -> float:
@@ -127,8 +130,8 @@ class NativeTransfer:
         self._servers: list[Program] = []
         self.is_ready = False
 
-    async def start(self) -> None:
-        """Returns when the engines have joined the sender; they wait on different devices."""
+    async def spawn(self) -> None:
+        """Starts the processes; they import what they need, and the sender loads its weights."""
         arguments = self._arguments
         command = ["server", "--model", str(self._model), "--max-num-seqs", str(arguments.requests)]
         command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
@@ -143,9 +146,16 @@ class NativeTransfer:
             self._logs / "native-trainer.log",
             on_gpu=True,
         )
+
+    async def join(self) -> None:
+        """Starts the engines, which measure the memory of their GPUs, and joins the sender."""
+        assert self._trainer is not None
+        await asyncio.gather(*(server.get(START_LIMIT_S) for server in self._servers))
+        for server in self._servers:
+            server.put(do="go")
         programs = [self._trainer, *self._servers]
         await asyncio.gather(*(program.get(START_LIMIT_S) for program in programs))
-        world_size = 1 + len(self._servers) * arguments.server_tp
+        world_size = 1 + len(self._servers) * self._arguments.server_tp
         self._trainer.put(do="join", world_size=world_size, port=free_port("127.0.0.1"))
         await self._serve_trainer()
         self.is_ready = True

@@ -40,6 +40,8 @@ sys.path.insert(0, str(HERE.parent / "tests" / "fakes"))
 
 BUCKET_BYTES = 64 << 20
 NUM_UPDATES = 20
+# What is made first, each in a process, and by which file it is known to be done.
+RESULTS_OF = {"prepare": "sequences.safetensors", "start": "start.npy", "updated": "updated.npy"}
 TEXTS = (
     "The lighthouse was built in 1782, when the fishermen of the village decided that the rocks "
     "north of the harbour had claimed enough lives. They carried stones from the beach and built "
@@ -194,9 +196,10 @@ async def deliver(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
             for name, weights in faults(new, old):
                 layout = layout_of(weights, BUCKET_BYTES)
                 order = sender.order(f"p{len(found)}", len(found))
-                await engine.pause()
                 sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
-                await engine.receive_weights(order, layout, 1)
+                await engine.prepare_weights(order, layout, 1)
+                await engine.pause()
+                await engine.receive_weights(order.publish_id)
                 await sending
                 await engine.resume(PolicyVersion(0, len(found)))
                 found[f"{version}/{name}"] = await engine.teacher_forced_logprobs(sequences)
@@ -212,17 +215,21 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--record", type=Path, help="a file for the log-probabilities")
     parser.add_argument("--out", type=Path, default=RESULTS / "probe_faults.json")
-    parser.add_argument("--role", choices=("prepare", "start", "updated"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=tuple(RESULTS_OF), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="of what is made first; default: a new one")
     arguments = parser.parse_args()
     if arguments.role == "prepare":
         return prepare(arguments, arguments.folder)
     if arguments.role is not None:
         return score(arguments, arguments.folder, arguments.role)
-    with tempfile.TemporaryDirectory() as name:
-        for role in ("prepare", "start", "updated"):
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for role, result in RESULTS_OF.items():
+            if (folder / result).exists():
+                continue
             # Processes of their own: vLLM forks, and needs their memory.
-            command = [sys.executable, __file__, "--role", role, "--folder", name]
+            command = [sys.executable, __file__, "--role", role, "--folder", str(folder)]
             options = ["--model", str(arguments.model), "--dtype", arguments.dtype]
             subprocess.run([*command, *options], check=True, stdin=subprocess.DEVNULL)
             progress(f"{role} done")
@@ -230,7 +237,7 @@ def main() -> None:
 
         settings = config_of(arguments.model, arguments.dtype).rollout_server
         os.environ |= process.engine_environment(settings, on_cpu=process.is_cpu_build())
-        found = asyncio.run(deliver(arguments, Path(name)))
+        found = asyncio.run(deliver(arguments, folder))
     if arguments.record is not None:
         arguments.record.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(arguments.record, **found)

@@ -35,7 +35,8 @@ WIRE_TARGET, END_TO_END_TARGET = 0.90, 0.60
 # Of the engine at 8B in wire times, and at 0.6B in seconds on an idle engine.
 PAUSE_TARGETS = {"8B": "at most 3 wire times", "0.6B": "at most 40 ms idle"}
 START_LIMIT_S = 400.0
-REPLY_TOKENS = 900
+CALM_LIMIT_S = 60.0
+REPLY_TOKENS = 600
 Row = dict[str, Any]
 
 
@@ -123,22 +124,28 @@ class Measurement:
         if arguments.device == "cpu":
             self._placement = Placement((), ((),) * arguments.servers, "cpu")
         self._name = arguments.name
+        self._has_peer = arguments.device == "cuda" and not arguments.without_peer
 
     async def run(self) -> None:
         """Starts everything, measures, ends everything."""
         config = config_of(self._arguments, self._folder)
         async with Rig(config, self._placement) as rig:
-            await self._start_ours(rig)
             logs = config.run_dir / "logs"
+            logs.mkdir(exist_ok=True)
             raw = RawBroadcast(self._placement, logs)
             native = NativeTransfer(self._arguments, self._placement, self._folder / "model", logs)
             try:
-                await self._start_others(raw, native)
+                await raw.spawn()
+                if self._has_peer:
+                    await native.spawn()
+                await self._start_ours(rig)
+                await self._join_others(raw, native)
                 await self._idle(rig, raw, native)
                 with part("ours with requests running", self._found.failures):
                     await self._busy(rig)
                 if native.is_ready:
                     with part("the peer with requests running", self._found.failures):
+                        await self._until_calm(rig)
                         await self._busy_peer(native)
             finally:
                 await raw.close()
@@ -156,13 +163,13 @@ class Measurement:
         note(self._name, {"what": "first publish", **first})
         progress(f"ours serve after {self._found.starts['ours']:.0f} s; {first}")
 
-    async def _start_others(self, raw: RawBroadcast, native: NativeTransfer) -> None:
+    async def _join_others(self, raw: RawBroadcast, native: NativeTransfer) -> None:
         with part("start of the limit", self._found.failures):
-            await raw.start()
-        if self._arguments.device == "cuda" and not self._arguments.without_peer:
+            await raw.join()
+        if self._has_peer:
             started = time.monotonic()
             with part("start of the peer", self._found.failures):
-                await native.start()
+                await native.join()
             self._found.starts["peer"] = time.monotonic() - started
 
     async def _idle(self, rig: Rig, raw: RawBroadcast, native: NativeTransfer) -> None:
@@ -200,9 +207,17 @@ class Measurement:
         finally:
             gate.unlink()
 
+    async def _until_calm(self, rig: Rig) -> None:
+        """What ours had running ends by itself."""
+        before = -1
+        deadline = time.monotonic() + CALM_LIMIT_S
+        while (now := rig.controller.generated_tokens()) != before:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"requests still run after {CALM_LIMIT_S:g} s")
+            before = now
+            await asyncio.sleep(4 * rig.config.controller.heartbeat_s)
+
     async def _busy_peer(self, native: NativeTransfer) -> None:
-        # What ours had running ends by itself.
-        await asyncio.sleep(self._arguments.calm_s)
         await native.load(self._arguments.requests)
         await asyncio.sleep(3.0)
         for repeat in range(self._arguments.repeats + 1):
@@ -229,27 +244,19 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
     def add(name: str, wire: list[float], whole: list[float], pause: list[float]) -> None:
         wires = Spread.of(wire) if wire and min(wire) > 0 else None
         wholes, pauses = Spread.of(whole), Spread.of(pause)
-        speed = f"{found.num_bytes / wires.median / 1e9:.1f}" if wires else ""
-        share = f"{raw.median / wholes.median:.2f}" if raw else ""
-        multiple = f"{pauses.median / wires.median:.1f}" if wires else ""
-        rows.append(
-            [
-                name,
-                wires.text(2, 1000) if wires else "",
-                speed,
-                wholes.text(1, 1000),
-                share,
-                pauses.text(1, 1000),
-                multiple,
-            ]
-        )
+        ratios[f"{name}: pause_s"] = pauses.median
+        cells = ["", "", wholes.text(1, 1000), "", pauses.text(1, 1000), ""]
+        if wires is not None:
+            ratios[f"{name}: pause in wire times"] = multiple = pauses.median / wires.median
+            cells[0] = wires.text(2, 1000)
+            cells[1] = f"{found.num_bytes / wires.median / 1e9:.1f}"
+            cells[5] = f"{multiple:.1f}"
         if raw is not None:
-            ratios[f"{name}: end to end of raw"] = raw.median / wholes.median
+            ratios[f"{name}: end to end of raw"] = share = raw.median / wholes.median
+            cells[3] = f"{share:.2f}"
             if wires is not None:
                 ratios[f"{name}: wire of raw"] = raw.median / wires.median
-        if wires is not None:
-            ratios[f"{name}: pause in wire times"] = pauses.median / wires.median
-        ratios[f"{name}: pause_s"] = pauses.median
+        rows.append([name, *cells])
 
     for load, measured in found.ours.items():
         if measured:
@@ -301,7 +308,6 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.33)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--without-peer", action="store_true")
-    parser.add_argument("--calm-s", type=float, default=15.0, help="after our requests")
     parser.add_argument("--model-folder", type=Path, help="is made where it does not exist yet")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
