@@ -238,7 +238,11 @@ OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
 NOTHING_TRAINED = Layout(
     1, algorithm={"overlong": {"filter": True}, "aggregation": "sequence_mean"}
 )
-EXTRAORDINARY = {"overflow": OVERFLOW, "nothing-trained": NOTHING_TRAINED}
+EXTRAORDINARY = {
+    "overflow": OVERFLOW,
+    "nothing-trained": NOTHING_TRAINED,
+    "disturbed-routers": LAYOUTS["one-replay-moe"],
+}
 
 
 def layouts_of(world_size: int) -> list[str]:

@@ -46,7 +46,11 @@ def train(folder: Path, job: str) -> None:
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
     step = TrainingStep(policy, config)
-    extraordinary = {"overflow": overflow, "nothing-trained": nothing_trained}
+    extraordinary = {
+        "overflow": overflow,
+        "nothing-trained": nothing_trained,
+        "disturbed-routers": disturbed_routers,
+    }
     if job in extraordinary:
         torch.save(extraordinary[job](policy, step, config), folder / f"{job}.pt")
         policy.ranks.close()
@@ -171,3 +175,16 @@ def overflow(policy: Policy, step: TrainingStep, config: Config) -> dict:
         is_same = all(torch.equal(after[name], before[name]) for name in before)
         return {"error": str(error), "is_same": is_same}
     return {"error": "", "is_same": False}
+
+
+def disturbed_routers(policy: Policy, step: TrainingStep, config: Config) -> dict:
+    """Gaps to what the policy itself sampled, before and after its routers are others."""
+    from replayed_gaps import ReplayedGaps, disturb_routers, sampled_by
+
+    batch = batches(config)[0]
+    sampled = tuple(sampled_by(policy, trajectory) for trajectory in batch.trajectories)
+    batch = dataclasses.replace(batch, trajectories=sampled)
+    gaps = ReplayedGaps(policy, batch, config)
+    found = gaps.both("")
+    disturb_routers(policy.chunks, scale=0.05)
+    return found | gaps.both("_disturbed") | step.run(batch).metrics

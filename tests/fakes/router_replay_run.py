@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from parity_models import make_mixture
+from replayed_gaps import ReplayedGaps, disturb_routers
 from slipstream.protocol.codec import decode_trajectory, encode_trajectory
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
@@ -212,13 +212,10 @@ def learn(folder: Path, config: Config) -> None:
     ]
     batch = Batch(0, "batch", tuple(trajectories))
     policy = open_policy(config, Launch.from_environment())
-    gaps = Gaps(policy, batch, config)
-    found = {"gap_own": gaps.mean(replayed=False), "gap_replayed": gaps.mean(replayed=True)}
-    weights = disturb(policy.chunks)
-    found |= {
-        "gap_own_disturbed": gaps.mean(replayed=False),
-        "gap_replayed_disturbed": gaps.mean(replayed=True),
-    }
+    gaps = ReplayedGaps(policy, batch, config)
+    found = gaps.both("")
+    weights = disturb_routers(policy.chunks, scale=0.01)
+    found |= gaps.both("_disturbed")
     for weight, before in weights:
         weight.data.copy_(before)
     metrics = TrainingStep(policy, config).run(batch).metrics
@@ -227,49 +224,6 @@ def learn(folder: Path, config: Config) -> None:
     found |= {"device": policy.ranks.device.type, "dtype": config.model.dtype}
     (folder / "result.json").write_text(json.dumps(found, indent=1) + "\n")
     policy.ranks.close()
-
-
-class Gaps:
-    """Behavior against policy log-probabilities of the sampled tokens."""
-
-    def __init__(self, policy: object, batch: object, config: Config) -> None:
-        from slipstream.learner.trainer.sequences import training_sequences
-        from slipstream.learner.trainer.shares import rank_micro_batches
-
-        self._policy = policy
-        sequences = training_sequences(batch, config)
-        self._share = rank_micro_batches(
-            policy,
-            sequences,
-            range(len(sequences)),
-            max_tokens=config.learner.micro_batch_tokens,
-        )
-
-    def mean(self, *, replayed: bool) -> float:
-        from slipstream.learner.trainer.schedule import forward_logprobs
-
-        share = self._share
-        if not replayed:
-            share = [dataclasses.replace(one, expert_ids=None) for one in share]
-        found = forward_logprobs(self._policy, share, temperature=1.0)
-        gaps = [
-            (logprobs.float().cpu() - one.behavior_logprobs).abs()[one.loss_mask]
-            for logprobs, one in zip(found, share, strict=True)
-        ]
-        return float(torch.cat(gaps).mean())
-
-
-def disturb(chunks: list[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Moves every router's weights by a hundredth of their size; what they were."""
-    generator = torch.Generator().manual_seed(0)
-    changed = []
-    for chunk in chunks:
-        for name, weight in chunk.named_parameters():
-            if name.endswith(".router.weight"):
-                changed.append((weight, weight.detach().clone()))
-                noise = torch.randn(weight.shape, generator=generator).to(weight)
-                weight.data.add_(0.01 * weight.detach().float().std().to(weight) * noise)
-    return changed
 
 
 if __name__ == "__main__":

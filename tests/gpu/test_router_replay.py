@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import parity_run
 import pytest
 import router_replay_run
 import torch
+from parity_layouts import batches, config_of
+from plain_policy import PlainPolicy
+from rank_pool import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,3 +29,15 @@ def test_replay_narrows_the_gap_of_the_logprobs(mode: list[str], tmp_path: Path)
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["device"] == "cuda"
     assert found["routing_difference"] > 0
+
+
+def test_replay_trains_like_plain_transformers(rank_pool: RankPool, tmp_path: Path) -> None:
+    name = "one-replay-moe"
+    parity_run.compare(rank_pool, tmp_path, 1, "float32", [name])
+    found = torch.load(tmp_path / f"{name}.pt", weights_only=True)["metrics"]
+    plain = PlainPolicy(tmp_path / "moe", config_of(name, tmp_path))
+    for ours, batch in zip(found, batches(plain.config), strict=True):
+        theirs = plain.step(batch)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3, abs=1e-3)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
+        assert ours["routing_difference"] == pytest.approx(theirs["routing_difference"], abs=1e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -31,6 +32,10 @@ LAYOUTS = {
     "tensor parallel": {"learner__parallel": {"tp": 2, "sequence_parallel": True}},
     "pipeline parallel": {"learner__parallel": {"pp": 2}},
     "expert parallel": {"learner__parallel": {"ep": 2}},
+    "expert parallel with router replay": {
+        "learner__parallel": {"ep": 2},
+        "algorithm__router_replay": "rollout",
+    },
 }
 
 
@@ -64,7 +69,7 @@ def test_two_ranks_train_and_publish_what_the_servers_prove(
 ) -> None:
     write_config(
         copy_environments(tmp_path),
-        mixture if layout == "expert parallel" else model,
+        mixture if layout.startswith("expert parallel") else model,
         run__steps=3,
         evaluations=[],
         algorithm__group_size=8,
@@ -82,6 +87,11 @@ def test_two_ranks_train_and_publish_what_the_servers_prove(
     assert summary["probe_gap_max"] <= 1e-4
     assert summary["logprob_gap_mean"] <= 1e-4
     check_ledger(summary)
+    if layout.endswith("router replay"):
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        assert [step["routing_unrecorded"] for step in steps] == [0.0] * 3
+        assert all(0 <= step["routing_difference"] < 0.2 for step in steps)
     replay = run_command("replay", tmp_path / "run", limit_s=100)
     assert replay.returncode == 0, replay.stdout + replay.stderr
     assert replay.stdout.count("as recorded") == 3

@@ -315,3 +315,13 @@ def test_step_whose_episodes_are_all_filtered_trains_nothing(one_rank: dict[str,
     for name in ("trained_tokens", "loss", "grad_norm", "entropy"):
         assert found["metrics"][name] == 0.0
     assert found["is_finite"]
+
+
+def test_replay_keeps_the_gap_where_routers_differ(one_rank: dict[str, dict]) -> None:
+    found = one_rank["disturbed-routers"]
+    # The same routers choose the same experts, and replaying them changes nothing.
+    assert found["gap_own"] <= 1e-5
+    assert found["gap_replayed"] <= 1e-5
+    # Others choose others: 1 of 100 choices is enough to be seen in every log-probability.
+    assert 0.01 < found["routing_difference"] < 0.3
+    assert found["gap_replayed_disturbed"] < 0.5 * found["gap_own_disturbed"]

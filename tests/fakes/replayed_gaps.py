@@ -1,0 +1,98 @@
+"""How far a policy's log-probabilities are from those that a batch was sampled with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from slipstream.protocol.config import Config
+from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.types import Trajectory
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.batch import Batch
+    from slipstream.learner.trainer.model import Policy
+
+
+class ReplayedGaps:
+    """Of the sampled tokens of one batch, with the policy's own experts and with the rollout's."""
+
+    def __init__(
+        self, policy: Policy, batch: Batch, config: Config, *, temperature: float = 1.0
+    ) -> None:
+        from slipstream.learner.trainer.sequences import training_sequences
+        from slipstream.learner.trainer.shares import rank_micro_batches
+
+        self._policy = policy
+        self._temperature = temperature
+        sequences = training_sequences(batch, config)
+        self._share = rank_micro_batches(
+            policy,
+            sequences,
+            range(len(sequences)),
+            max_tokens=config.learner.micro_batch_tokens,
+        )
+
+    def both(self, suffix: str) -> dict[str, float]:
+        """Means of the absolute differences."""
+        return {
+            f"gap_own{suffix}": self._mean(replayed=False),
+            f"gap_replayed{suffix}": self._mean(replayed=True),
+        }
+
+    def _mean(self, *, replayed: bool) -> float:
+        from slipstream.learner.trainer.schedule import forward_logprobs
+
+        share = self._share
+        if not replayed:
+            share = [dataclasses.replace(one, expert_ids=None) for one in share]
+        found = forward_logprobs(self._policy, share, temperature=self._temperature)
+        gaps = [
+            (logprobs.float().cpu() - one.behavior_logprobs).abs()[one.loss_mask]
+            for logprobs, one in zip(found, share, strict=True)
+        ]
+        return float(torch.cat(gaps).mean())
+
+
+def sampled_by(policy: Policy, trajectory: Trajectory) -> Trajectory:
+    """As if the policy had sampled it at temperature 1: with its log-probabilities and experts."""
+    from slipstream.learner.trainer.schedule import sequence_logprobs
+
+    maps: list[torch.Tensor] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda *inputs_and_outputs: maps.append(inputs_and_outputs[2][1])
+        )
+        for module in policy.chunks[0].modules()
+        if "router_replay" in vars(module)
+    ]
+    length = len(trajectory.token_ids)
+    (logprobs,) = sequence_logprobs(policy, [trajectory.token_ids], max_tokens=length)
+    for hook in hooks:
+        hook.remove()
+    top_k = policy.chunks[0].config.moe_router_topk
+    experts = torch.stack([chosen[:length].float().topk(top_k).indices for chosen in maps], dim=1)
+    return dataclasses.replace(
+        trajectory,
+        behavior_logprobs=logprobs[trajectory.sampled_mask()[1:]],
+        routed_experts=RoutedExperts(
+            experts.numpy().astype(np.uint8), policy.chunks[0].config.num_moe_experts
+        ),
+    )
+
+
+def disturb_routers(
+    chunks: list[torch.nn.Module], *, scale: float
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Moves every router's weights by `scale` of their size; returns them, and what they were."""
+    generator = torch.Generator().manual_seed(0)
+    changed = []
+    for chunk in chunks:
+        for name, weight in chunk.named_parameters():
+            if name.endswith(".router.weight"):
+                changed.append((weight, weight.detach().clone()))
+                noise = torch.randn(weight.shape, generator=generator).to(weight)
+                weight.data.add_(scale * weight.detach().float().std().to(weight) * noise)
+    return changed
