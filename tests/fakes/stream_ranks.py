@@ -52,11 +52,11 @@ def run_rank(folder: Path, job: str) -> None:
             for span in bucket.spans:
                 raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes].clone()
                 dtype = getattr(torch, span.tensor.dtype)
-                tensors[span.tensor.name] = raw.view(dtype).view(span.tensor.shape)
+                tensors[span.tensor.name] = raw.view(dtype).view(span.tensor.shape).cpu()
             return lambda: released.append(place)
 
         digests = stream.run(send)
-        exported = {name: t.clone() for name, t in hf_tensors(policy, policy.dtype)}
+        exported = {name: t.cpu().clone() for name, t in hf_tensors(policy, policy.dtype)}
         alone = stream.run()
         assert alone.identity == digests.identity
         assert whole.run().identity == digests.identity

@@ -1,0 +1,156 @@
+"""A worker that takes part in publishes and only digests what it gets: no vLLM, no model.
+
+Its argument is the transport. When it is ready it prints a line; then it reads one command in JSON
+from each line of its input and prints one answer in JSON. Over NCCL it uses the first GPU that it
+sees. A command with `die_at` ends it by SIGKILL while that bucket travels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any, Protocol
+
+from slipstream.protocol.buckets import Bucket, layout_from_pb
+from slipstream.protocol.digests import bucket_digest
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.v1 import weights_pb2
+
+JOIN_DEADLINE_S = 30.0
+BUCKET_DEADLINE_S = 5.0
+
+
+class Transport(Protocol):
+    def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]: ...
+
+    def close(self) -> None: ...
+
+
+class Gloo:
+    @staticmethod
+    def load() -> None:
+        import torch.distributed  # noqa: F401
+
+    def __init__(self, where: weights_pb2.Communicator, rank: int) -> None:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        store = dist.TCPStore(
+            where.store_host, where.store_port, is_master=False, wait_for_workers=False
+        )
+        self._group = dist.ProcessGroupGloo(
+            dist.PrefixStore(where.communicator_id, store),
+            rank,
+            where.world_size,
+            timedelta(seconds=BUCKET_DEADLINE_S),
+        )
+
+    def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
+        import torch
+        from slipstream.protocol.digests import HostDigests
+
+        digests = HostDigests(buckets)
+        for place, bucket in enumerate(buckets):
+            if place == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            try:
+                self._group.broadcast(data, bucket.root).wait()
+            except RuntimeError as error:
+                raise WeightSyncError(f"bucket {place}: {error}") from error
+            digests.add(place, data.data_ptr())
+        return [bucket_digest(found) for found in digests.read()]
+
+    def close(self) -> None:
+        del self._group
+
+
+class Nccl:
+    @staticmethod
+    def load() -> None:
+        from slipstream.protocol.cupy_nccl import CupyNccl
+
+        CupyNccl(0).use()
+        from cupy.cuda import nccl  # noqa: F401
+
+    def __init__(self, where: weights_pb2.Communicator, rank: int) -> None:
+        import cupy
+        from slipstream.protocol.cupy_nccl import CupyNccl
+        from slipstream.protocol.nccl_group import NcclGroup
+
+        CupyNccl(0).use()
+        self._group = NcclGroup.join(
+            CupyNccl(0),
+            where.unique_id,
+            rank=rank,
+            world_size=where.world_size,
+            deadline_s=JOIN_DEADLINE_S,
+        )
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._memory: list[Any] = []
+        self._digests: Any = None
+
+    def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
+        import cupy
+        from slipstream.protocol.cuda_digests import CudaDigests
+
+        if self._digests is None:
+            size = max(bucket.num_bytes for bucket in buckets)
+            self._memory = [cupy.zeros(size, dtype=cupy.uint8) for _ in range(2)]
+            self._digests = CudaDigests(buckets)
+            cupy.cuda.get_current_stream().synchronize()
+        stream = self._stream.ptr
+        for place, bucket in enumerate(buckets):
+            pointer = self._memory[place % 2].data.ptr
+            self._group.broadcast(
+                pointer, bucket.num_bytes, bucket.root, stream, deadline_s=BUCKET_DEADLINE_S
+            )
+            if place == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._digests.add(place, pointer, stream)
+        self._group.wait()
+        return [bucket_digest(found) for found in self._digests.read(stream)]
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+def main() -> None:
+    from slipstream.protocol.nccl_environment import set_nccl_environment
+
+    set_nccl_environment(os.environ)
+    kind = {"gloo": Gloo, "nccl": Nccl}[sys.argv[1]]
+    kind.load()
+    print(json.dumps({"ready": True}), flush=True)
+    transport: Transport | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        where = weights_pb2.Communicator.FromString(bytes.fromhex(command["communicator"]))
+        layout = weights_pb2.WeightLayout.FromString(bytes.fromhex(command["layout"]))
+        answer: dict[str, object] = {}
+        started_s = time.monotonic()
+        try:
+            if command["is_new"]:
+                if transport is not None:
+                    transport.close()
+                transport = kind(where, command["rank"])
+                answer["joined_s"] = round(time.monotonic() - started_s, 4)
+                started_s = time.monotonic()
+            assert transport is not None
+            digests = transport.receive(layout_from_pb(layout), command["die_at"])
+            answer["digests"] = [digest.hex() for digest in digests]
+        except (WeightSyncError, RuntimeError) as error:
+            answer["error"] = str(error)
+            if transport is not None:
+                transport.close()
+                transport = None
+        answer["seconds"] = round(time.monotonic() - started_s, 4)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Weights leave the trainer over NCCL, whole, and a receiver that is killed costs one deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import publish_scenario
+import pytest
+import stream_ranks
+import torch
+from make_tiny_model import make_tokenizer
+from parity_layouts import LAYOUTS
+from parity_models import make_models
+from publish_scenario import Scenario
+from rank_pool import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+STREAMED = [
+    "one", "one-tied", "one-moe", "tp2", "tp2-odd", "tp2-sp-qwen3", "pp2-tied", "pp2-vpp2",
+    "ep2-moe", "tp2-pp2-tied", "pp2-vpp2-ep2-moe",
+]  # fmt: skip
+
+
+def report(**facts: object) -> None:
+    line = json.dumps(facts)
+    print(line, flush=True)
+    if "OUT" in os.environ:
+        with Path(os.environ["OUT"], "weight_publish.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_buckets_on_the_gpu_are_the_export(
+    world_size: int, dtype: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"fewer than {world_size} GPUs")
+    make_models(tmp_path)
+    names = [name for name in STREAMED if LAYOUTS[name].world_size == world_size]
+    jobs = [name if dtype == "float32" else f"{name}@{dtype}" for name in names]
+    program = Path(stream_ranks.__file__)
+    rank_pool.run(program, jobs, world_size=world_size, folder=tmp_path)
+    for job in jobs:
+        ranks = [
+            torch.load(tmp_path / f"{job}-stream-{rank}.pt", weights_only=True)
+            for rank in range(world_size)
+        ]
+        for number in range(2):
+            sent = {}
+            for rank in ranks:
+                sent |= rank["passes"][number]["tensors"]
+            exported = ranks[0]["passes"][number]["exported"]
+            assert set(sent) == set(exported)
+            assert all(torch.equal(sent[name], tensor) for name, tensor in exported.items()), job
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape of Qwen3-0.6B, with random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_theta": 1_000_000.0, "rope_type": "default"},
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).to(torch.bfloat16).cpu().save_pretrained(folder)
+    torch.cuda.empty_cache()
+    return folder
+
+
+@pytest.mark.parametrize(("pp", "num_receivers"), [(1, 1), (2, 2), (1, 3)])
+def test_publish_over_nccl_and_kill_of_a_receiver(
+    pp: int, num_receivers: int, tmp_path: Path, model: Path
+) -> None:
+    if torch.cuda.device_count() < pp + num_receivers:
+        pytest.skip(f"fewer than {pp + num_receivers} GPUs")
+    scenario = Scenario(
+        tmp_path,
+        model,
+        "nccl",
+        num_receivers,
+        learner={"world_size": pp, "parallel": {"pp": pp}},
+        bucket_mib=256,
+        dtype="bfloat16",
+        num_kept=4,
+        gpus=True,
+    )
+    found = publish_scenario.run(scenario)
+    for seconds, result, answers in zip(found.seconds, found.results, found.answers, strict=True):
+        rate = result.bytes_sent / result.wire_s / 1e9 if result.wire_s else 0.0
+        report(
+            pp=pp,
+            receivers=num_receivers,
+            seconds=round(seconds, 4),
+            send_s=round(result.send_s, 4),
+            gather_s=round(result.export_s, 4),
+            wire_s=round(result.wire_s, 4),
+            wire_gb_per_s=round(rate, 1),
+            bytes=result.bytes_sent,
+            error=result.error,
+            received=[{k: v for k, v in answer.items() if k != "digests"} for answer in answers],
+        )
+    report(pp=pp, receivers=num_receivers, recovered_s=round(found.recovered_s, 3))
+    publish_scenario.check(found, num_senders=pp, num_receivers=num_receivers, num_kept=4)
+    assert found.seconds[5] < 5

@@ -1,0 +1,37 @@
+"""The trainer's program sends over gloo to processes, from one rank and from two stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import publish_scenario
+import pytest
+from make_tiny_model import make_model, make_tokenizer
+from publish_scenario import Scenario
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    make_model(
+        folder,
+        num_layers=4,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        seed=0,
+    )
+    return folder
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_publish_arrives_but_the_one_in_which_a_receiver_is_killed(
+    pp: int, tmp_path: Path, model: Path
+) -> None:
+    learner = {"world_size": pp, "parallel": {"pp": pp}}
+    found = publish_scenario.run(Scenario(tmp_path, model, "gloo", 2, learner=learner))
+    publish_scenario.check(found, num_senders=pp, num_receivers=2)
+    sizes = {result.bytes_sent for result in found.results if not result.error}
+    assert len(sizes) == 1
