@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from kill_scenario import Moment, check, config_of, kill_one_of_two  # noqa: E402
+from kill_scenario import check, config_of, kill_one_of_two  # noqa: E402
 from rig import Placement  # noqa: E402
 from shapes import make_shape  # noqa: E402
 
@@ -20,12 +20,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("moment", ["hung", 0.01])
 async def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(
-    moment: Moment, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     model = make_shape(tmp_path / "model", "small", dtype="float32", max_positions=256)
     config = config_of(tmp_path, model, "gloo")
-    placement = Placement((), ((), ()), "cpu")
-    outcome = await kill_one_of_two(config, placement, moment, environ={})
+    outcome = await kill_one_of_two(config, Placement((), ((), ()), "cpu"), ["hung", 0.01])
     check(outcome, gap_mean=1e-4)
