@@ -118,6 +118,10 @@ class AlgorithmSection(Section):
     groups_per_step: Positive
     # Bound of the lag of every trained token, in versions; 0: synchronous.
     max_staleness: int = Field(2, ge=0)
+    # When groups are leased: as soon as `max_staleness` allows, or as late as the measured times of
+    # groups and steps allow without a wait of the trainer, which lowers the lag where generation is
+    # the faster part. With `max_staleness` of 0 or 1 both are the same.
+    lease_policy: Literal["eager", "just_in_time"] = "eager"
     # After warmup it stays constant.
     learning_rate: float = Field(gt=0)
     # Steps over which it rises linearly from its first share.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -166,7 +167,9 @@ class Intake:
         if entry is not None:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
-        config = self._progress.config
+        config, pace = self._progress.config, self._progress.pace
+        if pace is not None and group.leased_s is not None:
+            pace.group_done(time.monotonic() - group.leased_s)
         if config.algorithm.dynamic_sampling.enabled and not has_variance(group.in_order(), config):
             self._filter(group, rewards)
 

@@ -36,6 +36,8 @@ class Group:
     holder: ServerKey | None
     finished: dict[int, Trajectory] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    # When it was leased, by the clock of its scheduler; None: by an earlier controller.
+    leased_s: float | None = None
 
     @property
     def is_complete(self) -> bool:

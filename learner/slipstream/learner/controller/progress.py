@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
+from slipstream.learner.controller.lease_pace import JustInTime
 from slipstream.protocol.config import Config
 from slipstream.protocol.transports import Place
 from slipstream.protocol.types import PolicyVersion
@@ -35,9 +36,16 @@ class RunProgress:
     moved_s: float = field(default_factory=time.monotonic)
     # The version with which training ends.
     last_step: int = field(init=False)
+    # How late groups are leased; None: as early as may be.
+    pace: JustInTime | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.last_step = self.config.run.steps
+        algorithm = self.config.algorithm
+        if algorithm.lease_policy == "just_in_time":
+            self.pace = JustInTime(
+                groups_per_step=algorithm.groups_per_step, max_staleness=algorithm.max_staleness
+            )
 
     @property
     def is_over(self) -> bool:

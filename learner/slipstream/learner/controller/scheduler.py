@@ -22,6 +22,7 @@ from slipstream.protocol.types import Purpose
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
 WATCH_S = 0.25
+RECHECK_S = 1.0
 
 
 class Scheduler:
@@ -52,7 +53,7 @@ class Scheduler:
             may_lease = not self._progress.is_over and not self._progress.solved
             if self._progress.trainer_registered and may_lease:
                 self.lease_all()
-            await self._progress.signal.wait(1.0)
+            await self._progress.signal.wait(self._recheck_s())
 
     async def watch_forever(self) -> None:
         """Removes silent servers and fails a run that cannot go on, until it is cancelled."""
@@ -102,6 +103,8 @@ class Scheduler:
             )
         self._journal.sync()
         for session, group, _ in granted:
+            if group.leased_s is None:
+                group.leased_s = time.monotonic()
             session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
@@ -167,6 +170,8 @@ class Scheduler:
 
     def _next_lease(self) -> tuple[ServerSession, Group, int] | None:
         """A new group, with its number among those of its environment."""
+        if not self._is_time():
+            return None
         group_size = self._book.group_size
         open_episodes: dict[str, int] = {}
         for group in self._book.groups.values():
@@ -187,6 +192,20 @@ class Scheduler:
             group = self._book.lease(name, task_index, seed, session.key, version.step)
             return session, group, number
         return None
+
+    def _is_time(self) -> bool:
+        """Whether the pace of the run has room for one more group."""
+        pace = self._progress.pace
+        limit = pace.limit(time.monotonic()) if pace is not None else None
+        # One that waits for a server keeps no place.
+        leased = sum(group.holder is not None for group in self._book.training_groups())
+        return limit is None or leased < limit
+
+    def _recheck_s(self) -> float:
+        """How soon to look again without a signal."""
+        pace = self._progress.pace
+        sooner = pace.recheck_s() if pace is not None else None
+        return RECHECK_S if sooner is None else min(sooner, RECHECK_S)
 
     def _cause_to_fail(self) -> str:
         settings, now = self._config.controller, time.monotonic()

@@ -85,6 +85,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 {"version": str(self._progress.version)},
             )
         self._publisher.trainer_lost()
+        if self._progress.pace is not None:
+            self._progress.pace.trainer_lost()
         self._publisher.num_senders = max(1, request.num_senders)
         self._progress.learner_places = tuple(map(place_from_pb, request.places))
         self._former.training = None
@@ -229,8 +231,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if publish is not None:
             return trainer_pb2.Directive(publish=publish)
         if not progress.all_steps_done:
+            asked_s = time.monotonic()
+            if progress.pace is not None:
+                progress.pace.trainer_asks(asked_s)
             batch = await self._former.form()
             if batch is not None:
+                if progress.pace is not None:
+                    # Its groups were there: writing it is no wait for them.
+                    progress.pace.batch_given(asked_s)
                 progress.waiting_for = f"the trainer to make version {batch.step + 1}"
                 self.batch_started_s = time.time()
                 progress.moved()
