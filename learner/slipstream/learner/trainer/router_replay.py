@@ -33,6 +33,7 @@ class LayerReplay:
 
     def __init__(self, layer: Megatron) -> None:
         """Makes the router of a transformer layer ask it."""
+        assert not layer.config.moe_router_fusion, "a fused router asks nobody"
         self._place = layer.layer_number - 1
         self._num_experts = layer.config.num_moe_experts
         self._splits_tokens = layer.config.sequence_parallel
@@ -120,7 +121,8 @@ def routing_metrics(
 ) -> dict[str, float]:
     """Of what was trained since the last call; the same on every rank, collective.
 
-    Each token passes each layer's router on one rank.
+    Each token passes each layer's router on one rank. RunFailed when there were experts to replay
+    and no router did.
     """
     totals = torch.zeros(2, dtype=torch.int64)
     for replay in _replays(chunks):
@@ -128,9 +130,12 @@ def routing_metrics(
         if counts is not None:
             totals += counts.cpu()
     differing, replayed = ranks.sum(totals).tolist()
+    unrecorded = unrecorded_fraction(trajectories)
+    if unrecorded < 1 and not replayed:
+        raise RunFailed("no router asked for the experts that it was to replay")
     return {
         "routing_difference": differing / max(1, replayed),
-        "routing_unrecorded": unrecorded_fraction(trajectories),
+        "routing_unrecorded": unrecorded,
     }
 
 
@@ -144,7 +149,7 @@ def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
         for t in trajectories
     ]
     total = sum(max(0, len(t.token_ids) - 1) for t in trajectories)
-    return 1.0 - sum(recorded) / total if total else 0.0
+    return 1.0 - sum(recorded) / total if total else 1.0
 
 
 def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:

@@ -44,7 +44,9 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = number
-        self.config = SimpleNamespace(num_moe_experts=num_experts, sequence_parallel=splits)
+        self.config = SimpleNamespace(
+            num_moe_experts=num_experts, sequence_parallel=splits, moe_router_fusion=False
+        )
         self.mlp = nn.Module()
         self.mlp.router = nn.Module()
         self.mlp.router.router_replay = None
@@ -130,6 +132,20 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
     assert routing_metrics(layers, ranks, [])["routing_difference"] == 0
 
 
+def test_routers_that_do_not_ask_are_noticed() -> None:
+    layer = Layer()
+    LayerReplay(layer)
+    ranks = SimpleNamespace(sum=lambda values: values)
+    first, second = batch_with_experts().trajectories
+    assert routing_metrics([layer], ranks, [second])["routing_unrecorded"] == 1.0
+    with pytest.raises(RunFailed, match="no router asked for the experts"):
+        routing_metrics([layer], ranks, [first, second])
+    fused = Layer()
+    fused.config.moe_router_fusion = True
+    with pytest.raises(AssertionError, match="a fused router asks nobody"):
+        LayerReplay(fused)
+
+
 def batch_with_experts(num_experts: int = 4):
     batch = make_batch(0, num_groups=1, group_size=2, vocab_size=9, max_tokens=9)
     first, second = batch.trajectories
@@ -191,7 +207,7 @@ def test_unrecorded_tokens_are_counted_without_the_last_of_each_trajectory() -> 
     complete, absent = len(first.token_ids) - 1, len(second.token_ids) - 1
     assert unrecorded_fraction([first]) == 0.0
     assert unrecorded_fraction([first, second]) == pytest.approx(absent / (complete + absent))
-    assert unrecorded_fraction([]) == 0.0
+    assert unrecorded_fraction([]) == 1.0
 
 
 def test_experts_of_another_model_stop_the_step() -> None:
