@@ -28,7 +28,7 @@ LIMIT_S = 240.0
 
 @dataclass
 class Scenario:
-    """What is started, and where. `gpus`: the receivers' numbers follow the senders'."""
+    """What is started, and where. `gpus`: receivers follow the senders; over ipc they share one."""
 
     folder: Path
     model: Path
@@ -68,7 +68,9 @@ class _Receivers:
     def _start(self, number: int) -> subprocess.Popen[str]:
         environ = dict(os.environ)
         if self._scenario.gpus:
-            environ["CUDA_VISIBLE_DEVICES"] = str(self._scenario.world_size + number)
+            # Over ipc all are on the learner's own.
+            first = 0 if self._scenario.transport == "ipc" else self._scenario.world_size + number
+            environ["CUDA_VISIBLE_DEVICES"] = str(first)
         return subprocess.Popen(
             [sys.executable, weight_receiver_process.__file__, self._scenario.transport],
             stdin=subprocess.PIPE,

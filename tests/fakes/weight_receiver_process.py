@@ -1,8 +1,8 @@
 """A worker that takes part in publishes and only digests what it gets: no vLLM, no model.
 
 Its argument is the transport. When it is ready it prints a line; then it reads one command in JSON
-from each line of its input and prints one answer in JSON. Over NCCL it uses the first GPU that it
-sees. A command with `die_at` ends it by SIGKILL while that bucket travels.
+from each line of its input and prints one answer in JSON. Over NCCL and ipc it uses the first GPU
+that it sees. A command with `die_at` ends it by SIGKILL while that bucket travels.
 """
 
 from __future__ import annotations
@@ -119,11 +119,46 @@ class Nccl:
         self._group.abort()
 
 
+class Ipc:
+    """The rollout server's own transport, on the first GPU if there is one."""
+
+    @staticmethod
+    def load() -> None:
+        import torch
+        from slipstream.rollout_server import ipc_transport  # noqa: F401
+
+        torch.zeros(1, device=_device())
+
+    def __init__(self, where: weights_pb2.Communicator, rank: int) -> None:
+        from slipstream.rollout_server.bucket_transport import Membership
+        from slipstream.rollout_server.ipc_transport import IpcTransport
+
+        self._transport = IpcTransport(Membership(where, rank, JOIN_DEADLINE_S), _device())
+
+    def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
+        from slipstream.rollout_server.bucket_transport import Incoming
+
+        incoming = Incoming(tuple(buckets), BUCKET_DEADLINE_S, own_buffers=False)
+        for place, _ in enumerate(self._transport.receive(incoming)):
+            if place == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self._transport.digests()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def main() -> None:
     from slipstream.protocol.nccl_environment import set_nccl_environment
 
     set_nccl_environment(os.environ)
-    kind = {"gloo": Gloo, "nccl": Nccl}[sys.argv[1]]
+    kind = {"gloo": Gloo, "nccl": Nccl, "ipc": Ipc}[sys.argv[1]]
     kind.load()
     print(json.dumps({"ready": True}), flush=True)
     transport: Transport | None = None

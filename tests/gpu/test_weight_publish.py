@@ -88,16 +88,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("pp", "num_receivers"), [(1, 1), (2, 2), (1, 3)])
-def test_publish_over_nccl_and_kill_of_a_receiver(
-    pp: int, num_receivers: int, tmp_path: Path, model: Path
+@pytest.mark.parametrize(
+    ("transport", "pp", "num_receivers"),
+    [("ipc", 1, 2), ("nccl", 1, 1), ("nccl", 2, 2), ("nccl", 1, 3)],
+)
+def test_publish_and_kill_of_a_receiver(
+    transport: str, pp: int, num_receivers: int, tmp_path: Path, model: Path
 ) -> None:
-    if torch.cuda.device_count() < pp + num_receivers:
-        pytest.skip(f"fewer than {pp + num_receivers} GPUs")
+    needed = 1 if transport == "ipc" else pp + num_receivers
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"fewer than {needed} GPUs")
     scenario = Scenario(
         tmp_path,
         model,
-        "nccl",
+        transport,
         num_receivers,
         learner={"world_size": pp, "parallel": {"pp": pp}},
         bucket_mib=256,
@@ -109,6 +113,7 @@ def test_publish_over_nccl_and_kill_of_a_receiver(
     for seconds, result, answers in zip(found.seconds, found.results, found.answers, strict=True):
         rate = result.bytes_sent / result.wire_s / 1e9 if result.wire_s else 0.0
         report(
+            transport=transport,
             pp=pp,
             receivers=num_receivers,
             seconds=round(seconds, 4),
@@ -120,6 +125,8 @@ def test_publish_over_nccl_and_kill_of_a_receiver(
             error=result.error,
             received=[{k: v for k, v in answer.items() if k != "digests"} for answer in answers],
         )
-    report(pp=pp, receivers=num_receivers, recovered_s=round(found.recovered_s, 3))
+    report(
+        transport=transport, pp=pp, receivers=num_receivers, recovered_s=round(found.recovered_s, 3)
+    )
     publish_scenario.check(found, num_senders=pp, num_receivers=num_receivers, num_kept=4)
     assert found.seconds[5] < 5

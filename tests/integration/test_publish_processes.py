@@ -1,4 +1,4 @@
-"""The trainer's program sends over gloo to processes, from one rank and from two stages."""
+"""The trainer's program sends to processes over gloo, from one rank and two stages, and by ipc."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("transport", "pp"), [("gloo", 2), ("ipc", 1), pytest.param("gloo", 1, marks=pytest.mark.slow)]
+)
 def test_every_publish_arrives_but_the_one_in_which_a_receiver_is_killed(
-    pp: int, tmp_path: Path, model: Path
+    transport: str, pp: int, tmp_path: Path, model: Path
 ) -> None:
     learner = {"world_size": pp, "parallel": {"pp": pp}}
-    found = publish_scenario.run(Scenario(tmp_path, model, "gloo", 2, learner=learner))
+    found = publish_scenario.run(Scenario(tmp_path, model, transport, 2, learner=learner))
     publish_scenario.check(found, num_senders=pp, num_receivers=2)
     sizes = {result.bytes_sent for result in found.results if not result.error}
     assert len(sizes) == 1
