@@ -88,3 +88,16 @@ def test_identity_depends_on_the_weights_alone(job: str, found: dict[str, list[d
     assert {rank["passes"][0]["identity"] for rank in found[job]} == {
         found[alone][0]["passes"][0]["identity"]
     }
+
+
+def test_plan_that_is_wrong_or_unknown_on_one_rank_gives_way_to_bridge_on_all(
+    folder: Path, rank_pool: RankPool
+) -> None:
+    job = stream_ranks.WRONG_PLAN
+    rank_pool.run(Path(stream_ranks.__file__), [job], world_size=2, folder=folder)
+    for rank in range(2):
+        found = torch.load(folder / f"stream-{job}-{rank}.pt", weights_only=True)
+        assert found == {"kinds": ["BridgeFilling", "BridgeFilling"], "num_identities": 1}
+    log = (folder / "world-2-rank-0.log").read_text()
+    assert "the plan gives another model.layers.1.self_attn.k_proj.weight than Bridge's" in log
+    assert "tensor by tensor: a parameter has a mapping of tomorrow" in log

@@ -335,3 +335,23 @@ def test_publish_through_a_lost_communicator_asks_for_a_new_one(publish: Publish
     publish.run(new_communicator=False)
     assert publish.controller.starts == []
     assert "members-1 is gone" in publish.controller.results[0].error
+
+
+class LateFailure(GlooWeightSender):
+    """Sends everything, and notices at the end that it did not arrive."""
+
+    def finish(self) -> float:
+        super().finish()
+        raise WeightSyncError("the last bucket did not arrive")
+
+
+def test_problem_of_one_sender_is_known_to_all_and_reported_once() -> None:
+    publish = Publish(2)
+    publish.senders[1]._made["gloo"] = LateFailure(SOON)
+    with publish.controller:
+        publish.run(new_communicator=True)
+        (result,) = publish.controller.results
+        assert result.error == "the last bucket did not arrive"
+        assert not result.bucket_digests
+        assert [s.of("gloo").communicator_id for s in publish.senders] == [None, None]
+        publish.close()
