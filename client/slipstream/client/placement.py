@@ -151,7 +151,7 @@ def check_transport(config: Config, placement: Placement) -> None:
     learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
     servers = placement.servers or ((),)
     places = {f"server-{number}": Place(here, gpus) for number, gpus in enumerate(servers)}
-    choose_transport(config.weights.transport, learner, places)
+    choose_transport(config.weights.transport, learner, places, parallel=config.learner.parallel)
 
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.sections import ParallelSection
+
+_PLAIN = ParallelSection()
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,18 @@ class Place:
     cards: tuple[str, ...] = ()
 
 
-def choose_transport(setting: str, learner: Iterable[Place], servers: Mapping[str, Place]) -> str:
+def choose_transport(
+    setting: str,
+    learner: Iterable[Place],
+    servers: Mapping[str, Place],
+    *,
+    parallel: ParallelSection = _PLAIN,
+) -> str:
     """What joins the learner with these servers: gloo, nccl or ipc.
 
     ConfigError when `setting` cannot join them: "nccl" joins no two processes on one GPU, "ipc"
-    works within one host, between processes that compute on the same kind of device.
+    works within one host, between processes that compute on the same kind of device, and from one
+    trainer rank, so without pipeline stages and expert parallel ranks.
     """
     places = {**{f"trainer rank {rank}": place for rank, place in enumerate(learner)}, **servers}
     on_cpu = [name for name, place in places.items() if not place.cards]
@@ -45,6 +55,12 @@ def choose_transport(setting: str, learner: Iterable[Place], servers: Mapping[st
         )
     if setting == "ipc":
         _check_one_host(places, on_cpu)
+        if parallel.pp * parallel.ep > 1:
+            raise ConfigError(
+                f"weights.transport ipc takes all weights from one trainer rank: "
+                f"learner.parallel.pp and ep must be 1, got {parallel.pp} and {parallel.ep}; set "
+                "nccl, and give each process its own GPU"
+            )
     return setting
 
 

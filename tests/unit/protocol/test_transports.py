@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.sections import ParallelSection
 from slipstream.protocol.transports import Place, choose_transport
 
 CPU = Place("here")
@@ -49,6 +50,13 @@ def test_what_cannot_join_them_is_refused_with_value_and_rule(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         choose_transport(setting, learner, servers)
+
+
+def test_ipc_takes_the_weights_of_one_rank() -> None:
+    for parallel in (ParallelSection(pp=2), ParallelSection(ep=2)):
+        assert choose_transport("auto", [CARD_0], {"a": CARD_1}, parallel=parallel) == "nccl"
+        with pytest.raises(ConfigError, match="pp and ep must be 1, got"):
+            choose_transport("auto", [CARD_0], {"a": CARD_0}, parallel=parallel)
 
 
 def test_ipc_and_gloo_may_be_chosen_where_nccl_would_be() -> None:

@@ -22,13 +22,18 @@ def choose_for(
 
     A server whose line is empty takes part. The transport is empty when none does.
     """
-    setting = progress.config.weights.transport
+    config = progress.config
     fitting: dict[str, Place] = {}
     transport, problems = "", []
     for name, message in servers.items():
         wider = fitting | {name: place_from_pb(message)}
         try:
-            transport = choose_transport(setting, progress.learner_places, wider)
+            transport = choose_transport(
+                config.weights.transport,
+                progress.learner_places,
+                wider,
+                parallel=config.learner.parallel,
+            )
         except ConfigError as error:
             problems.append(str(error))
         else:
