@@ -92,6 +92,7 @@ class Rig:
         model.save_pretrained(self.folder)
         make_tokenizer(self.folder)
         first = load_file(self.folder / "model.safetensors")
+        self.file("").parent.mkdir(exist_ok=True)
         for label, seed in (("a", 1), ("b", 2), ("c", 3)):
             generator = torch.Generator().manual_seed(seed)
             self.weights[label] = {
@@ -103,7 +104,8 @@ class Rig:
             save_file(self.weights[label], self.file(label), metadata={"format": "pt"})
 
     def file(self, label: str) -> Path:
-        return self.folder / f"weights-{label}.safetensors"
+        # Apart: vLLM loads every such file of the model's folder.
+        return self.folder / "sent" / f"{label}.safetensors"
 
     async def start(self) -> None:
         options = self.options

@@ -215,10 +215,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def shutdown(self) -> None:
         """Leaves the communicator."""
-        if self._joining is not None:
-            self._joining.close()
         if self._replay is not None:
             self._replay.forget_buffers()
+        if self._joining is not None:
+            self._joining.close()
         self._joining = self._transport = self._incoming = None
 
     def _record(self, buckets: tuple[Bucket, ...]) -> CopyPlan | None:
