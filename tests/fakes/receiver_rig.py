@@ -142,7 +142,7 @@ class Rig:
         """A new communicator at the next publish."""
         name, workers = f"communicator-{self.publishes}", self.options.tensor_parallel_size
         if self.options.transport == "gloo":
-            self.sender = GlooSender(name, num_workers=workers, deadline_s=20.0)
+            self.sender = GlooSender(name, num_workers=workers, deadline_s=5.0)
         else:
             # One sender at a time: the process before has the same GPU.
             if isinstance(self.sender, NcclSender):
