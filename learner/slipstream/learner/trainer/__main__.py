@@ -86,7 +86,8 @@ def _train(config: Config, launch: Launch, client: ControllerClient) -> None:
     limit_s = config.rollout_server.start_timeout_s
     with fill_cards(config.run_dir / "locks", cards, alone=False, limit_s=limit_s):
         policy = open_policy(config, launch)
-    Trainer(config, policy, client).run()
+        trainer = Trainer(config, policy, client)
+    trainer.run()
     policy.ranks.close()
 
 
