@@ -264,6 +264,7 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
         "#",
         "# The GPUs of what starts here:",
         "# no GPU is used",
+        *(["# weights travel by gloo"] if command == "run" else []),
         "#",
         "# Only sizes were checked. Before a run can start:",
         "# model.path must hold safetensors weights, but weightless has none",

@@ -46,11 +46,11 @@ def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Conf
     try:
         placement = place_here(config, ranks=ranks, servers=servers)
         config = share_memory(config, placement)
+        sharing = describe_sharing(config, placement)
         if ranks and servers:
-            check_transport(config, placement)
+            sharing.append(f"weights travel by {check_transport(config, placement)}")
     except ConfigError as error:
         return config, [f"The GPUs here do not fit: {error}"]
-    sharing = describe_sharing(config, placement)
     return config, ["The GPUs of what starts here:", *placement.describe(), *sharing]
 
 

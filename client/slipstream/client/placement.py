@@ -145,13 +145,15 @@ def share_memory(config: Config, placement: Placement) -> Config:
     return config
 
 
-def check_transport(config: Config, placement: Placement) -> None:
-    """ConfigError when `weights.transport` cannot join what starts here."""
+def check_transport(config: Config, placement: Placement) -> str:
+    """What carries weights between what starts here; ConfigError when the settings' cannot."""
     here = host_id()
     learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
     servers = placement.servers or ((),)
     places = {f"server-{number}": Place(here, gpus) for number, gpus in enumerate(servers)}
-    choose_transport(config.weights.transport, learner, places, parallel=config.learner.parallel)
+    return choose_transport(
+        config.weights.transport, learner, places, parallel=config.learner.parallel
+    )
 
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:

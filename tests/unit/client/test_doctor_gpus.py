@@ -119,8 +119,10 @@ def test_memory_of_each_card_is_compared_with_the_need(monkeypatch: pytest.Monke
     # 7e9 * 18 bytes are 117.3 GiB, and activations want 15 % of 140.
     assert own["GPU memory"].verdict is Verdict.OK
     assert own["GPU memory"].seen == "117.3 of 140.0 GiB for a trainer rank"
+    assert own["transport"].seen == "weights travel by nccl"
     assert own["engine memory"].seen == "13.0 of 126.0 GiB for an engine's weights"
     shared = fits(config_of(), monkeypatch, 1, 7.0)
+    assert shared["transport"].seen == "weights travel by ipc"
     assert shared["GPU memory"].verdict is Verdict.PROBLEM
     assert shared["GPU memory"].seen == "117.3 of 84.0 GiB for a trainer rank"
     assert "lower rollout_server.gpu_memory_utilization" in shared["GPU memory"].remedy

@@ -194,13 +194,15 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         "The GPUs of what starts here:",
         "trainer rank 0: GPU 2",
         "rollout server 0: GPU 1",
+        "weights travel by nccl",
     ]
     _, (line,) = dry_run.place_dry(config_of(), ranks=1, servers=2)
     assert line.startswith("The GPUs here do not fit: 3 GPUs are needed here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     config, lines = dry_run.place_dry(config_of(), ranks=1, servers=1)
     assert config.rollout_server.gpu_memory_utilization == 0.4
-    assert lines[-1].startswith("the learner and 1 rollout server share GPU 2; ")
+    assert lines[-2].startswith("the learner and 1 rollout server share GPU 2; ")
+    assert lines[-1] == "weights travel by ipc"
 
 
 def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +228,10 @@ def test_a_transport_that_cannot_join_what_starts_here_is_refused() -> None:
         table = config_of().model_dump(mode="json", exclude_none=True)
         return parse_config(table | {"weights": {"transport": transport}}, source="test")
 
-    check_transport(config("auto"), shared)
-    check_transport(config("ipc"), own)
-    check_transport(config("nccl"), own)
+    assert check_transport(config("auto"), shared) == "ipc"
+    assert check_transport(config("auto"), own) == "nccl"
+    assert check_transport(config("auto"), Placement()) == "gloo"
+    assert check_transport(config("ipc"), own) == "ipc"
     with pytest.raises(ConfigError, match="nccl joins no two processes on one GPU"):
         check_transport(config("nccl"), shared)
     with pytest.raises(ConfigError, match="nccl joins GPUs only"):

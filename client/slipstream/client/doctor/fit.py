@@ -46,7 +46,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     try:
         placement = place_here(config, ranks=ranks, servers=config.rollout_server.count)
         config = share_memory(config, placement)
-        check_transport(config, placement)
+        transport = check_transport(config, placement)
     except ConfigError as error:
         yield advice(
             "placement",
@@ -55,6 +55,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         )
         return
     yield ok("placement", "; ".join(placement.describe()))
+    yield ok("transport", f"weights travel by {transport}")
     if needs is not None and placement.learner:
         yield from _memory(config, placement, needs, gpus)
 
