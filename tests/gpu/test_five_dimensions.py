@@ -49,11 +49,12 @@ class Layout:
 
 ALL = (0, 1, 2, 3)
 SP = {"tp": 2, "sequence_parallel": True}
-# NCCL joins no two ranks on one GPU: where the learner has all of them it is ipc (auto) or gloo.
+# NCCL joins no two ranks on one GPU, and ipc takes weights from one rank: where the learner has all
+# GPUs they go over gloo.
 LAYOUTS = {
-    "tp2-pp2": Layout({"tp": 2, "pp": 2}, ALL, 0, "auto", "tp2-pp2-tied"),
+    "tp2-pp2": Layout({"tp": 2, "pp": 2}, ALL, 0, "gloo", "tp2-pp2-tied"),
     "tp2-cp2": Layout({"tp": 2, "cp": 2}, ALL, 1, "gloo", "tp2-cp2"),
-    "ep2-tp2": Layout(SP | {"ep": 2}, ALL, 2, "auto", "tp2-sp-ep2-moe", is_mixture=True),
+    "ep2-tp2": Layout(SP | {"ep": 2}, ALL, 2, "gloo", "tp2-sp-ep2-moe", is_mixture=True),
     "dp4": Layout({}, ALL, 3, "gloo", "dp4"),
     "tp2": Layout(SP, (0, 1), 2, "nccl"),
     "pp2": Layout({"pp": 2}, (2, 3), 0, "nccl"),

@@ -77,7 +77,7 @@ def test_a_value_that_is_not_finite_never_passes(bad: float) -> None:
 def test_right_weights_pass_in_bfloat16_with_room() -> None:
     gaps = {name: logit_gap(*both) for name, both in recorded().items() if "/right" in name}
     assert len(gaps) >= 2
-    assert max(gaps.values()) < default_tolerance("bfloat16") / 1.8, gaps
+    assert max(gaps.values()) < default_tolerance("bfloat16") / 2, gaps
 
 
 def test_faulty_weights_are_noticed_in_bfloat16() -> None:
@@ -87,4 +87,4 @@ def test_faulty_weights_are_noticed_in_bfloat16() -> None:
         if not name.endswith(("/right", *TOO_SMALL))
     }
     assert len(gaps) >= 14
-    assert min(gaps.values()) > 1.4 * default_tolerance("bfloat16"), gaps
+    assert min(gaps.values()) > 2 * default_tolerance("bfloat16"), gaps
