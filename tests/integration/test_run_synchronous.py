@@ -38,6 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         algorithm__group_size=MEMBERS,
         algorithm__groups_per_step=GROUPS,
         queue__kind="redis",
+        weights__transport="ipc",
     )
     result = run_command("run", "config.toml", cwd=folder, limit_s=250)
     assert result.returncode == 0, result.stdout + result.stderr

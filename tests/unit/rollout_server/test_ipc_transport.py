@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import ipc_learner
 import pytest
 import torch
+from slipstream.learner.trainer.ipc_sender import IpcWeightSender
+from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.digests import HostDigests, bucket_digest
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.rollout_server.bucket_transport import Incoming, Membership
@@ -170,6 +173,23 @@ def test_a_worker_that_leaves_breaks_the_communicator_and_a_new_one_works(
     assert len(list(transport.receive(incoming()))) == len(BUCKETS)
     assert learner.line() == "sent"
     transport.close()
+
+
+def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
+    weights = WeightsSection(join_deadline_s=0.2)
+    sender = IpcWeightSender(weights, torch.device("cpu"), num_bytes=64)
+    where = sender.announce("nobody", num_senders=1, world_size=2)
+    with pytest.raises(WeightSyncError, match=r"receivers 1 of nobody did not come"):
+        sender.connect(where, 0)
+    assert sender.communicator_id is None
+    assert sender._shared is not None
+    assert not any(Path("/dev/shm", name).exists() for name in sender._shared.handles)
+
+
+def test_several_senders_are_refused() -> None:
+    sender = IpcWeightSender(WeightsSection(), torch.device("cpu"), num_bytes=64)
+    with pytest.raises(WeightSyncError, match="but 2 send"):
+        sender.announce("two", num_senders=2, world_size=3)
 
 
 def test_a_late_learner_costs_one_deadline(learner: Learner) -> None:

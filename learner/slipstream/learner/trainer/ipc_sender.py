@@ -81,14 +81,18 @@ class IpcWeightSender:
         handover = self._live()
         if self._shared is None or self._device.type != "cuda":
             self._make_buffers()
-        assert self._shared is not None
-        with self._aborting():
-            handover.accept(
-                range(1, announced.world_size),
-                Offer(self._shared.handles, self._num_bytes),
-                self._weights.join_deadline_s,
-            )
-        self._shared.hide()
+        shared = self._shared
+        assert shared is not None
+        try:
+            with self._aborting():
+                handover.accept(
+                    range(1, announced.world_size),
+                    Offer(shared.handles, self._num_bytes),
+                    self._weights.join_deadline_s,
+                )
+        finally:
+            # All who will ever open them have; nothing stays behind when this process is killed.
+            shared.hide()
         self._id = announced.communicator_id
         self._number = self._first = 0
 
