@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
 from slipstream.protocol import gpus
 from slipstream.protocol.gpus import Gpu, find_gpu, list_gpus, visible_ids
-from slipstream.protocol.nccl_environment import set_nccl_environment
+from slipstream.protocol.nccl_environment import NCCL_ENVIRONMENT, set_nccl_environment
 
 CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(4))
 
@@ -90,3 +91,9 @@ def test_nccl_is_told_the_same_everywhere_unless_the_user_says_otherwise() -> No
     environ = {"NCCL_NVLS_ENABLE": "1"}
     set_nccl_environment(environ)
     assert environ == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+
+
+def test_containers_are_told_the_same_as_processes() -> None:
+    text = Path(__file__).parents[3].joinpath("deploy", "docker-compose.yml").read_text()
+    for name, value in NCCL_ENVIRONMENT.items():
+        assert f'{name}: "{value}"' in text
