@@ -28,7 +28,6 @@ FP8 = {"transformer": {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | NO_FUSIONS
 DETERMINISTIC = {"transformer": {"deterministic_mode": True}}
 # Only where there is a device other than the host.
 GPU_JOBS = {
-    "cpu-optimizer": (1, {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
     "bf16-cpu-optimizer": (1, BF16 | {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
 }
 # In a process of their own: they choose kernels for all that it does.

@@ -69,7 +69,7 @@ def vocab_parallel_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """What is saved is never changed in place: only this function's own chunk is."""
+    """What autograd saves is never changed in place: only this function's own logits are."""
 
     @staticmethod
     def forward(

@@ -212,7 +212,19 @@ def optimizer_config_of(config: Config) -> Megatron:
         "use_precision_aware_optimizer": bool(learner.optimizer.get("optimizer_cpu_offload")),
     }
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
-    if values.get("optimizer_cpu_offload") and not torch.cuda.is_available():
-        raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
+    if values.get("optimizer_cpu_offload"):
+        _check_host_optimizer(config)
     with refusals_of("learner.optimizer"):
         return OptimizerConfig(**values)
+
+
+def _check_host_optimizer(config: Config) -> None:
+    """ConfigError where Megatron's optimizer on the host cannot work."""
+    if not torch.cuda.is_available():
+        raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
+    # It takes slices of float32 parameters for parameters, which torch refuses.
+    if config.model.dtype != "bfloat16":
+        raise ConfigError(
+            "learner.optimizer.optimizer_cpu_offload needs model.dtype bfloat16, "
+            f"got {config.model.dtype}"
+        )

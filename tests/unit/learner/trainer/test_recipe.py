@@ -53,3 +53,15 @@ def test_packed_sequences_are_shared_in_half_precision(kind: object) -> None:
 def test_ways_of_sharing_that_need_unpacked_sequences_are_refused(kind: object) -> None:
     with pytest.raises(ConfigError, match="cp_comm_type must be p2p or a2a"):
         recipe._check_shared_sequences(sharing(2, "bfloat16"), kind)
+
+
+def test_optimizer_on_the_host_is_refused_where_it_cannot_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a GPU, there is none"):
+        recipe._check_host_optimizer(sharing(1, "bfloat16"))
+    monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: True)
+    recipe._check_host_optimizer(sharing(1, "bfloat16"))
+    with pytest.raises(ConfigError, match="needs model.dtype bfloat16, got float32"):
+        recipe._check_host_optimizer(sharing(1, "float32"))
