@@ -1,7 +1,8 @@
 """The learner's side of a weight transfer over NCCL: rank 0, on the first GPU that it sees.
 
 Reads commands from stdin, one JSON object a line, and answers each with one line: {"listen": true},
-{"join": [world size, deadline]}, {"send": [file, bucket bytes, deadline, most buckets or null]}.
+{"join": [world size, deadline]}, {"load": [file, bucket bytes]}, {"send": [deadline, most buckets
+or null]}.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slipstream.protocol.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.digests import bucket_digest
 from slipstream.protocol.types import PolicyVersion
@@ -67,14 +68,16 @@ class NcclSender:
         layout: weights_pb2.WeightLayout,
         tensors: Mapping[str, torch.Tensor],
         *,
-        file: Path,
         max_buckets: int | None = None,
     ) -> list[bytes]:
-        """Joins if need be and sends what `file` holds; digests of the buckets."""
+        """Joins if need be and sends what was loaded; digests of the buckets."""
         if not self._joined:
             self.join()
-        arguments = [str(file), layout.bucket_bytes, self._deadline_s, max_buckets]
-        return [bytes.fromhex(digest) for digest in self._ask(send=arguments)]
+        return [bytes.fromhex(digest) for digest in self._ask(send=[self._deadline_s, max_buckets])]
+
+    def load(self, file: Path, bucket_bytes: int) -> None:
+        """Fills buckets with what `file` holds."""
+        self._ask(load=[str(file), bucket_bytes])
 
     def kill(self) -> None:
         """Without a goodbye to the receivers."""
@@ -101,7 +104,7 @@ def serve() -> None:
     torch.cuda.set_device(0)
     CupyNccl(0).use()
     stream = torch.cuda.Stream()
-    unique_id, loaded = b"", {}
+    unique_id, buckets, rooms, digests = b"", [], [], None
     answer: object = None
     for line in sys.stdin:
         command = json.loads(line)
@@ -114,42 +117,43 @@ def serve() -> None:
                 CupyNccl(0), unique_id, rank=0, world_size=world_size, deadline_s=deadline_s
             )
             answer = True
-        else:
-            path, bucket_bytes, deadline_s, most = command["send"]
-            if path not in loaded:
-                loaded = {path: load_file(path, device="cuda")}
-            weights = loaded[path]
-            tensors = [
-                TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
-                for n, t in weights.items()
-            ]
-            buckets = plan_buckets(tensors, bucket_bytes)
-            # One memory for each: what is measured is the receiver.
-            rooms = [torch.zeros(b.num_bytes, dtype=torch.uint8, device="cuda") for b in buckets]
-            for bucket, room in zip(buckets, rooms, strict=True):
-                for name, place in cut(room, bucket):
-                    place.copy_(weights[name])
+        elif "load" in command:
+            path, bucket_bytes = command["load"]
+            # One memory for each bucket: what is measured is the receiver.
+            buckets, rooms = _fill(load_file(path, device="cuda"), bucket_bytes)
             digests = CudaDigests(buckets)
             torch.cuda.synchronize()
+            answer = True
+        else:
+            deadline_s, most = command["send"]
             started = time.perf_counter()
             for place, (bucket, room) in enumerate(zip(buckets, rooms, strict=True)):
                 if most is not None and place >= most:
                     break
-                pointer = room.data_ptr()
-                group.broadcast(
-                    pointer, bucket.num_bytes, 0, stream.cuda_stream, deadline_s=deadline_s
-                )
-                digests.add(place, pointer, stream.cuda_stream)
+                pointer, handle = room.data_ptr(), stream.cuda_stream
+                group.broadcast(pointer, bucket.num_bytes, 0, handle, deadline_s=deadline_s)
+                digests.add(place, pointer, handle)
             group.wait()
             found = digests.read(stream.cuda_stream)
-            print(
-                f"sent in {time.perf_counter() - started:.4f} s, wire {group.take_wire_s():.4f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            wire_s, wall_s = group.take_wire_s(), time.perf_counter() - started
+            print(f"sent in {wall_s:.4f} s, wire {wire_s:.4f} s", file=sys.stderr, flush=True)
             answer = [bucket_digest(part).hex() for part in found]
-            del rooms
         print(json.dumps(answer), flush=True)
+
+
+def _fill(
+    weights: Mapping[str, torch.Tensor], bucket_bytes: int
+) -> tuple[list[Bucket], list[torch.Tensor]]:
+    tensors = [
+        TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for n, t in weights.items()
+    ]
+    buckets = plan_buckets(tensors, bucket_bytes)
+    rooms = [torch.zeros(b.num_bytes, dtype=torch.uint8, device="cuda") for b in buckets]
+    for bucket, room in zip(buckets, rooms, strict=True):
+        for name, place in cut(room, bucket):
+            place.copy_(weights[name])
+    return buckets, rooms
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ class Rig:
             "model": {"path": str(self.folder), "dtype": "bfloat16"},
             "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
             "sampling": {"max_reply_tokens": 400, "max_episode_tokens": 1000},
+            "weights": {"stage_on_server": options.stage},
             "rollout_server": {
                 "max_episodes": 256,
                 "threads": 1,
@@ -148,7 +149,7 @@ class Rig:
             if isinstance(self.sender, NcclSender):
                 self.sender.kill()
             gpu = self.options.sender_gpu
-            self.sender = NcclSender(name, gpu=gpu, num_workers=workers, deadline_s=2.0)
+            self.sender = NcclSender(name, gpu=gpu, num_workers=workers, deadline_s=10.0)
 
     async def publish(
         self, label: str, *, bucket_mib: float, max_buckets: int | None = None
@@ -159,21 +160,17 @@ class Rig:
         self.publishes += 1
         layout = layout_of(weights, int(bucket_mib * (1 << 20)))
         order = sender.order(f"p{self.publishes}", self.publishes)
-        extra = {"file": self.file(label)} if isinstance(sender, NcclSender) else {}
+        if isinstance(sender, NcclSender):
+            await asyncio.to_thread(sender.load, self.file(label), layout.bucket_bytes)
         clock = [time.perf_counter()]
-        if order.new_communicator:
-            joining = asyncio.create_task(asyncio.to_thread(sender.join))
-            await self.engine.prepare_weights(order, layout, 1)
-            await joining
-        else:
-            await self.engine.prepare_weights(order, layout, 1)
-        clock.append(time.perf_counter())
-        await self.engine.pause()
-        clock.append(time.perf_counter())
         sending = asyncio.create_task(
-            asyncio.to_thread(sender.send, layout, weights, max_buckets=max_buckets, **extra)
+            asyncio.to_thread(sender.send, layout, weights, max_buckets=max_buckets)
         )
         try:
+            await self.engine.prepare_weights(order, layout, 1)
+            clock.append(time.perf_counter())
+            await self.engine.pause()
+            clock.append(time.perf_counter())
             loaded = await self.engine.receive_weights(order.publish_id)
         finally:
             sent = (await asyncio.gather(sending, return_exceptions=True))[0]
@@ -208,6 +205,7 @@ async def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--sender-gpu", type=int, default=0)
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
+    parser.add_argument("--stage", action="store_true", help="receive beside the live weights")
     parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")
     options = parser.parse_args()
     torch.set_num_threads(1 if process.is_cpu_build() else 8)

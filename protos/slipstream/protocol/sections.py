@@ -241,6 +241,9 @@ class WeightsSection(Section):
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     # Size at which a bucket is closed.
     bucket_mib: Positive = 64
+    # Engines receive weights beside those that serve and pause for the copy alone: shorter pauses
+    # for as much more memory as the weights take on the wire.
+    stage_on_server: bool = False
     # Limit of one bucket.
     bucket_deadline_s: Seconds = 2.0
     # Limit of preparing and of joining the communicator.

@@ -78,7 +78,7 @@ class _TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 class VllmEngine:
     """See `generation.Engine`. vLLM forks: `start` it before there is any gRPC channel."""
 
-    def __init__(self, llm: AsyncLLM, processes: list[psutil.Process]) -> None:
+    def __init__(self, llm: AsyncLLM, processes: list[psutil.Process], *, stage: bool) -> None:
         self._llm = llm
         self._processes = processes
         (self._counter,) = (
@@ -87,7 +87,7 @@ class VllmEngine:
             if isinstance(logger, _TokenCounter)
         )
         self._clock = UseClock()
-        self._updates = WeightUpdate(self._ask)
+        self._updates = WeightUpdate(self._ask, stage=stage)
         self._returned_tokens = 0
         # Open requests; True: to be cancelled as soon as the engine knows them.
         self._open: dict[str, bool] = {}
@@ -104,7 +104,7 @@ class VllmEngine:
             settings, stat_loggers=[_TokenCounter], disable_log_stats=True
         )
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        engine = cls(llm, started)
+        engine = cls(llm, started, stage=config.weights.stage_on_server)
         await engine.pause()
         # What is there now stays: collections need not look through all of vLLM's modules again.
         gc.collect()

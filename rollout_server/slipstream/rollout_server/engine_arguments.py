@@ -22,7 +22,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 _SECTION = "rollout_server.engine"
 # A process of its own for each worker, or one worker in the engine's process.
 _EXECUTORS = ("mp", "uni")
-_WORKER_EXTENSION = "slipstream.rollout_server.weight_receiver.WorkerExtension"
+_WORKER_EXTENSION = "slipstream.rollout_server.worker_extension.WorkerExtension"
 
 _WEIGHTS = "the learner's weights could not be loaded into such an engine"
 _REPLICAS = "set rollout_server.count for more engines"

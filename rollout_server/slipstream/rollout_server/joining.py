@@ -53,7 +53,7 @@ class Joining:
             torch.cuda.set_device(device)
         try:
             transport = TRANSPORTS[membership.communicator.transport](membership, device)
-        except (WeightSyncError, RuntimeError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - raised by `result`, in the worker's thread
             with self._lock:
                 self._error = error
             return

@@ -1,9 +1,8 @@
 """The engine workers' side of a publish: a weight-transfer engine for vLLM's registry.
 
-vLLM imports this module in every worker (`worker_extension_cls`); importing it registers the
-engine. Consumes: buckets from the learner. Produces: a loaded model, one digest for each bucket.
-Waits for: the communicator (on a thread, while generation goes on) and each bucket. Unblocked by:
-the bytes, or the deadline of that wait.
+Importing this module registers the engine. Consumes: buckets from the learner. Produces: a loaded
+model, one digest for each bucket. Waits for: the communicator (on a thread, while generation goes
+on) and each bucket. Unblocked by: the bytes, or the deadline of that wait.
 
 The first update goes through vLLM's own loader and proves a copy plan; those after it replay the
 plan. A model that the plan does not cover goes through the loader every time.
@@ -11,11 +10,9 @@ plan. A model that the plan does not cover goes through the loader every time.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.rollout_server.bucket_transport import BucketTransport, Incoming, Membership
 from slipstream.rollout_server.copy_plan import CopyPlan, NotCopied, Proof, Replay, cut, record
 from slipstream.rollout_server.joining import TRANSPORTS, Joining
+from slipstream.rollout_server.staging import Staging
 from slipstream.rollout_server.vllm_layers import (
     check_layers,
     repack_experts,
@@ -90,6 +88,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _joining: Joining | None = None
     _transport: BucketTransport | None = None
     _incoming: Incoming | None = None
+    _stages = False
+    _staging: Staging | None = None
     _plan: CopyPlan | None = None
     _replay: Replay | None = None
     # The buckets for which a plan was tried.
@@ -110,8 +110,13 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         )
         self._joining = Joining(membership, self.device)
 
-    def prepare(self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout) -> None:
-        """Takes the announcement of an update; records a plan when the buckets are new."""
+    def prepare(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, *, stage: bool
+    ) -> None:
+        """Takes the announcement of an update; records a plan when the buckets are new.
+
+        `stage`: receive it beside the live weights, if there is a plan to copy it by.
+        """
         buckets = tuple(layout_from_pb(layout))
         if buckets != self._planned:
             self._planned = buckets
@@ -123,8 +128,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._incoming = Incoming(
             buckets=buckets,
             bucket_deadline_s=order.bucket_deadline_s,
-            own_buffers=self._replay is None,
+            own_buffers=stage or self._replay is None,
         )
+        self._stages, self._staging = stage and self._replay is not None, None
 
     def is_ready(self) -> bool:
         """Whether an update can be received now; WeightSyncError when it never will."""
@@ -135,6 +141,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             if self._transport is None:
                 return False
         memory = self._transport.prepare(self._incoming)
+        if self._stages:
+            if self._staging is None:
+                self._staging = Staging(self._transport, self._incoming, self.device)
+            if not self._staging.is_done():
+                return False
+            memory = self._staging.buffers
         if self._replay is not None:
             for place, buffer in enumerate(memory):
                 self._replay.prepare(place, buffer)
@@ -151,17 +163,26 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         assert transport is not None
         assert incoming is not None
         assert replay is not None
-        started_s = time.perf_counter()
+        started_s = received_s = time.perf_counter()
         try:
-            for place, buffer in enumerate(transport.receive(incoming)):
-                replay.run(place, buffer)
-            digests = transport.digests()
+            if self._staging is not None:
+                buffers, digests = self._staging.buffers, list(self._staging.digests)
+                for place, buffer in enumerate(buffers):
+                    replay.run(place, buffer)
+            else:
+                for place, buffer in enumerate(transport.receive(incoming)):
+                    replay.run(place, buffer)
+                digests = transport.digests()
+                received_s = time.perf_counter()
         except BaseException:
             self.shutdown()
             raise
-        received_s = time.perf_counter()
         self._settle()
         self.result = _result(digests, received_s - started_s, started_s, by_plan=True)
+        if self._staging is not None:
+            # Views would keep its memory.
+            replay.forget_buffers()
+            self._staging = None
 
     def start_weight_update(self) -> None:
         """Prepares every layer for its new weights."""
@@ -219,7 +240,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._replay.forget_buffers()
         if self._joining is not None:
             self._joining.close()
-        self._joining = self._transport = self._incoming = None
+        self._joining = self._transport = self._incoming = self._staging = None
 
     def _record(self, buckets: tuple[Bucket, ...]) -> CopyPlan | None:
         parameters = dict(self.model.named_parameters())
@@ -271,48 +292,6 @@ def _id_of(order: weights_pb2.PublishOrder) -> str:
 
 def _log_loader(reason: str) -> None:
     log.warning("weights go through vLLM's loader at every update: %s", reason)
-
-
-class WorkerExtension:
-    """Calls that every vLLM worker answers beside its own; `self` is the worker."""
-
-    weight_transfer_engine: SlipstreamWeightTransfer
-    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
-    start_weight_update: Callable[[], None]
-    update_weights: Callable[[dict[str, Any]], None]
-    finish_weight_update: Callable[[], None]
-
-    def slipstream_prepare(self, order: bytes, layout: bytes, first_rank: int) -> None:
-        """Begins to join if the order says so and makes ready for its update; waits for nobody."""
-        parsed = weights_pb2.PublishOrder.FromString(order)
-        if parsed.new_communicator:
-            self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
-        self.weight_transfer_engine.prepare(parsed, weights_pb2.WeightLayout.FromString(layout))
-
-    def slipstream_is_ready(self) -> bool:
-        """Whether the announced update can be received now."""
-        return self.weight_transfer_engine.is_ready()
-
-    def slipstream_receive(self) -> dict[str, Any]:
-        """Takes the announced update, from the first bucket to the last copy: a `LoadResult`."""
-        engine = self.weight_transfer_engine
-        if engine.has_plan:
-            engine.copy_weights()
-            return asdict(engine.result)
-        try:
-            self.start_weight_update()
-            self.update_weights({})
-            self.finish_weight_update()
-        except BaseException:
-            # Only a failing `update_weights` clears vLLM's flag of an open update.
-            with contextlib.suppress(WeightSyncError, RuntimeError):
-                self.update_weights({"abandon": True})
-            raise
-        return asdict(engine.result)
-
-    def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off, to show what it is for."""
-        self.weight_transfer_engine.refresh_kept_linears = enabled
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

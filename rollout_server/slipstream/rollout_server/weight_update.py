@@ -34,8 +34,9 @@ class _Announced:
 class WeightUpdate:
     """One engine's updates, one after the other."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, ask: Ask, *, stage: bool) -> None:
+        """`stage`: workers receive beside the weights that still serve."""
+        self._ask, self._stage = ask, stage
         self._announced: _Announced | None = None
 
     async def prepare(
@@ -43,10 +44,15 @@ class WeightUpdate:
     ) -> None:
         """All that an update needs beforehand: membership, memory, views. Generation goes on."""
         self._announced = None
-        announcement = (order.SerializeToString(), layout.SerializeToString(), first_rank)
-        limit_s = order.join_deadline_s + _LOAD_LIMIT_S
-        await _within(limit_s, self._get_ready(announcement))
+        announcement = (
+            order.SerializeToString(),
+            layout.SerializeToString(),
+            first_rank,
+            self._stage,
+        )
         buckets_s = order.bucket_deadline_s * len(layout_from_pb(layout))
+        limit_s = order.join_deadline_s + buckets_s + _LOAD_LIMIT_S
+        await _within(limit_s, self._get_ready(announcement))
         self._announced = _Announced(order.publish_id, buckets_s + _LOAD_LIMIT_S)
 
     async def receive(self, publish_id: str) -> LoadedWeights:
