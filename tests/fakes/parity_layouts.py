@@ -81,6 +81,9 @@ FULL_RECOMPUTE = {
     }
 }
 SELECTIVE_RECOMPUTE = {"transformer": {"recompute_granularity": "selective"}}
+MOE_RECOMPUTE = {
+    "transformer": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+}
 UNEVEN_STAGES = {"transformer": {"num_layers_in_first_pipeline_stage": 1}}
 TWO_MINI_BATCHES = {"mini_batches": 2}
 # Fewer sequences than replicas.
@@ -175,9 +178,12 @@ LAYOUTS = {
     "dp2-replay-moe": Layout(2, "moe", algorithm=REPLAY, is_slow=True),
     "cp2-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY),
     "ep2-replay-moe": Layout(2, "moe", parallel={"ep": 2}, algorithm=REPLAY),
-    "pp2-vpp2-replay-moe": Layout(2, "moe", parallel=VPP, algorithm=REPLAY),
+    "pp2-vpp2-replay-moe": Layout(2, "moe", parallel=VPP, algorithm=REPLAY, is_slow=True),
     "pp2-recompute-replay-moe": Layout(
-        2, "moe", parallel={"pp": 2}, learner=FULL_RECOMPUTE, algorithm=REPLAY
+        2, "moe", parallel={"pp": 2}, learner=FULL_RECOMPUTE, algorithm=REPLAY, is_slow=True
+    ),
+    "pp2-vpp2-moe-recompute-replay-moe": Layout(
+        2, "moe", parallel=VPP, learner=MOE_RECOMPUTE, algorithm=REPLAY
     ),
     "tp2-sp-replay-moe": Layout(2, "moe", parallel=SP, algorithm=REPLAY, is_slow=True),
     "tp2-sp-recompute-replay-moe": Layout(

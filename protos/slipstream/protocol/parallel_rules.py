@@ -148,12 +148,6 @@ def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
             "learner.transformer.moe_router_load_balancing_type must not be sinkhorn with "
             "algorithm.router_replay: it chooses the experts by itself"
         )
-    modules = transformer.get("recompute_modules")
-    if isinstance(modules, list) and "moe" in modules:
-        yield (
-            "learner.transformer.recompute_modules must not hold moe with algorithm.router_replay: "
-            "recompute whole layers instead"
-        )
     for key in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
         if transformer.get(key) not in (None, False, "none"):
             yield (

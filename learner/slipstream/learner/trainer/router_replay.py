@@ -9,6 +9,7 @@ arXiv:2510.11370.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,10 @@ class LayerReplay:
         self._tp_group = layer.mlp.tp_group
         # Of the micro batch that the layer works on.
         self._expert_ids: Tensor | None = None
+        self._is_inside = self._has_gradient = False
+        # Of micro batches whose experts alone, without the rest of the layer, are computed again on
+        # the way back: in the order in which they came.
+        self._again: deque[Tensor | None] = deque()
         self._counts: Tensor | None = None
         layer.mlp.router.router_replay = self
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -62,9 +67,10 @@ class LayerReplay:
         values, own = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
-        if self._expert_ids is None:
+        expert_ids = self._now()
+        if expert_ids is None:
             return values, own
-        given = self._of_rank(self._expert_ids[:, self._place], len(scores)).long()
+        given = self._of_rank(expert_ids[:, self._place], len(scores)).long()
         is_known = _are_different(given) & (given < self._num_experts).all(-1)
         # Once for each token: what is recomputed has no gradient the first time.
         if torch.is_grad_enabled():
@@ -76,6 +82,14 @@ class LayerReplay:
         """int64: choices that differ from the router's own, and all, since the last call."""
         counts, self._counts = self._counts, None
         return counts
+
+    def _now(self) -> Tensor | None:
+        """The experts of the micro batch that the router is asked about."""
+        if not self._is_inside:
+            return self._again.popleft()
+        if self._has_gradient and not torch.is_grad_enabled():
+            self._again.append(self._expert_ids)
+        return self._expert_ids
 
     def _count(self, own: Tensor, given: Tensor, is_known: Tensor) -> None:
         is_other = ~(given[:, :, None] == own[:, None, :]).any(-1) & is_known[:, None]
@@ -90,9 +104,10 @@ class LayerReplay:
 
     def _enter(self, _: Megatron, __: tuple[object, ...], named: dict[str, Any]) -> None:
         self._expert_ids = named["packed_seq_params"].expert_ids
+        self._is_inside, self._has_gradient = True, torch.is_grad_enabled()
 
     def _leave(self, *_: object) -> None:
-        self._expert_ids = None
+        self._expert_ids, self._is_inside = None, False
 
 
 def _are_different(ids: Tensor) -> Tensor:
