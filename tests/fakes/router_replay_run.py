@@ -56,19 +56,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="a folder for models and results")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
+    parser.add_argument("--engine-tp", type=int, default=1, metavar="N", help="workers of vLLM")
     parser.add_argument("--phase", choices=tuple(PHASES), help="one alone; default: one by one")
     arguments = parser.parse_args()
     if arguments.phase is not None:
         phase = {"generate": generate, "learn": learn}[arguments.phase]
-        phase(arguments.out, config_of(arguments.out, arguments.dtype, eager=arguments.eager))
+        phase(arguments.out, config_of(arguments))
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     make_mixture(arguments.out / "model", seed=0, **SIZES)
     for name, limit_s in PHASES.items():
         print(f"{name} ...", flush=True)
-        command = [sys.executable, __file__, "--phase", name, "--out", str(arguments.out)]
-        command += ["--dtype", arguments.dtype, *(["--eager"] if arguments.eager else [])]
+        command = [sys.executable, *sys.argv, "--phase", name]
         subprocess.run(command, check=True, timeout=limit_s)
     found = json.loads((arguments.out / "result.json").read_text())
     print(json.dumps(found, indent=1), flush=True)
@@ -92,10 +92,10 @@ def problems(found: dict) -> list[str]:
     return wrong
 
 
-def config_of(folder: Path, dtype: str, *, eager: bool) -> Config:
+def config_of(arguments: argparse.Namespace) -> Config:
     table = {
         "run": {"name": "router-replay", "steps": 1},
-        "model": {"path": str(folder / "model"), "dtype": dtype},
+        "model": {"path": str(arguments.out / "model"), "dtype": arguments.dtype},
         "algorithm": {
             "group_size": NUM_EPISODES,
             "groups_per_step": 1,
@@ -108,7 +108,8 @@ def config_of(folder: Path, dtype: str, *, eager: bool) -> Config:
         "rollout_server": {
             "max_episodes": NUM_EPISODES,
             "gpu_memory_utilization": 0.3,
-            "enforce_eager": eager or process.is_cpu_build(),
+            "enforce_eager": arguments.eager or process.is_cpu_build(),
+            "tensor_parallel_size": arguments.engine_tp,
         },
     }
     return parse_config(table, source="router_replay_run")
