@@ -89,7 +89,7 @@ class InstantEngine:
 
     num_workers = 1
     max_model_len = 1 << 20
-    vocab_size = 1 << 20
+    num_experts = 0
 
     def __init__(self) -> None:
         """Nothing was generated yet."""
@@ -102,7 +102,13 @@ class InstantEngine:
         return EngineUse(self._tokens, self._tokens, 0, 0.0, ())
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, max_tokens: int
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        experts_from: int = 0,
     ) -> Generation:
         """See `Engine`."""
         from slipstream.protocol.types import PolicyVersion, VersionSpan
