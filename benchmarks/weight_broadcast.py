@@ -31,7 +31,7 @@ from slipstream.client.preflight import free_port
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 
-WIRE_TARGET, END_TO_END_TARGET = 0.90, 0.60
+TARGETS = {"wire of raw": 0.90, "end to end of raw": 0.60}
 # Of the engine at 8B in wire times, and at 0.6B in seconds on an idle engine.
 PAUSE_TARGETS = {"8B": "at most 3 wire times", "0.6B": "at most 40 ms idle"}
 START_LIMIT_S = 400.0
@@ -289,6 +289,8 @@ def stages(found: Found) -> list[str]:
         for name, seconds in values.items():
             if name.endswith("_s"):
                 rows.append([load, name, Spread.of(seconds).text(2, 1000)])
+        loads = [server.get("copied", 0) for row in measured for server in row["servers"].values()]
+        rows.append([load, "server: loads by copy plan", f"{sum(loads):.0f} of {len(loads)}"])
     return table(["engine", "stage", "ms"], rows)
 
 
@@ -329,11 +331,7 @@ def main() -> None:
             for log in sorted((folder / "r" / "logs").glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
     lines, ratios = summary(found)
-    targets = {
-        "wire of raw": WIRE_TARGET,
-        "end to end of raw": END_TO_END_TARGET,
-        "pause": PAUSE_TARGETS.get(arguments.shape, ""),
-    }
+    targets = {**TARGETS, "pause": PAUSE_TARGETS.get(arguments.shape, "")}
     settings = {key: str(value) for key, value in vars(arguments).items()}
     record = {"settings": settings, "targets": targets, "ratios": ratios, "table": lines}
     more = {"stages": stages(found), "measured": vars(found)}
