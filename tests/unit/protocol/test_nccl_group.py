@@ -11,6 +11,8 @@ from fake_nccl import FakeCommunicator, FakeNccl, Meeting
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.nccl_group import NcclGroup
 
+# Without the watchdog some of them would wait for ever.
+pytestmark = pytest.mark.timeout(60)
 LONG_S = 30.0
 
 

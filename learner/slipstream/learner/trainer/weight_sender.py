@@ -19,12 +19,11 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.ipc_sender import IpcWeightSender
+from slipstream.learner.trainer.nccl_sender import open_nccl_sender
 from slipstream.learner.trainer.weight_stream import Release
 from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.config import WeightsSection
-from slipstream.protocol.cupy_nccl import CupyNccl, make_unique_id
 from slipstream.protocol.errors import ConfigError, WeightSyncError
-from slipstream.protocol.nccl_group import NcclGroup
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -101,7 +100,7 @@ class WeightSenders:
             )
         if self._device.type != "cuda":
             raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
-        return NcclWeightSender(self._weights, self._device)
+        return open_nccl_sender(self._weights, self._device)
 
 
 class GlooWeightSender:
@@ -244,75 +243,6 @@ class GlooWeightSender:
             self.abort()
             raise WeightSyncError(f"{what}: {answer}") from answer
         return answer
-
-
-class NcclWeightSender:
-    """From GPU to GPU; all buckets are enqueued at once, each behind what fills it."""
-
-    def __init__(self, weights: WeightsSection, device: torch.device) -> None:
-        self._weights, self._device = weights, device
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._id: str | None = None
-        self._group: NcclGroup | None = None
-
-    @property
-    def communicator_id(self) -> str | None:
-        """See `WeightSender`."""
-        is_alive = self._group is not None and not self._group.is_aborted
-        return self._id if is_alive else None
-
-    def announce(
-        self, communicator_id: str, *, num_senders: int, world_size: int
-    ) -> weights_pb2.Communicator:
-        """See `WeightSender`."""
-        self.abort()
-        return weights_pb2.Communicator(
-            communicator_id=communicator_id,
-            transport="nccl",
-            unique_id=make_unique_id(),
-            world_size=world_size,
-            num_senders=num_senders,
-        )
-
-    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
-        """See `WeightSender`."""
-        self.abort()
-        self._group = NcclGroup.join(
-            CupyNccl(self._device.index),
-            announced.unique_id,
-            rank=rank,
-            world_size=announced.world_size,
-            deadline_s=self._weights.join_deadline_s,
-        )
-        self._id = announced.communicator_id
-
-    def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """See `WeightSender`."""
-        if self._group is None:
-            raise WeightSyncError("there is no communicator to send through")
-        self._stream.wait_stream(torch.cuda.current_stream())
-        self._group.broadcast(
-            data.data_ptr(),
-            bucket.num_bytes,
-            bucket.root,
-            self._stream.cuda_stream,
-            deadline_s=self._weights.bucket_deadline_s,
-        )
-        sent = self._stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(sent)
-
-    def finish(self) -> float:
-        """See `WeightSender`."""
-        if self._group is None:
-            raise WeightSyncError("there is no communicator to send through")
-        self._group.wait()
-        return self._group.take_wire_s()
-
-    def abort(self) -> None:
-        """See `WeightSender`."""
-        if self._group is not None:
-            self._group.abort()
-        self._group = self._id = None
 
 
 def _local_address(host: str, port: int) -> str:
