@@ -39,7 +39,7 @@ from slipstream.client import Environment, StepResult
 HERE = Path(__file__).resolve().parent
 NAME = "rollout"
 TARGET = 0.90
-RUN_LIMIT_S = 240.0
+RUN_LIMIT_S, ALONE_LIMIT_S = 240.0, 60.0
 # What the tokenizer of tests and quickstart knows; a prompt is "<s>", words and "<reply>".
 WORDS = "abcdefghijklmnopqrstuvwxyz"
 SPECIAL_TOKENS = 2
@@ -70,9 +70,10 @@ ROWS = {
     "ours, whole server with episodes": ("ours", "episodes"),
     "bare vLLM without log-probabilities": ("bare", "none"),
     "bare vLLM with log-probabilities": ("bare", "logprobs"),
-    "our server with an engine that answers at once": ("instant", "episodes"),
 }
-ENGINES = ("instant", "ours", "bare")
+# Measured alone, at the end.
+SERVER_ALONE = "our server with an engine that answers at once"
+ENGINES = ("ours", "bare", "instant")
 PEER = "bare vLLM without log-probabilities"
 
 
@@ -207,6 +208,17 @@ class EngineProcess:
         self.child.stdin.write(f"{what} {first_seed}\n".encode())
         return await self._answer(RUN_LIMIT_S)
 
+    async def meanwhile(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """What `work` finds; RuntimeError when the child ends before."""
+        working = asyncio.ensure_future(work)
+        ending = asyncio.ensure_future(self.child.wait())
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if not working.done():
+            working.cancel()
+            raise RuntimeError("the engine's process ended; its own message stands above")
+        return await working
+
     async def _answer(self, limit_s: float) -> dict[str, Any]:
         assert self.child.stdout is not None
         async with asyncio.timeout(limit_s):
@@ -225,10 +237,11 @@ class Episodes:
     def __init__(
         self,
         fleet: Any,  # noqa: ANN401 - of the tests, which are no package
+        server: EngineProcess,
         arguments: argparse.Namespace,
     ) -> None:
-        """`fleet` serves already."""
-        self._fleet = fleet
+        """`fleet` serves already, `server` is about to join it."""
+        self._fleet, self._server = fleet, server
         self._arguments = arguments
         self._connection: Any = None
 
@@ -253,6 +266,9 @@ class Episodes:
 
     async def run(self, first_seed: int) -> dict[str, Any]:
         """As many episodes as requests of the other rows."""
+        return await self._server.meanwhile(self._run(first_seed))
+
+    async def _run(self, first_seed: int) -> dict[str, Any]:
         from slipstream.v1 import fleet_pb2
 
         arguments, fleet = self._arguments, self._fleet
@@ -296,12 +312,12 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
         runs: dict[tuple[str, str], RunRow] = {}
-        for role in arguments.engines:
+        for role in [role for role in arguments.engines if role != "instant"]:
             with part(f"start {role}", failures):
                 starting = EngineProcess.start(role, folder, fleet.address, sizes)
                 engines[role] = engine = await stack.enter_async_context(starting)
-                episodes = Episodes(fleet, arguments)
-                if role != "bare":
+                episodes = Episodes(fleet, engine, arguments)
+                if role == "ours":
                     await episodes.join()
                 for process, what in ROWS.values():
                     if process == role:
@@ -313,31 +329,58 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
                 progress(json.dumps(check))
                 note(NAME, {"row": "check", **check})
         seed = 0
+        # The first turn compiles kernels and fills caches.
         for repeat in range(-1, arguments.repeats):
             for row, key in ROWS.items():
-                with part(f"repeat {repeat + 1}: {row}", failures):
-                    if key not in runs:
-                        continue
+                if key in runs:
                     seed += arguments.concurrent
-                    result = await runs[key](seed)
-                    speed = result["tokens"] / result["seconds"]
-                    progress(f"{speed:,.0f} tokens/s")
-                    # The first turn compiles kernels and fills caches.
-                    if repeat >= 0:
-                        speeds[row].append(speed)
-                        note(NAME, {"row": row, "repeat": repeat, **result})
-    lines = table_of(speeds)
+                    with part(f"repeat {repeat + 1}: {row}", failures):
+                        await measure(speeds, row, repeat, runs[key](seed))
+    write(arguments, check, speeds, failures)
+    if "instant" in arguments.engines:
+        with part(SERVER_ALONE, failures):
+            speeds[SERVER_ALONE] = []
+            async with FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20) as fleet:
+                starting = EngineProcess.start("instant", folder, fleet.address, sizes)
+                async with starting as engine, asyncio.timeout(ALONE_LIMIT_S):
+                    episodes = Episodes(fleet, engine, arguments)
+                    await episodes.join()
+                    for repeat in range(-1, arguments.repeats):
+                        run = episodes.run((repeat + 2) * arguments.concurrent)
+                        await measure(speeds, SERVER_ALONE, repeat, run)
+        write(arguments, check, speeds, failures)
+    print("\n".join(table_of(speeds)))
+    for name in failures:
+        print(f"FAILED: {name}")
+
+
+def write(
+    arguments: argparse.Namespace,
+    check: dict[str, Any],
+    speeds: dict[str, list[float]],
+    failures: dict[str, str],
+) -> None:
+    """What is known by now."""
     record = {
         "settings": {key: str(value) for key, value in vars(arguments).items()},
         "check": check,
         "tokens_per_s": speeds,
-        "table": lines,
+        "table": table_of(speeds),
         "failures": failures,
     }
     write_result(NAME, record, arguments.out)
-    print("\n".join(lines))
-    for name in failures:
-        print(f"FAILED: {name}")
+
+
+async def measure(
+    speeds: dict[str, list[float]], row: str, repeat: int, run: Coroutine[Any, Any, dict[str, Any]]
+) -> None:
+    """Adds the speed of a run to its row; the turn before the first is a warm-up."""
+    result = await run
+    speed = result["tokens"] / result["seconds"]
+    progress(f"{speed:,.0f} tokens/s")
+    if repeat >= 0:
+        speeds[row].append(speed)
+        note(NAME, {"row": row, "repeat": repeat, **result})
 
 
 def table_of(speeds: dict[str, list[float]]) -> list[str]:

@@ -72,6 +72,7 @@ class Served:
             config, address, ServerId(name), engine, Renderer(config.model.path), gateway
         )
         self._serving = asyncio.create_task(server.run(self._stop))
+        self._serving.add_done_callback(_give_up)
 
     def runs(self) -> dict[str, Run]:
         """Nothing but what the controller leases."""
@@ -89,6 +90,7 @@ class InstantEngine:
 
     num_workers = 1
     max_model_len = 1 << 20
+    vocab_size = 1 << 20
     num_experts = 0
 
     def __init__(self) -> None:
@@ -361,6 +363,13 @@ async def _start(role: str, config: Config, sizes: Sizes, address: str) -> Serve
         case "instant":
             return Served(InstantEngine(), config, address, "instant")
     return Bare(config, sizes)
+
+
+def _give_up(serving: asyncio.Task[None]) -> None:
+    """A server that broke ends its process: nobody would answer leases any more."""
+    if not serving.cancelled() and (error := serving.exception()) is not None:
+        traceback.print_exception(error)
+        os._exit(1)
 
 
 def _answer(record: dict[str, Any]) -> None:

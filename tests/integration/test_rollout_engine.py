@@ -238,7 +238,11 @@ async def test_tokens_leave_the_engine_in_chunks(rig) -> None:
 async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
     await rig.publish(rig.old, 0)
     start = rig.engine.use().generated_tokens
-    replies = [asyncio.create_task(rig.generate(f"p{n}", num_tokens=200)) for n in range(8)]
+    endless = Sampling(1.0, 1.0, 0, 200, 1, 250, ignore_eos=True)
+    replies = [
+        asyncio.create_task(rig.generate(f"p{n}", num_tokens=200, sampling=endless))
+        for n in range(8)
+    ]
     while rig.engine.use().generated_tokens < start + 64:
         await asyncio.sleep(0.005)
     await rig.engine.pause()
