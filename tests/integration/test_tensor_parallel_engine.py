@@ -64,9 +64,11 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
             for name, tensor in load_file(tmp_path / "model.safetensors").items()
         }
         layout, sender = layout_of(weights), GlooSender("both", num_workers=2)
+        order = sender.order("p1", 1)
         sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
-        received = await engine.receive_weights(sender.order("p1", 1), layout, 1)
-        assert received == await sending
+        await engine.prepare_weights(order, layout, 1)
+        loaded = await engine.receive_weights("p1")
+        assert list(loaded.bucket_digests) == await sending
         await engine.resume(PolicyVersion(0, 1))
         replies = await asyncio.gather(
             *(engine.generate(f"r{n}", PROMPT, SAMPLING, 40) for n in range(8))
