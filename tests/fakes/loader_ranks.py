@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import queue
 import traceback
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,47 +69,64 @@ class Outcome:
 
 
 def outcomes(folder: Path, tp_size: int, shapes: Mapping[str, Shape]) -> list[dict[str, Outcome]]:
-    """Of all shapes, one entry for each rank; forks, so that no group stays in this process."""
+    """Of all shapes, one entry for each rank."""
+    return in_ranks(tp_size, _all_shapes, folder, tp_size, dict(shapes))
+
+
+def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> list[Any]:
+    """Results of `work(rank, *arguments)`; forks, so that no group stays in this process."""
     import vllm.model_executor.model_loader.utils  # noqa: F401 - once, for all children
 
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     torch.set_num_threads(1)
+    meeting = uuid.uuid4().hex
     children = [
-        context.Process(target=_rank, args=(folder, rank, tp_size, dict(shapes), answers))
-        for rank in range(tp_size)
+        context.Process(target=_rank, args=(rank, meeting, work, arguments, answers))
+        for rank in range(num_ranks)
     ]
     for child in children:
         child.start()
     try:
         found = dict(answers.get(timeout=LIMIT_S) for _ in children)
     except queue.Empty:
-        raise TimeoutError(f"no answer of {tp_size} ranks within {LIMIT_S:g} s") from None
+        raise TimeoutError(f"no answer of {num_ranks} ranks within {LIMIT_S:g} s") from None
     finally:
         for child in children:
             child.join(5)
             child.kill()
     wrong = [answer for answer in found.values() if isinstance(answer, str)]
     assert not wrong, wrong[0]
-    return [found[rank] for rank in range(tp_size)]
+    return [found[rank] for rank in range(num_ranks)]
 
 
-def _rank(folder: Path, rank: int, tp_size: int, shapes: dict[str, Shape], answers: Any) -> None:
+def _rank(
+    rank: int, meeting: str, work: Callable[..., Any], arguments: tuple[Any, ...], answers: Any
+) -> None:
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # Names the ranks' shared memory; vLLM's executor sets it otherwise.
-    os.environ["VLLM_DIST_IDENT"] = f"{os.getppid()}"
+    os.environ["VLLM_DIST_IDENT"] = meeting
     try:
-        found = {
-            name: _one_shape(folder / name, shape, rank, tp_size) for name, shape in shapes.items()
-        }
-        answers.put((rank, found))
+        answers.put((rank, work(rank, *arguments)))
     except BaseException:
         answers.put((rank, traceback.format_exc()))
         raise
 
 
+def _all_shapes(
+    rank: int, folder: Path, tp_size: int, shapes: Mapping[str, Shape]
+) -> dict[str, Outcome]:
+    return {name: _one_shape(folder / name, shape, rank, tp_size) for name, shape in shapes.items()}
+
+
 def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Outcome:
+    _, model, fresh = two_models(folder, shape, rank, tp_size)
+    return _compare(model, fresh, checkpoint(folder, 1), checkpoint(folder, 2))
+
+
+def two_models(folder: Path, shape: Shape, rank: int, tp_size: int) -> tuple[Any, Any, Any]:
+    """vLLM's configuration, and this rank's part of two models whose memory holds anything."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
         destroy_model_parallel,
@@ -120,7 +138,7 @@ def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Outcome:
 
     config = _engine_config(folder, shape, rank)
     with set_current_vllm_config(config):
-        meeting = f"file://{folder.parent / f'meeting-{tp_size}'}"
+        meeting = f"file://{folder.parent / os.environ['VLLM_DIST_IDENT']}"
         init_distributed_environment(tp_size, rank, meeting, rank, "gloo")
         # Only a mixture of experts gets a group for them.
         destroy_model_parallel()
@@ -130,7 +148,7 @@ def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Outcome:
             model = initialize_model(config)
             config.compilation_config.static_forward_context.clear()
             fresh = initialize_model(config)
-        return _compare(model, fresh, _checkpoint(folder, 1), _checkpoint(folder, 2))
+    return config, model, fresh
 
 
 def _engine_config(folder: Path, shape: Shape, rank: int) -> Any:
@@ -156,7 +174,7 @@ def _engine_config(folder: Path, shape: Shape, rank: int) -> Any:
     return arguments.create_engine_config()
 
 
-def _checkpoint(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+def checkpoint(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     generator = torch.Generator().manual_seed(seed)

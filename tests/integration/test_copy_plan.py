@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from loader_ranks import SHAPES, Outcome, outcomes  # noqa: E402
+from loader_ranks import SHAPES, Outcome, in_ranks, outcomes  # noqa: E402
+from receiver_worker import updates  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +55,19 @@ def test_the_proof_accepts_what_the_loader_did_and_nothing_else(alone) -> None:
     for outcome in alone.values():
         assert outcome.proof is None
         assert outcome.proof_of_altered is not None
+
+
+@pytest.mark.parametrize("stage", [False, True])
+def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(
+    folder: Path, stage: bool
+) -> None:
+    (seen,) = in_ranks(1, updates, folder, "llama_tied", stage)
+    loader, plan = (False, True), (True, True)
+    assert seen[:5] == [loader, plan, plan, loader, plan]
+    assert "did not arrive" in seen[5]
+    assert seen[6:] == [plan]
+
+
+def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> None:
+    (seen,) = in_ranks(1, updates, folder, "qwen3_moe", False)
+    assert not any(by_plan for by_plan, _ in [*seen[:5], *seen[6:]])

@@ -1,0 +1,109 @@
+"""The receiver of weights in a vLLM worker without an engine: a real model that nothing runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gloo_sender import GlooSender, layout_of
+from loader_ranks import SHAPES, checkpoint, two_models
+from slipstream.protocol.errors import WeightSyncError
+
+Weights = Mapping[str, torch.Tensor]
+SMALL, LARGE = 20_000, 30_000
+
+
+class Scene:
+    """One worker and who sends; `seen` says of each update how it went."""
+
+    def __init__(self, folder: Path, shape: str, *, stage: bool) -> None:
+        import vllm._custom_ops
+
+        # On a CPU vLLM would pack matrices after loading them.
+        vllm._custom_ops._supports_onednn = False
+        config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
+        self._worker = _worker(config, self._model)
+        self._sender, self._stage, self._count = GlooSender("first"), stage, 0
+        self.first, self.second = checkpoint(folder / shape, 1), checkpoint(folder / shape, 2)
+        self._model.load_weights(iter(self.first.items()))
+        self.seen: list[Any] = []
+
+    def publish(self, weights: Weights, bucket_bytes: int, most: int | None = None) -> None:
+        """A whole update; notes (by plan, the weights are what the loader makes of them)."""
+        self._count += 1
+        layout = layout_of(weights, bucket_bytes)
+        order = self._sender.order(f"p{self._count}", self._count)
+        sending = threading.Thread(
+            target=self._sender.send, args=(layout, weights), kwargs={"max_buckets": most}
+        )
+        sending.start()
+        try:
+            self._worker.slipstream_prepare(
+                order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+            )
+            while not self._worker.slipstream_is_ready():
+                time.sleep(0.002)
+            result = self._worker.slipstream_receive()
+        except WeightSyncError as error:
+            self.seen.append(str(error))
+            return
+        finally:
+            sending.join()
+        self._fresh.load_weights(iter(weights.items()))
+        expected = dict(self._fresh.named_parameters())
+        same = all(torch.equal(p, expected[n]) for n, p in self._model.named_parameters())
+        self.seen.append((result["by_plan"], same))
+
+    def meet_again(self) -> None:
+        """A new communicator at the next update."""
+        self._sender = GlooSender("second")
+
+
+def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
+    """Other weights, other buckets, a transfer that stops, and one more after it."""
+    scene = Scene(folder, shape, stage=stage)
+    for weights in (scene.first, scene.second, scene.first):
+        scene.publish(weights, SMALL)
+    for weights in (scene.second, scene.first):
+        scene.publish(weights, LARGE)
+    scene.publish(scene.second, LARGE, most=1)
+    scene.meet_again()
+    scene.publish(scene.second, LARGE)
+    return scene.seen
+
+
+def _worker(config: Any, model: Any) -> Any:
+    from slipstream.rollout_server.weight_receiver import BACKEND, SlipstreamWeightTransfer
+    from slipstream.rollout_server.worker_extension import WorkerExtension
+    from vllm.config import WeightTransferConfig, set_current_vllm_config
+
+    transfer = WeightTransferConfig(backend=BACKEND)
+
+    class Worker(WorkerExtension):
+        """What vLLM's worker does around its weight-transfer engine."""
+
+        weight_transfer_engine = SlipstreamWeightTransfer(
+            transfer, config, torch.device("cpu"), model
+        )
+
+        def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+            engine = self.weight_transfer_engine
+            engine.init_transfer_engine(engine.parse_init_info(info))
+
+        def start_weight_update(self) -> None:
+            with set_current_vllm_config(config):
+                self.weight_transfer_engine.start_weight_update()
+
+        def update_weights(self, info: dict[str, Any]) -> None:
+            with set_current_vllm_config(config):
+                self.weight_transfer_engine.update_weights(info)
+
+        def finish_weight_update(self) -> None:
+            with set_current_vllm_config(config):
+                self.weight_transfer_engine.finish_weight_update()
+
+    return Worker()
