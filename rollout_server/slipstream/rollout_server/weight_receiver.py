@@ -92,8 +92,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _staging: Staging | None = None
     _plan: CopyPlan | None = None
     _replay: Replay | None = None
-    # The buckets for which a plan was tried.
-    _planned: tuple[Bucket, ...] = ()
+    # The layout for which a plan was tried, and its buckets.
+    _layout = b""
+    _buckets: tuple[Bucket, ...] = ()
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Leaves the communicator before and begins to join a new one."""
@@ -110,23 +111,21 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         )
         self._joining = Joining(membership, self.device)
 
-    def prepare(
-        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, *, stage: bool
-    ) -> None:
-        """Takes the announcement of an update; records a plan when the buckets are new.
+    def prepare(self, order: weights_pb2.PublishOrder, layout: bytes, *, stage: bool) -> None:
+        """Takes the announcement of an update; records a plan when the `WeightLayout` is new.
 
         `stage`: receive it beside the live weights, if there is a plan to copy it by.
         """
-        buckets = tuple(layout_from_pb(layout))
-        if buckets != self._planned:
-            self._planned = buckets
+        if layout != self._layout:
+            self._layout = layout
+            self._buckets = tuple(layout_from_pb(weights_pb2.WeightLayout.FromString(layout)))
             self._plan = self._replay = None
             with set_current_vllm_config(self.vllm_config):
-                self._plan = self._record(buckets)
+                self._plan = self._record(self._buckets)
         if self._joining is None or self._joining.communicator_id != _id_of(order):
             raise WeightSyncError(f"not a member of communicator {_id_of(order)!r}")
         self._incoming = Incoming(
-            buckets=buckets,
+            buckets=self._buckets,
             bucket_deadline_s=order.bucket_deadline_s,
             own_buffers=stage or self._replay is None,
         )

@@ -38,19 +38,19 @@ class WeightUpdate:
         """`stage`: workers receive beside the weights that still serve."""
         self._ask, self._stage = ask, stage
         self._announced: _Announced | None = None
+        # The layout of the last update; it hardly ever changes.
+        self._layout, self._num_buckets = b"", 0
 
     async def prepare(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
         """All that an update needs beforehand: membership, memory, views. Generation goes on."""
         self._announced = None
-        announcement = (
-            order.SerializeToString(),
-            layout.SerializeToString(),
-            first_rank,
-            self._stage,
-        )
-        buckets_s = order.bucket_deadline_s * len(layout_from_pb(layout))
+        described = layout.SerializeToString()
+        announcement = (order.SerializeToString(), described, first_rank, self._stage)
+        if described != self._layout:
+            self._layout, self._num_buckets = described, len(layout_from_pb(layout))
+        buckets_s = order.bucket_deadline_s * self._num_buckets
         limit_s = order.join_deadline_s + buckets_s + _LOAD_LIMIT_S
         await _within(limit_s, self._get_ready(announcement))
         self._announced = _Announced(order.publish_id, buckets_s + _LOAD_LIMIT_S)
@@ -73,9 +73,11 @@ class WeightUpdate:
         )
 
     async def _get_ready(self, announcement: tuple[Any, ...]) -> None:
-        await self._ask("slipstream_prepare", announcement)
-        while not all(await self._ask("slipstream_is_ready", ())):
+        # A call waits for the engine's step: where nobody has to be waited for, one is enough.
+        ready = all(await self._ask("slipstream_prepare", announcement))
+        while not ready:
             await asyncio.sleep(_READY_POLL_S)
+            ready = all(await self._ask("slipstream_is_ready", ()))
 
 
 async def _within(limit_s: float, work: Awaitable[Result]) -> Result:

@@ -25,14 +25,13 @@ class WorkerExtension:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
-    def slipstream_prepare(self, order: bytes, layout: bytes, first_rank: int, stage: bool) -> None:
-        """Begins to join if the order says so and makes ready for its update; waits for nobody."""
+    def slipstream_prepare(self, order: bytes, layout: bytes, first_rank: int, stage: bool) -> bool:
+        """Begins to join if the order says so; whether its update can be received already."""
         parsed = weights_pb2.PublishOrder.FromString(order)
         if parsed.new_communicator:
             self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
-        self.weight_transfer_engine.prepare(
-            parsed, weights_pb2.WeightLayout.FromString(layout), stage=stage
-        )
+        self.weight_transfer_engine.prepare(parsed, layout, stage=stage)
+        return self.weight_transfer_engine.is_ready()
 
     def slipstream_is_ready(self) -> bool:
         """Whether the announced update can be received now."""
