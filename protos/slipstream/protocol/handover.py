@@ -170,6 +170,7 @@ class HandoverSender:
         except (OSError, ValueError, KeyError, TypeError):
             return False
         if refusal:
+            connection.close()
             raise WeightSyncError(refusal)
         waiting.remove(rank)
         self._peers[rank] = _Peer(connection, f"receiver {rank}", received=bytearray(rest))
@@ -185,6 +186,7 @@ class HandoverReceiver:
         """Joins; WeightSyncError when the sender refuses, or is not there within `deadline_s`."""
         until_s = time.monotonic() + deadline_s
         what = f"the sender of {communicator_id}"
+        connection: socket.socket | None = None
         try:
             connection = socket.create_connection(address, timeout=deadline_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -196,6 +198,8 @@ class HandoverReceiver:
             if not refusal:
                 self.offer = Offer(tuple(answer["handles"]), int(answer["num_bytes"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
+            if connection is not None:
+                connection.close()
             raise WeightSyncError(
                 f"could not join communicator {communicator_id} within {deadline_s:g} s: {error}"
             ) from error
