@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.learner.controller.busy import (
     BusyMeter,
@@ -19,6 +19,7 @@ def seconds(spans) -> set[int]:
     return {s for start, end in spans for s in range(start, end)}
 
 
+@settings(deadline=None)
 @given(intervals, intervals)
 def test_intervals_behave_like_sets_of_seconds(left, right):
     assert seconds(union(left)) == seconds(left)
@@ -45,6 +46,7 @@ def test_a_meter_begins_with_generation_and_ends_with_the_last_step():
     assert meter.of_this_start() == BusySeconds(window=8, generation=7, training=5, both=5)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(1, 9)), max_size=12),
     st.integers(0, 20),
