@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,7 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
 
     for load, measured in found.ours.items():
         if measured:
-            wire = [row["trainer"].get("wire_s", 0.0) for row in measured]
+            wire = [wire_seconds(row["trainer"]) for row in measured]
             whole = [row["serving_s"] for row in measured]
             add(f"ours, {load}", wire, whole, [row["paused_s"] for row in measured])
     for load, measured in found.native.items():
@@ -271,6 +272,15 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
         speed = f"{found.num_bytes / raw.median / 1e9:.1f}"
         rows.append(["one buffer (limit)", raw.text(2, 1000), speed, "", "", "", ""])
     return table(header, rows), ratios
+
+
+def wire_seconds(trainer: Mapping[str, float]) -> float:
+    """What all bytes take at the rate of the broadcasts that were timed.
+
+    The first one is not: in it the sender waits for the servers' pause.
+    """
+    timed = trainer.get("wire_bytes", 0.0)
+    return trainer["wire_s"] * trainer["bytes_sent"] / timed if timed else 0.0
 
 
 def stages(found: Found) -> list[str]:

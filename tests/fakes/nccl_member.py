@@ -65,12 +65,15 @@ def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
             if repeat == 0:
                 digests.add(place, target.data.ptr, stream.ptr)
         group.wait()
-        wall_s, wire_s = time.monotonic() - started, group.take_wire_s()
+        wall_s, wire = time.monotonic() - started, group.take_wire()
         if repeat == 0:
             found = digests.read(stream.ptr)
             say(digests=[digest.hex() for of_bucket in found for digest in of_bucket])
     total = 8 * BUCKET_BYTES
-    say(gb_per_s=round(total / wall_s / 1e9, 1), wire_gb_per_s=round(total / wire_s / 1e9, 1))
+    say(
+        gb_per_s=round(total / wall_s / 1e9, 1),
+        wire_gb_per_s=round(wire.num_bytes / wire.seconds / 1e9, 1),
+    )
 
 
 def survive(group: NcclGroup, folder: Path, rank: int, world_size: int) -> None:

@@ -135,8 +135,13 @@ def serve() -> None:
                 digests.add(place, pointer, handle)
             group.wait()
             found = digests.read(stream.cuda_stream)
-            wire_s, wall_s = group.take_wire_s(), time.perf_counter() - started
-            print(f"sent in {wall_s:.4f} s, wire {wire_s:.4f} s", file=sys.stderr, flush=True)
+            wire, wall_s = group.take_wire(), time.perf_counter() - started
+            print(
+                f"sent in {wall_s:.4f} s, "
+                f"{wire.num_bytes} bytes behind the first bucket in {wire.seconds:.4f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             answer = [bucket_digest(part).hex() for part in found]
         print(json.dumps(answer), flush=True)
 

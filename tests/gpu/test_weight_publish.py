@@ -111,7 +111,7 @@ def test_publish_and_kill_of_a_receiver(
     )
     found = publish_scenario.run(scenario)
     for seconds, result, answers in zip(found.seconds, found.results, found.answers, strict=True):
-        rate = result.bytes_sent / result.wire_s / 1e9 if result.wire_s else 0.0
+        rate = result.wire_bytes / result.wire_s / 1e9 if result.wire_s else 0.0
         report(
             transport=transport,
             pp=pp,

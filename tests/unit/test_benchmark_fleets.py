@@ -51,7 +51,7 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
         "sent_s": 0.006,
         "loaded_s": 0.008,
         "paused_s": 0.012,
-        "trainer": {"wire_s": 0.005, "bytes_sent": 1e9},
+        "trainer": {"wire_s": 0.004, "wire_bytes": 8e8, "bytes_sent": 1e9},
         "servers": {"server-0": {"paused_s": 0.012}},
     }
     found = weight_broadcast.Found(num_bytes=1_000_000_000, raw=[0.004, 0.004, 0.005])

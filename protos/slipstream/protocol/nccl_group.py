@@ -67,9 +67,21 @@ class NcclBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Wire:
+    """Broadcasts that are done: their time on the device, and their bytes.
+
+    Without the first one, in which the sender also waits until all others have come.
+    """
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
 @dataclass
 class _Pending:
     what: str
+    num_bytes: int
     begin: Mark
     deadline_s: float
     # None while NCCL has not taken it yet, which may wait too.
@@ -91,7 +103,8 @@ class NcclGroup:
         self._pending: deque[_Pending] = deque()
         # When the oldest pending collective became that.
         self._since_s = 0.0
-        self._wire_s = 0.0
+        # None: the next broadcast is the first one.
+        self._wire: Wire | None = None
         self._stopped = threading.Event()
         atexit.register(self.abort)
         threading.Thread(target=self._watch, name="nccl-watchdog", daemon=True).start()
@@ -157,7 +170,7 @@ class NcclGroup:
         what = f"the broadcast of {num_bytes} bytes from rank {root}"
         with self._lock:
             self._check()
-            pending = _Pending(what, self._backend.mark(stream), deadline_s)
+            pending = _Pending(what, num_bytes, self._backend.mark(stream), deadline_s)
             self._advance()
             if not self._pending:
                 self._since_s = time.monotonic()
@@ -177,11 +190,11 @@ class NcclGroup:
                     return
             time.sleep(_WAIT_PERIOD_S)
 
-    def take_wire_s(self) -> float:
-        """Time of the device in broadcasts that are done, since the last call."""
+    def take_wire(self) -> Wire:
+        """Of the broadcasts since the last call."""
         with self._lock:
-            seconds, self._wire_s = self._wire_s, 0.0
-        return seconds
+            found, self._wire = self._wire, None
+        return found or Wire()
 
     @property
     def is_aborted(self) -> bool:
@@ -204,7 +217,11 @@ class NcclGroup:
             if oldest.end is None or not oldest.end.is_done():
                 return
             self._pending.popleft()
-            self._wire_s += oldest.end.seconds_since(oldest.begin)
+            if self._wire is None:
+                self._wire = Wire()
+            else:
+                seconds = self._wire.seconds + oldest.end.seconds_since(oldest.begin)
+                self._wire = Wire(seconds, self._wire.num_bytes + oldest.num_bytes)
             self._since_s = time.monotonic()
 
     def _abort(self, cause: str) -> None:

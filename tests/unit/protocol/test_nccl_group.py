@@ -9,7 +9,7 @@ import time
 import pytest
 from fake_nccl import FakeCommunicator, FakeNccl, Meeting
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.nccl_group import NcclGroup
+from slipstream.protocol.nccl_group import NcclGroup, Wire
 
 # Without the watchdog some of them would wait for ever.
 pytestmark = pytest.mark.timeout(60)
@@ -61,8 +61,11 @@ def test_broadcasts_of_several_roots_arrive_in_order() -> None:
     for group, mine in zip(groups, buffers, strict=True):
         group.wait()
         assert [memory.raw for memory in mine] == contents
-        assert group.take_wire_s() > 0
-        assert group.take_wire_s() == 0
+        # Not the first one.
+        wire = group.take_wire()
+        assert wire.seconds > 0
+        assert wire.num_bytes == sum(map(len, contents[1:]))
+        assert group.take_wire() == Wire()
         group.abort()
 
 

@@ -46,6 +46,7 @@ class PublishTotals:
             "weights_send_s": sent.send_s,
             "weights_gather_s": sent.export_s,
             "weights_wire_s": sent.wire_s,
+            "weights_wire_bytes": float(sent.wire_bytes),
         }
 
     def summary(self) -> dict[str, float]:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_MOST_BLOCKS = 64
+
 
 class Filling(Protocol):
     """A source of weights."""
@@ -79,16 +81,41 @@ class BridgeFilling:
 
 
 class _Copies:
-    """Copies between fixed places, which may change the element type; done with one call."""
+    """Copies between fixed places, which may change the element type.
+
+    On a GPU torch does many contiguous ones in a few kernels; one with gaps in the list and it
+    starts a kernel for each.
+    """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        both = list(pairs)
-        self._targets = [target for target, _ in both]
-        self._sources = [source for _, source in both]
+        self._dense: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._gapped: list[tuple[Tensor, Tensor]] = []
+        for target, source in pairs:
+            blocks = list(_dense_blocks(target, source))
+            if not blocks:
+                self._gapped.append((target, source))
+            for target_block, source_block in blocks:
+                self._dense[0].append(target_block)
+                self._dense[1].append(source_block)
 
     def run(self) -> None:
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+        if self._dense[0]:
+            torch._foreach_copy_(*self._dense)
+        for target, source in self._gapped:
+            target.copy_(source)
+
+
+def _dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same copy in contiguous pieces; none when these would be many.
+
+    The heads of one group of queries lie together in a fused matrix: a few pieces for each layer.
+    """
+    if target.is_contiguous() and source.is_contiguous():
+        yield target, source
+    elif target.dim() > 1 and len(target) <= _MOST_BLOCKS:
+        blocks = list(zip(target.unbind(), source.unbind(), strict=True))
+        if all(t.is_contiguous() and s.is_contiguous() for t, s in blocks):
+            yield from blocks
 
 
 @dataclass

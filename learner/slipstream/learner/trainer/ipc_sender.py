@@ -16,6 +16,7 @@ from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.handover import HandoverSender, Offer
+from slipstream.protocol.nccl_group import Wire
 from slipstream.protocol.shared_buffers import SharedBuffers, make_buffers
 from slipstream.v1 import weights_pb2
 from torch import Tensor
@@ -48,7 +49,7 @@ class IpcWeightSender:
         # Buckets of this communicator so far, and the first one of this update.
         self._number = self._first = 0
         self._filling: _Filling | None = None
-        self._wire_s = 0.0
+        self._wire_s, self._sent_bytes = 0.0, 0
 
     @property
     def communicator_id(self) -> str | None:
@@ -112,10 +113,11 @@ class IpcWeightSender:
         done = torch.cuda.current_stream().record_event() if data.is_cuda else None
         self._filling = _Filling(self._number, done)
         self._number += 1
+        self._sent_bytes += bucket.num_bytes
         return lambda: None
 
-    def finish(self) -> float:
-        """See `WeightSender`: the seconds in which receivers were waited for."""
+    def finish(self) -> Wire:
+        """See `WeightSender`: the seconds are those in which receivers were waited for."""
         handover, deadline_s = self._live(), self._weights.bucket_deadline_s
         with self._aborting():
             self._tell()
@@ -124,15 +126,15 @@ class IpcWeightSender:
                 handover.wait_read(number, deadline_s)
             self._wire_s += time.monotonic() - started_s
         self._first = self._number
-        seconds, self._wire_s = self._wire_s, 0.0
-        return seconds
+        wire, self._wire_s, self._sent_bytes = Wire(self._wire_s, self._sent_bytes), 0.0, 0
+        return wire
 
     def abort(self) -> None:
         """See `WeightSender`."""
         if self._handover is not None:
             self._handover.close()
         self._handover = self._id = self._filling = None
-        self._wire_s = 0.0
+        self._wire_s, self._sent_bytes = 0.0, 0
 
     def _live(self) -> HandoverSender:
         if self._handover is None:

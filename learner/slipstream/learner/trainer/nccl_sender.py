@@ -11,7 +11,7 @@ from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.cupy_nccl import CupyNccl, make_unique_id
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.nccl_group import NcclBackend, NcclGroup
+from slipstream.protocol.nccl_group import NcclBackend, NcclGroup, Wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 
@@ -106,12 +106,12 @@ class NcclWeightSender:
         )
         return self._stream.release()
 
-    def finish(self) -> float:
+    def finish(self) -> Wire:
         """See `WeightSender`."""
         if self._group is None:
             raise WeightSyncError("there is no communicator to send through")
         self._group.wait()
-        return self._group.take_wire_s()
+        return self._group.take_wire()
 
     def abort(self) -> None:
         """See `WeightSender`."""

@@ -16,6 +16,7 @@ from slipstream.learner.trainer.weight_sender import WeightSender, WeightSenders
 from slipstream.learner.trainer.weight_stream import Release, WeightDigests, WeightStream
 from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.nccl_group import Wire
 from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
 
@@ -136,7 +137,8 @@ class WeightPublisher:
                 return problem, None
         sends = _Sends(sender if place is not None else None)
         digests = self._stream.run(sends)
-        result.wire_s = sends.finish()
+        wire = sends.finish()
+        result.wire_s, result.wire_bytes = wire.seconds, wire.num_bytes
         return self._first_problem(sends.problem), digests
 
     def _first_problem(self, problem: str) -> str:
@@ -179,15 +181,15 @@ class _Sends:
             return _nothing
         return lambda: self._release(place, release)
 
-    def finish(self) -> float:
-        """Waits for the end of all; the seconds in broadcasts."""
-        seconds = 0.0
+    def finish(self) -> Wire:
+        """Waits for the end of all."""
+        wire = Wire()
         if self._sender is not None and not self.problem:
             try:
-                seconds = self._sender.finish()
+                wire = self._sender.finish()
             except WeightSyncError as error:
                 self.problem = str(error)
-        return seconds
+        return wire
 
     def _release(self, place: int, release: Release) -> None:
         if not self.problem:

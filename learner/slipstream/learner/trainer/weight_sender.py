@@ -24,6 +24,7 @@ from slipstream.learner.trainer.weight_stream import Release
 from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.nccl_group import Wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -56,8 +57,8 @@ class WeightSender(Protocol):
         is not done within the deadline of a bucket.
         """
 
-    def finish(self) -> float:
-        """Waits until all is sent, the seconds in broadcasts; WeightSyncError after a deadline."""
+    def finish(self) -> Wire:
+        """Waits until all is sent, and says what that took; WeightSyncError after a deadline."""
 
     @property
     def communicator_id(self) -> str | None:
@@ -114,8 +115,8 @@ class GlooWeightSender:
         self._id: str | None = None
         self._store: Store | None = None
         self._group: dist.ProcessGroupGloo | None = None
-        self._under_way: tuple[dist.Work, str] | None = None
-        self._wire_s = 0.0
+        self._under_way: tuple[dist.Work, Bucket] | None = None
+        self._wire = Wire()
 
     @property
     def communicator_id(self) -> str | None:
@@ -195,14 +196,14 @@ class GlooWeightSender:
         options.rootRank, options.rootTensor = bucket.root, 0
         options.timeout = timedelta(seconds=self._weights.bucket_deadline_s)
         work = self._group.broadcast([data], options)  # type: ignore[attr-defined]
-        self._under_way = (work, f"a bucket of {bucket.num_bytes} bytes from rank {bucket.root}")
+        self._under_way = (work, bucket)
         return self._settle
 
-    def finish(self) -> float:
-        """See `WeightSender`; without the time in which the next bucket was filled."""
+    def finish(self) -> Wire:
+        """See `WeightSender`; the seconds are those in which nothing else was left to do."""
         self._settle()
-        seconds, self._wire_s = self._wire_s, 0.0
-        return seconds
+        found, self._wire = self._wire, Wire()
+        return found
 
     def abort(self) -> None:
         """See `WeightSender`."""
@@ -214,10 +215,12 @@ class GlooWeightSender:
         """Waits for the bucket that is under way."""
         if self._under_way is None:
             return
-        (work, what), self._under_way = self._under_way, None
+        (work, bucket), self._under_way = self._under_way, None
+        what = f"a bucket of {bucket.num_bytes} bytes from rank {bucket.root}"
         started = time.monotonic()
         self._within(self._weights.bucket_deadline_s, work.wait, what=what)
-        self._wire_s += time.monotonic() - started
+        seconds = self._wire.seconds + time.monotonic() - started
+        self._wire = Wire(seconds, self._wire.num_bytes + bucket.num_bytes)
 
     def _within(self, deadline_s: float, work: Callable[[], Result], *, what: str) -> Result:
         """Result of `work` on a thread; aborts with WeightSyncError when it fails or is late.

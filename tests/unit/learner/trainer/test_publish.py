@@ -105,7 +105,9 @@ def send_all(sender: GlooWeightSender) -> None:
         data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         data[: tensor.nbytes] = tensor.view(torch.uint8)
         sender.send(bucket, data)
-    assert sender.finish() > 0
+    wire = sender.finish()
+    assert wire.seconds > 0
+    assert wire.num_bytes == sum(bucket.num_bytes for bucket in ONE_BUCKETS)
 
 
 def test_every_receiver_gets_every_bucket_and_the_communicator_is_kept() -> None:
@@ -275,6 +277,7 @@ def test_publish_reports_the_digests_and_the_bytes(publish: Publish) -> None:
     assert result.bytes_sent == sum(bucket.num_bytes for bucket in publish.buckets)
     assert 0 < result.export_s < result.send_s
     assert 0 < result.wire_s < result.send_s
+    assert result.wire_bytes == result.bytes_sent
     received = publish.receivers.tensors(0)
     assert {spec.name for spec in publish.tensors} == set(received)
     assert all(torch.equal(received[spec.name], t) for spec, t in publish.tensors.items())
@@ -340,7 +343,7 @@ def test_publish_through_a_lost_communicator_asks_for_a_new_one(publish: Publish
 class LateFailure(GlooWeightSender):
     """Sends everything, and notices at the end that it did not arrive."""
 
-    def finish(self) -> float:
+    def finish(self) -> None:
         super().finish()
         raise WeightSyncError("the last bucket did not arrive")
 
