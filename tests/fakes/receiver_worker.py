@@ -20,12 +20,13 @@ SMALL, LARGE = 20_000, 30_000
 class Scene:
     """One worker and who sends; `seen` says of each update how it went."""
 
-    def __init__(self, folder: Path, shape: str, *, stage: bool) -> None:
+    def __init__(self, folder: Path, shape: str, *, stage: bool, moving: bool = False) -> None:
         import vllm._custom_ops
 
         # On a CPU vLLM would pack matrices after loading them.
         vllm._custom_ops._supports_onednn = False
         config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
+        config.parallel_config.enable_eplb = moving
         self._worker = _worker(config, self._model)
         self._sender, self._stage, self._count = GlooSender("first"), stage, 0
         self.first, self.second = checkpoint(folder / shape, 1), checkpoint(folder / shape, 2)
@@ -42,12 +43,15 @@ class Scene:
         )
         sending.start()
         try:
-            self._worker.slipstream_prepare(
-                order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+            ready = value_of(
+                self._worker.slipstream_prepare(
+                    order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+                )
             )
-            while not self._worker.slipstream_is_ready():
+            while not ready:
                 time.sleep(0.002)
-            result = self._worker.slipstream_receive()
+                ready = value_of(self._worker.slipstream_is_ready())
+            result = value_of(self._worker.slipstream_receive())
         except WeightSyncError as error:
             self.seen.append(str(error))
             return
@@ -74,6 +78,21 @@ def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
     scene.meet_again()
     scene.publish(scene.second, LARGE)
     return scene.seen
+
+
+def updates_while_experts_move(rank: int, folder: Path, shape: str) -> list[Any]:
+    """Two of them, in an engine that balances the load of its experts."""
+    scene = Scene(folder, shape, stage=False, moving=True)
+    for weights in (scene.first, scene.second):
+        scene.publish(weights, SMALL)
+    return scene.seen
+
+
+def value_of(answer: dict[str, Any]) -> Any:
+    """What a worker answered; WeightSyncError for an error."""
+    if "error" in answer:
+        raise WeightSyncError(answer["error"])
+    return answer["value"]
 
 
 def _worker(config: Any, model: Any) -> Any:

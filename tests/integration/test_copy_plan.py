@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from loader_ranks import SHAPES, Outcome, in_ranks, outcomes  # noqa: E402
-from receiver_worker import updates  # noqa: E402
+from receiver_worker import updates, updates_while_experts_move  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +71,8 @@ def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(
 def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> None:
     (seen,) = in_ranks(1, updates, folder, "qwen3_moe", False)
     assert not any(by_plan for by_plan, _ in [*seen[:5], *seen[6:]])
+
+
+def test_a_plan_is_not_made_where_experts_change_their_places(folder: Path) -> None:
+    (seen,) = in_ranks(1, updates_while_experts_move, folder, "llama_tied")
+    assert seen == [(False, True), (False, True)]

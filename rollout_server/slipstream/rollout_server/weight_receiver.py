@@ -244,6 +244,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def _record(self, buckets: tuple[Bucket, ...]) -> CopyPlan | None:
         parameters = dict(self.model.named_parameters())
         try:
+            if self.parallel_config.enable_eplb:
+                raise NotCopied("experts change their places while the engine runs")
             check_layers(self.model)
             return record(self.model.load_weights, parameters, buckets, self.device)
         except NotCopied as error:

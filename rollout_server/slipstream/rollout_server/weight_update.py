@@ -61,7 +61,7 @@ class WeightUpdate:
         if announced is None or announced.publish_id != publish_id:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
         # Never half of it: a cancelled call would leave the workers inside an update.
-        asking = asyncio.ensure_future(self._ask("slipstream_receive", ()))
+        asking = asyncio.ensure_future(self._answers("slipstream_receive", ()))
         results = await _within(announced.limit_s, asyncio.shield(asking))
         if any(result["digests"] != results[0]["digests"] for result in results):
             raise WeightSyncError("the workers of one engine received different bytes")
@@ -74,10 +74,17 @@ class WeightUpdate:
 
     async def _get_ready(self, announcement: tuple[Any, ...]) -> None:
         # A call waits for the engine's step: where nobody has to be waited for, one is enough.
-        ready = all(await self._ask("slipstream_prepare", announcement))
+        ready = all(await self._answers("slipstream_prepare", announcement))
         while not ready:
             await asyncio.sleep(_READY_POLL_S)
-            ready = all(await self._ask("slipstream_is_ready", ()))
+            ready = all(await self._answers("slipstream_is_ready", ()))
+
+    async def _answers(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        answers = await self._ask(method, arguments)
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            raise WeightSyncError(errors[0])
+        return [answer["value"] for answer in answers]
 
 
 async def _within(limit_s: float, work: Awaitable[Result]) -> Result:

@@ -12,12 +12,16 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.rollout_server.weight_receiver import JoinInfo, SlipstreamWeightTransfer
+from slipstream.rollout_server.weight_receiver import JoinInfo, SlipstreamWeightTransfer, log
 from slipstream.v1 import weights_pb2
 
 
 class WorkerExtension:
-    """Calls that every vLLM worker answers beside its own; `self` is the worker."""
+    """Calls that every vLLM worker answers beside its own; `self` is the worker.
+
+    Each answers {"value": ...} or {"error": message} and never raises: with several workers vLLM
+    raises the first error and leaves the answers of the others behind, for the next call to read.
+    """
 
     weight_transfer_engine: SlipstreamWeightTransfer
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
@@ -25,35 +29,55 @@ class WorkerExtension:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
-    def slipstream_prepare(self, order: bytes, layout: bytes, first_rank: int, stage: bool) -> bool:
+    def slipstream_prepare(
+        self, order: bytes, layout: bytes, first_rank: int, stage: bool
+    ) -> dict[str, Any]:
         """Begins to join if the order says so; whether its update can be received already."""
-        parsed = weights_pb2.PublishOrder.FromString(order)
-        if parsed.new_communicator:
-            self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
-        self.weight_transfer_engine.prepare(parsed, layout, stage=stage)
-        return self.weight_transfer_engine.is_ready()
 
-    def slipstream_is_ready(self) -> bool:
+        def prepare() -> bool:
+            parsed = weights_pb2.PublishOrder.FromString(order)
+            if parsed.new_communicator:
+                self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
+            self.weight_transfer_engine.prepare(parsed, layout, stage=stage)
+            return self.weight_transfer_engine.is_ready()
+
+        return _answer(prepare)
+
+    def slipstream_is_ready(self) -> dict[str, Any]:
         """Whether the announced update can be received now."""
-        return self.weight_transfer_engine.is_ready()
+        return _answer(self.weight_transfer_engine.is_ready)
 
     def slipstream_receive(self) -> dict[str, Any]:
         """Takes the announced update, from the first bucket to the last copy: a `LoadResult`."""
-        engine = self.weight_transfer_engine
-        if engine.has_plan:
-            engine.copy_weights()
+
+        def receive() -> dict[str, Any]:
+            engine = self.weight_transfer_engine
+            if engine.has_plan:
+                engine.copy_weights()
+                return asdict(engine.result)
+            try:
+                self.start_weight_update()
+                self.update_weights({})
+                self.finish_weight_update()
+            except BaseException:
+                # Only a failing `update_weights` clears vLLM's flag of an open update.
+                with contextlib.suppress(WeightSyncError, RuntimeError):
+                    self.update_weights({"abandon": True})
+                raise
             return asdict(engine.result)
-        try:
-            self.start_weight_update()
-            self.update_weights({})
-            self.finish_weight_update()
-        except BaseException:
-            # Only a failing `update_weights` clears vLLM's flag of an open update.
-            with contextlib.suppress(WeightSyncError, RuntimeError):
-                self.update_weights({"abandon": True})
-            raise
-        return asdict(engine.result)
+
+        return _answer(receive)
 
     def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off, to show what it is for."""
         self.weight_transfer_engine.refresh_kept_linears = enabled
+
+
+def _answer(work: Callable[[], object]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
+    except WeightSyncError as error:
+        return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - raised again by `WeightUpdate`
+        log.exception("a weight update failed")
+        return {"error": f"{type(error).__name__}: {error}"}
