@@ -1,0 +1,78 @@
+"""What an engine's workers are asked for an update, with workers that only answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from slipstream.protocol.buckets import TensorSpec, layout_to_pb
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.rollout_server.weight_update import WeightUpdate
+from slipstream.v1 import weights_pb2
+
+ORDER = weights_pb2.PublishOrder(publish_id="p1", bucket_deadline_s=1.0, join_deadline_s=1.0)
+LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
+
+
+def result(digest: str = "0a", receive_s: float = 0.5) -> dict[str, Any]:
+    return {"digests": [digest], "by_plan": True, "receive_s": receive_s, "load_s": 0.25}
+
+
+class Workers:
+    """Two of them; `answers` holds what both say to each call, in order."""
+
+    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+        self._answers = list(answers)
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    async def ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        self.calls.append((method.removeprefix("slipstream_"), arguments))
+        return self._answers.pop(0)
+
+
+def both(value: object) -> list[dict[str, Any]]:
+    return [{"value": value}, {"value": value}]
+
+
+async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
+    workers = Workers(both(True), both(result()))
+    update = WeightUpdate(workers.ask, stage=True)
+    await update.prepare(ORDER, LAYOUT, 3)
+    loaded = await update.receive("p1")
+    assert [name for name, _ in workers.calls] == ["prepare", "receive"]
+    described = (ORDER.SerializeToString(), LAYOUT.SerializeToString(), 3, True)
+    assert workers.calls[0][1] == described
+    assert (loaded.bucket_digests, loaded.by_plan) == ((b"\x0a",), True)
+    assert (loaded.receive_s, loaded.load_s) == (0.5, 0.25)
+
+
+async def test_it_is_asked_until_every_worker_is_ready() -> None:
+    half = [{"value": True}, {"value": False}]
+    workers = Workers(half, both(False), both(True))
+    await WeightUpdate(workers.ask, stage=False).prepare(ORDER, LAYOUT, 1)
+    assert [name for name, _ in workers.calls] == ["prepare", "is_ready", "is_ready"]
+
+
+async def test_an_error_of_one_worker_is_raised() -> None:
+    workers = Workers(both(True), [{"value": result()}, {"error": "a bucket did not arrive"}])
+    update = WeightUpdate(workers.ask, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
+        await update.receive("p1")
+    with pytest.raises(WeightSyncError, match="'p1' was not prepared"):
+        await update.receive("p1")
+
+
+async def test_workers_that_received_different_bytes_fail_the_update() -> None:
+    workers = Workers(both(True), [{"value": result("0a")}, {"value": result("0b")}])
+    update = WeightUpdate(workers.ask, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    with pytest.raises(WeightSyncError, match="different bytes"):
+        await update.receive("p1")
+
+
+async def test_the_slowest_worker_gives_the_times() -> None:
+    workers = Workers(both(True), [{"value": result()}, {"value": result(receive_s=2.0)}])
+    update = WeightUpdate(workers.ask, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    assert (await update.receive("p1")).receive_s == 2.0
