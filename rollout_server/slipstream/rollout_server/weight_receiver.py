@@ -129,7 +129,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             bucket_deadline_s=order.bucket_deadline_s,
             own_buffers=stage or self._replay is None,
         )
-        self._stages, self._staging = stage and self._replay is not None, None
+        self._stages = stage and self._replay is not None
+        if self._stages:
+            self._staging = self._staging or Staging(self.device)
+            self._staging.clear()
 
     def is_ready(self) -> bool:
         """Whether an update can be received now; WeightSyncError when it never will."""
@@ -141,8 +144,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
                 return False
         memory = self._transport.prepare(self._incoming)
         if self._stages:
-            if self._staging is None:
-                self._staging = Staging(self._transport, self._incoming, self.device)
+            assert self._staging is not None
+            if not self._staging.is_begun:
+                self._staging.begin(self._transport, self._incoming)
             if not self._staging.is_done():
                 return False
             memory = self._staging.buffers
@@ -164,9 +168,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         assert replay is not None
         started_s = received_s = time.perf_counter()
         try:
-            if self._staging is not None:
-                buffers, digests = self._staging.buffers, list(self._staging.digests)
-                for place, buffer in enumerate(buffers):
+            if self._stages:
+                assert self._staging is not None
+                digests = self._staging.digests
+                for place, buffer in enumerate(self._staging.buffers):
                     replay.run(place, buffer)
             else:
                 for place, buffer in enumerate(transport.receive(incoming)):
@@ -181,7 +186,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if self._staging is not None:
             # Views would keep its memory.
             replay.forget_buffers()
-            self._staging = None
+            self._staging.clear()
 
     def start_weight_update(self) -> None:
         """Prepares every layer for its new weights."""
@@ -239,7 +244,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._replay.forget_buffers()
         if self._joining is not None:
             self._joining.close()
-        self._joining = self._transport = self._incoming = self._staging = None
+        if self._staging is not None:
+            self._staging.clear()
+        self._joining = self._transport = self._incoming = None
 
     def _record(self, buckets: tuple[Bucket, ...]) -> CopyPlan | None:
         parameters = dict(self.model.named_parameters())
