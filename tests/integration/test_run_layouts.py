@@ -36,6 +36,8 @@ LAYOUTS = {
         "learner__parallel": {"ep": 2},
         "algorithm__router_replay": "rollout",
     },
+    "expert parallel, shared expert": {"learner__parallel": {"ep": 2}},
+    "expert parallel, Mixtral": {"learner__parallel": {"ep": 2}},
 }
 
 
@@ -46,30 +48,48 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(folder, num_attention_heads=4, num_key_value_heads=2)
 
 
-@pytest.fixture(scope="module")
-def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_mixture(model: Path, folder: Path, layout: str) -> Path:
     """The same with four experts, whose size the engine's kernel takes."""
-    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        AutoConfig,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
-    folder = tmp_path_factory.mktemp("models") / "four-experts"
     shutil.copytree(model, folder)
     kept = AutoConfig.from_pretrained(model).to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
         kept.pop(name)
+    kept["num_experts_per_tok"] = 2
+    experts = {"num_experts": 4, "moe_intermediate_size": 64}
     torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config = Qwen3MoeConfig(**kept | experts, norm_topk_prob=True)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    if layout.endswith("Mixtral"):
+        own = {"num_local_experts": 4, "intermediate_size": 64, "sliding_window": None}
+        mixture = MixtralForCausalLM(MixtralConfig(**kept | own))
+    elif layout.endswith("shared expert"):
+        # vLLM takes the heads' size from these, whatever config.json says.
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+        own = experts | heads | {"shared_expert_intermediate_size": 64}
+        mixture = Qwen2MoeForCausalLM(Qwen2MoeConfig(**kept | own))
+    else:
+        mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**kept | experts, norm_topk_prob=True))
+    mixture.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_and_publish_what_the_servers_prove(
-    layout: str, tmp_path: Path, model: Path, mixture: Path
+    layout: str, tmp_path: Path, model: Path
 ) -> None:
+    if layout.startswith("expert parallel"):
+        model = make_mixture(model, tmp_path / "mixture", layout)
     write_config(
         copy_environments(tmp_path),
-        mixture if layout.startswith("expert parallel") else model,
+        model,
         run__steps=3,
         evaluations=[],
         algorithm__group_size=8,
