@@ -313,7 +313,8 @@ def test_what_comes_beside_tokens_is_joined_too() -> None:
         experts = np.full((2 if n == 0 else 1, 4), n, dtype=np.uint8)
         output = EngineCoreOutput("r", [10 + n], routed_experts=experts, events=[events[n]])
         output.prefill_stats = stats if n == 0 else None
-        chunk.add(output)
+        chunk.token_ids += output.new_token_ids
+        chunk.keep(output)
     whole = chunk.pour(EngineCoreOutput("r", []))
     assert whole.new_token_ids == [10, 11, 12]
     assert whole.routed_experts[:, 0].tolist() == [0, 0, 1, 2]

@@ -69,9 +69,8 @@ class _Chunk:
     prefill_stats: Any = None
     prompt_logprobs: Any = None
 
-    def add(self, output: EngineCoreOutput) -> None:
-        """Takes one step's output but its log-probability."""
-        self.token_ids += output.new_token_ids
+    def keep(self, output: EngineCoreOutput) -> None:
+        """Takes what comes beside tokens: in a request's first step, and with recorded experts."""
         if output.routed_experts is not None:
             self.routed_experts.append(output.routed_experts)
         if output.events:
@@ -165,23 +164,35 @@ class _Chunking(Scheduler):  # type: ignore[misc]
         values = None if logprobs is None else logprobs.logprobs[:, 0].tolist()
         starts = None if logprobs is None else logprobs.cu_num_generated_tokens
         rows = model_runner_output.req_id_to_index
+        chunks = self._chunks
         for outputs in by_client.values():
             ready = []
+            # Once for each request and step: as little as can be.
             for output in outputs.outputs:
-                chunk = self._chunks.get(output.request_id)
+                request_id = output.request_id
+                chunk = chunks.get(request_id)
                 if chunk is None:
                     ready.append(output)
                     if output.finish_reason is not None:
-                        self._forget(output.request_id)
+                        self._forget(request_id)
                     continue
-                num_tokens = len(output.new_token_ids)
-                if num_tokens and chunk.with_logprobs and values is not None:
-                    row = rows[output.request_id]
-                    start = row if starts is None else starts[row]
-                    chunk.logprobs += values[start : start + num_tokens]
-                chunk.add(output)
+                token_ids = output.new_token_ids
+                if values is not None and token_ids and chunk.with_logprobs:
+                    row = rows[request_id]
+                    if starts is None:
+                        chunk.logprobs.append(values[row])
+                    else:
+                        chunk.logprobs += values[starts[row] : starts[row] + len(token_ids)]
+                chunk.token_ids += token_ids
+                if (
+                    output.prefill_stats is not None
+                    or output.new_prompt_logprobs_tensors is not None
+                    or output.routed_experts is not None
+                    or output.events
+                ):
+                    chunk.keep(output)
                 if output.finish_reason is not None:
-                    self._forget(output.request_id)
+                    self._forget(request_id)
                 elif len(chunk.token_ids) < chunk.limit:
                     continue
                 ready.append(chunk.pour(output))
