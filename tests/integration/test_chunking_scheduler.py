@@ -301,6 +301,18 @@ def test_a_token_without_its_logprob_is_an_error(start) -> None:
             output.logprobs = None
 
 
+@pytest.mark.parametrize(("num_blocks", "planned"), [(100, 100), (113, 113), (50_000, 113)])
+def test_no_more_blocks_are_planned_with_than_requests_can_fill(start, num_blocks, planned) -> None:
+    # 8 requests of up to 97 tokens are 8 times 7 blocks of 16; twice that, and vLLM's null block.
+    engine = start(ours=True, overlapping=False, num_blocks=num_blocks)
+    assert engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks == planned
+    for number in range(8):
+        add(engine, f"r{number}", 80)
+    engine.drain()
+    assert engine.preempted == 0
+    assert [len(engine.tokens[f"r{number}"]) for number in range(8)] == [80] * 8
+
+
 def test_what_comes_beside_tokens_is_joined_too() -> None:
     from slipstream.rollout_server.chunking_scheduler import _Chunk
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput

@@ -12,12 +12,14 @@ complete. What is held of a request that is cancelled is dropped.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from slipstream.protocol.errors import ConfigError
+from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -25,6 +27,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -53,6 +56,18 @@ def check_outputs(fields: Iterable[str]) -> None:
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
+
+
+def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Blocks of the KV cache that requests can fill: all at full length, and as much of prefixes.
+
+    A pause makes vLLM look at every block that it plans with, millions with a small model.
+    """
+    longest = int(vllm_config.model_config.max_model_len)
+    groups = kv_cache_config.kv_cache_groups
+    of_one = sum(-(-longest // int(group.kv_cache_spec.block_size)) for group in groups)
+    # One block is nobody's.
+    return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
 
 
 @dataclass(slots=True)
@@ -109,8 +124,16 @@ class _Chunk:
 class _Chunking(Scheduler):  # type: ignore[misc]
     """Requests that want only their final output are handed out in chunks, others as ever."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        **kwargs: Any,  # noqa: ANN401 - vLLM's own
+    ) -> None:
+        usable = usable_blocks(vllm_config, kv_cache_config)
+        if usable < kv_cache_config.num_blocks:
+            kv_cache_config = dataclasses.replace(kv_cache_config, num_blocks=usable)
+        super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
         if self.vllm_config.parallel_config.worker_cls == CPU_WORKER:
             self.aux_output_connector = AuxOutputSchedulerConnector()
         self._chunks: dict[str, _Chunk] = {}
