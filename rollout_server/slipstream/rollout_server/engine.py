@@ -100,6 +100,10 @@ class VllmEngine:
         # On CPU the line above chose "spawn" for the sake of thread binding, which is off: forked
         # processes start in 3 s instead of 13 and inherit the hook of `process.bind_children`.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        # What is frozen is never collected in the forked processes: a finaliser there would wait
+        # for a thread that did not come along.
+        gc.collect()
+        gc.freeze()
         llm = AsyncLLM.from_vllm_config(
             settings, stat_loggers=[_TokenCounter], disable_log_stats=True
         )
@@ -239,8 +243,7 @@ class VllmEngine:
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for process in alive:
             process.kill()
-        # Its finalisers log errors when they run after those of its modules, and wait for threads
-        # that are not there when they run in the forked process of the next engine.
+        # Its finalisers log errors when they run after those of its modules.
         gc.unfreeze()
         del self._llm
         gc.collect()
