@@ -339,6 +339,8 @@ def test_both_learner_hosts_train(cluster: Cluster) -> None:
     }
     assert all(path.exists() for path in logs.values())
     assert "on cpu, 2 ranks: tp 1, pp 1, cp 1, dp 2" in logs["learner-0"].read_text()
+    said = (cluster.folder / "hosts" / "learner-1" / "learner-node" / "log").read_text()
+    assert "ranks 1 to 1 of 2 meet the others at 10.0.0.10:29500, within" in said
 
 
 def test_both_rollout_servers_have_a_share(cluster: Cluster, summary: dict[str, Any]) -> None:

@@ -95,6 +95,12 @@ class Session:
             num_ranks=num_ranks,
             warn=self._display.warn,
         )
+        learner = self._config.learner
+        if num_ranks < learner.world_size:
+            self._display.tell(
+                f"ranks {first_rank} to {first_rank + num_ranks - 1} of {learner.world_size} meet "
+                f"the others at {learner.master}, within {learner.timeout_s:g} s"
+            )
         await self._trainers.start(self._config_arguments)
 
     def keep_queue(self, server: EmbeddedServer) -> None:
