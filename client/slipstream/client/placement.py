@@ -40,8 +40,13 @@ class Placement:
     @property
     def shared(self) -> dict[str, int]:
         """The cards of the learner that rollout servers use too, and how many of them."""
-        users = Counter(gpu for server in self.servers for gpu in set(server))
+        users = self.server_cards
         return {gpu: users[gpu] for gpu in self.learner if gpu in users}
+
+    @property
+    def server_cards(self) -> Counter[str]:
+        """How many rollout servers use each card."""
+        return Counter(gpu for server in self.servers for gpu in set(server))
 
     def describe(self) -> list[str]:
         """One line for each process."""
@@ -125,10 +130,22 @@ def uses_gpus() -> bool:
 def share_memory(config: Config, placement: Placement) -> Config:
     """The settings with the engine's share of a card that the learner uses too.
 
-    ConfigError when both together would take more than all of it.
+    ConfigError when together they would take more than all of a card.
     """
-    if not placement.shared:
-        return config
+    if placement.shared:
+        config = _share_with_learner(config, placement)
+    share = config.rollout_server.gpu_memory_utilization
+    for gpu, engines in placement.server_cards.items():
+        if engines * share > 1:
+            raise ConfigError(
+                f"GPU {gpu} is for {engines} rollout servers: "
+                f"{engines} * rollout_server.gpu_memory_utilization must be at most 1, "
+                f"got {share:g}"
+            )
+    return config
+
+
+def _share_with_learner(config: Config, placement: Placement) -> Config:
     server, fraction = config.rollout_server, config.learner.gpu_memory_fraction
     engines = max(placement.shared.values())
     if "gpu_memory_utilization" not in server.model_fields_set:

@@ -185,6 +185,18 @@ def test_shares_of_one_gpu_are_at_most_all_of_it() -> None:
     assert share_memory(config, Placement(("0",), (("1",),))) is config
 
 
+def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:
+    both = placed("0 1", server={"count": 2, "devices": [1, 1]})
+    with pytest.raises(ConfigError, match=r"GPU 1 is for 2 rollout servers: 2 \* .* 1, got 0\.9"):
+        share_memory(config_of(), both)
+    said = config_of(server={"gpu_memory_utilization": 0.5})
+    assert share_memory(said, both) is said
+    # Engines make room for the learner where it is; here it is not.
+    mixed = Placement(("0",), (("0",), ("1",), ("1",), ("1",)))
+    with pytest.raises(ConfigError, match=r"GPU 1 is for 3 rollout servers.*got 0\.4"):
+        share_memory(config_of(), mixed)
+
+
 def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
     monkeypatch.setattr(placement, "list_gpus", lambda: CARDS[:3])
