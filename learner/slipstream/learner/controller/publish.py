@@ -153,9 +153,14 @@ class Publisher:
             self._give_up(publish, f"the learner could not send: {result.error}")
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         digests = list(result.bucket_digests)
-        problems = await asyncio.gather(
-            *(self._load_problem(publish, session, digests) for session in publish.receivers)
-        )
+        try:
+            problems = await asyncio.gather(
+                *(self._load_problem(publish, session, digests) for session in publish.receivers)
+            )
+        except asyncio.CancelledError:
+            # The trainer that waited is gone: nobody else would ever take them out of LOADING.
+            self._give_up(publish, "the trainer was lost")
+            raise
         committed = self._drop(publish.receivers, problems, publish_id=publish.publish_id)
         for session in committed:
             self._tasks.create_task(self._commit(publish, session, result.probe))
