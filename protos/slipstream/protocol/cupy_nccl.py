@@ -44,10 +44,15 @@ class CupyNccl:
             communicator = CupyCommunicator(nccl.NcclCommunicator(world_size, unique_id, rank))
         except nccl.NcclError as error:
             raise WeightSyncError(f"no communicator of {world_size} members: {error}") from error
-        stream = cupy.cuda.Stream(non_blocking=True)
-        memory = cupy.cuda.alloc(_WARM_UP_BYTES)
-        communicator.broadcast(memory.ptr, _WARM_UP_BYTES, 0, stream.ptr)
-        stream.synchronize()
+        try:
+            stream = cupy.cuda.Stream(non_blocking=True)
+            memory = cupy.cuda.alloc(_WARM_UP_BYTES)
+            communicator.broadcast(memory.ptr, _WARM_UP_BYTES, 0, stream.ptr)
+            stream.synchronize()
+        except BaseException:
+            # Its finaliser destroys it, which waits for the others: one of them may be dead.
+            communicator.abort()
+            raise
         return communicator
 
     def mark(self, stream: int) -> CudaMark:
