@@ -5,6 +5,8 @@ By CUDA IPC between GPUs, also on one that both share; in shared memory between 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -40,6 +42,8 @@ class IpcTransport:
         except BaseException:
             self._link.close()
             raise
+        # Held by a thread that copies a bucket for itself; `close` may come from another one.
+        self._copying = threading.Lock()
         # Buckets that were read since the communicator was made.
         self._number = 0
         self._digests: BucketDigests | None = None
@@ -66,14 +70,17 @@ class IpcTransport:
         assert digests is not None
         for place, bucket in enumerate(incoming.buckets):
             self._link.wait_filled(self._number, incoming.bucket_deadline_s)
-            data = self._place(place, bucket)
             if incoming.own_buffers:
-                data = data.clone()
-            digests.add(place, data.data_ptr(), self._handle)
-            if not incoming.own_buffers:
+                with self._copying:
+                    data = self._place(place, bucket).clone()
+                    digests.add(place, data.data_ptr(), self._handle)
+                    self._wait_done(incoming.bucket_deadline_s)
+            else:
+                data = self._place(place, bucket)
+                digests.add(place, data.data_ptr(), self._handle)
                 yield data
-            # What is enqueued so far is the last that looks at the buffer.
-            self._wait_done(incoming.bucket_deadline_s)
+                # What is enqueued so far is the last that looks at the buffer.
+                self._wait_done(incoming.bucket_deadline_s)
             self._link.read(self._number)
             self._number += 1
             if incoming.own_buffers:
@@ -87,19 +94,23 @@ class IpcTransport:
     def close(self) -> None:
         """See `BucketTransport`; the engine computes with copies, nothing of it is left here."""
         self._link.close()
-        try:
-            self._wait_done(_CLOSE_LIMIT_S)
-        except WeightSyncError:
-            # It is still read: better mapped for ever than gone under a copy.
-            return
-        self._memory = []
-        self._buffers.close()
+        # Where it is still read: better mapped for ever than gone under a copy.
+        if self._copying.acquire(timeout=_CLOSE_LIMIT_S):
+            try:
+                with contextlib.suppress(WeightSyncError):
+                    self._wait_done(_CLOSE_LIMIT_S)
+                    self._memory = []
+                    self._buffers.close()
+            finally:
+                self._copying.release()
 
     @property
     def _handle(self) -> int:
         return torch.cuda.current_stream().cuda_stream if self._device.type == "cuda" else 0
 
     def _place(self, place: int, bucket: Bucket) -> torch.Tensor:
+        if not self._memory:
+            raise WeightSyncError("the communicator was left")
         return self._memory[place % len(self._memory)][: bucket.num_bytes]
 
     def _open_digests(self, buckets: tuple[Bucket, ...]) -> BucketDigests:

@@ -215,3 +215,47 @@ def test_a_learner_that_dies_is_noticed_at_once() -> None:
     with pytest.raises(WeightSyncError, match="the sender of dies is gone"):
         next(transport.receive(incoming()))
     transport.close()
+
+
+class SlowDigests:
+    """Of one update; the first bucket waits in it for `go_on`."""
+
+    def __init__(self) -> None:
+        self.came, self.go_on = threading.Event(), threading.Event()
+
+    def add(self, place: int, pointer: int, stream: int) -> None:
+        self.came.set()
+        assert self.go_on.wait(LONG_S)
+
+    def read(self, stream: int) -> list[list[bytes]]:
+        return []
+
+
+def test_buffers_stay_until_a_thread_that_copies_out_of_them_is_done(learner: Learner) -> None:
+    (transport,) = joined(learner, "staged")
+    transport.prepare(incoming(own_buffers=True))
+    digests = SlowDigests()
+    transport._digests = digests
+    failures: list[WeightSyncError] = []
+
+    def stage() -> None:
+        try:
+            list(transport.receive(incoming(own_buffers=True)))
+        except WeightSyncError as error:
+            failures.append(error)
+
+    staging = threading.Thread(target=stage)
+    staging.start()
+    learner.tell("send 9")
+    assert digests.came.wait(LONG_S)
+    closing = threading.Thread(target=transport.close)
+    closing.start()
+    closing.join(0.2)
+    assert transport._buffers.arrays
+    digests.go_on.set()
+    for thread in (staging, closing):
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+    assert not transport._buffers.arrays
+    assert len(failures) == 1
+    assert "is gone" in learner.line()
