@@ -67,10 +67,14 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How a worker took an update; `receive_s` was spent waiting for buckets."""
+    """How a worker took an update; `receive_s` was spent waiting for buckets.
+
+    `has_plan`: the next one of this layout is copied by a plan.
+    """
 
     digests: list[str]
     by_plan: bool
+    has_plan: bool
     receive_s: float
     load_s: float
 
@@ -182,7 +186,13 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self.shutdown()
             raise
         self._settle()
-        self.result = _result(digests, received_s - started_s, started_s, by_plan=True)
+        self.result = LoadResult(
+            digests=[digest.hex() for digest in digests],
+            by_plan=True,
+            has_plan=True,
+            receive_s=received_s - started_s,
+            load_s=time.perf_counter() - received_s,
+        )
         if self._staging is not None:
             # Views would keep its memory.
             replay.forget_buffers()
@@ -236,7 +246,13 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if self._proof is not None:
             self._take_proof(self._proof)
         self._settle()
-        self.result = _result(self._digests, self._receive_s, self._started_s, by_plan=False)
+        self.result = LoadResult(
+            digests=[digest.hex() for digest in self._digests],
+            by_plan=False,
+            has_plan=self.has_plan,
+            receive_s=self._receive_s,
+            load_s=time.perf_counter() - self._started_s - self._receive_s,
+        )
 
     def shutdown(self) -> None:
         """Leaves the communicator."""
@@ -281,17 +297,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             torch.accelerator.synchronize()
         elif self.refresh_kept_linears:
             repack_kept_linears(self.model)
-
-
-def _result(
-    digests: list[bytes], receive_s: float, started_s: float, *, by_plan: bool
-) -> LoadResult:
-    return LoadResult(
-        digests=[digest.hex() for digest in digests],
-        by_plan=by_plan,
-        receive_s=receive_s,
-        load_s=time.perf_counter() - started_s - receive_s,
-    )
 
 
 def _id_of(order: weights_pb2.PublishOrder) -> str:

@@ -37,6 +37,9 @@ class WeightUpdate:
     def __init__(self, ask: Ask, *, stage: bool) -> None:
         """`stage`: workers receive beside the weights that still serve."""
         self._ask, self._stage = ask, stage
+        # One that stages waits for the buckets beforehand, one that loads takes them in the end: in
+        # one communicator they would wait for each other.
+        self._all_have_plan = False
         self._announced: _Announced | None = None
         # The layout of the last update; it hardly ever changes.
         self._layout, self._num_buckets = b"", 0
@@ -47,7 +50,8 @@ class WeightUpdate:
         """All that an update needs beforehand: membership, memory, views. Generation goes on."""
         self._announced = None
         described = layout.SerializeToString()
-        announcement = (order.SerializeToString(), described, first_rank, self._stage)
+        stage = self._stage and self._all_have_plan
+        announcement = (order.SerializeToString(), described, first_rank, stage)
         if described != self._layout:
             self._layout, self._num_buckets = described, len(layout_from_pb(layout))
         buckets_s = order.bucket_deadline_s * self._num_buckets
@@ -60,11 +64,14 @@ class WeightUpdate:
         announced, self._announced = self._announced, None
         if announced is None or announced.publish_id != publish_id:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
+        # After a failure nobody knows who got how far.
+        self._all_have_plan = False
         # Never half of it: a cancelled call would leave the workers inside an update.
         asking = asyncio.ensure_future(self._answers("slipstream_receive", ()))
         results = await _within(announced.limit_s, asyncio.shield(asking))
         if any(result["digests"] != results[0]["digests"] for result in results):
             raise WeightSyncError("the workers of one engine received different bytes")
+        self._all_have_plan = all(result["has_plan"] for result in results)
         return LoadedWeights(
             bucket_digests=tuple(bytes.fromhex(digest) for digest in results[0]["digests"]),
             by_plan=all(result["by_plan"] for result in results),

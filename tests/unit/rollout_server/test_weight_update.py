@@ -14,8 +14,14 @@ ORDER = weights_pb2.PublishOrder(publish_id="p1", bucket_deadline_s=1.0, join_de
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
 
 
-def result(digest: str = "0a", receive_s: float = 0.5) -> dict[str, Any]:
-    return {"digests": [digest], "by_plan": True, "receive_s": receive_s, "load_s": 0.25}
+def result(digest: str = "0a", receive_s: float = 0.5, *, has_plan: bool = True) -> dict[str, Any]:
+    return {
+        "digests": [digest],
+        "by_plan": True,
+        "has_plan": has_plan,
+        "receive_s": receive_s,
+        "load_s": 0.25,
+    }
 
 
 class Workers:
@@ -40,7 +46,7 @@ async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
     await update.prepare(ORDER, LAYOUT, 3)
     loaded = await update.receive("p1")
     assert [name for name, _ in workers.calls] == ["prepare", "receive"]
-    described = (ORDER.SerializeToString(), LAYOUT.SerializeToString(), 3, True)
+    described = (ORDER.SerializeToString(), LAYOUT.SerializeToString(), 3, False)
     assert workers.calls[0][1] == described
     assert (loaded.bucket_digests, loaded.by_plan) == ((b"\x0a",), True)
     assert (loaded.receive_s, loaded.load_s) == (0.5, 0.25)
@@ -69,6 +75,29 @@ async def test_workers_that_received_different_bytes_fail_the_update() -> None:
     await update.prepare(ORDER, LAYOUT, 1)
     with pytest.raises(WeightSyncError, match="different bytes"):
         await update.receive("p1")
+
+
+async def test_workers_stage_only_when_all_of_them_have_a_plan() -> None:
+    failed: list[dict[str, Any]] = [{"value": result()}, {"error": "a bucket did not arrive"}]
+    one_loads: list[dict[str, Any]] = [
+        {"value": result()},
+        {"value": result(has_plan=False)},
+    ]
+    workers = Workers(
+        *(both(True), failed),
+        *(both(True), both(result())),
+        *(both(True), one_loads),
+        *(both(True), both(result())),
+    )
+    update = WeightUpdate(workers.ask, stage=True)
+    await update.prepare(ORDER, LAYOUT, 1)
+    with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
+        await update.receive("p1")
+    for _ in range(3):
+        await update.prepare(ORDER, LAYOUT, 1)
+        await update.receive("p1")
+    staged = [arguments[-1] for name, arguments in workers.calls if name == "prepare"]
+    assert staged == [False, False, True, False]
 
 
 async def test_the_slowest_worker_gives_the_times() -> None:
