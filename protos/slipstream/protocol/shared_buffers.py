@@ -45,15 +45,22 @@ class HostBuffers:
     @classmethod
     def make(cls, count: int, num_bytes: int) -> HostBuffers:
         """New ones, filled with zeros."""
-        handles, maps = [], []
-        for _ in range(count):
-            name = _PREFIX + secrets.token_hex(8)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-            descriptor = os.open(_FOLDER / name, flags, 0o600)
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            maps.append(mmap.mmap(descriptor, num_bytes))
-            os.close(descriptor)
-            handles.append(name)
+        handles: list[str] = []
+        maps: list[mmap.mmap] = []
+        try:
+            for _ in range(count):
+                handles.append(_PREFIX + secrets.token_hex(8))
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+                descriptor = os.open(_FOLDER / handles[-1], flags, 0o600)
+                try:
+                    os.posix_fallocate(descriptor, 0, num_bytes)
+                    maps.append(mmap.mmap(descriptor, num_bytes))
+                finally:
+                    os.close(descriptor)
+        except OSError:
+            # Where there is no room for all: those that were made would keep theirs for ever.
+            _unlink(handles)
+            raise
         return cls(handles, maps)
 
     @classmethod
@@ -75,8 +82,7 @@ class HostBuffers:
 
     def hide(self) -> None:
         """See `SharedBuffers`."""
-        for name in self.handles:
-            (_FOLDER / name).unlink(missing_ok=True)
+        _unlink(self.handles)
 
     def close(self) -> None:
         """See `SharedBuffers`; the memory itself goes with the last array of the last process."""
@@ -100,3 +106,8 @@ def open_buffers(handles: Sequence[str], num_bytes: int, card: int | None) -> Sh
     from slipstream.protocol.card_buffers import CardBuffers
 
     return CardBuffers.open(handles, num_bytes, card)
+
+
+def _unlink(names: Sequence[str]) -> None:
+    for name in names:
+        (_FOLDER / name).unlink(missing_ok=True)
