@@ -197,7 +197,7 @@ class GlooWeightSender:
         options.timeout = timedelta(seconds=self._weights.bucket_deadline_s)
         work = self._group.broadcast([data], options)  # type: ignore[attr-defined]
         self._under_way = (work, bucket)
-        return self._settle
+        return lambda: self._release(work)
 
     def finish(self) -> Wire:
         """See `WeightSender`; the seconds are those in which nothing else was left to do."""
@@ -210,6 +210,11 @@ class GlooWeightSender:
         if self._group is not None:
             self._group.abort()
         self._group = self._store = self._id = self._under_way = None
+
+    def _release(self, work: dist.Work) -> None:
+        """Waits for one bucket; it is done when a later one is under way."""
+        if self._under_way is not None and self._under_way[0] is work:
+            self._settle()
 
     def _settle(self) -> None:
         """Waits for the bucket that is under way."""

@@ -110,6 +110,41 @@ def send_all(sender: GlooWeightSender) -> None:
     assert wire.num_bytes == sum(bucket.num_bytes for bucket in ONE_BUCKETS)
 
 
+class Work:
+    """A broadcast that is done when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.was_waited_for = False
+
+    def wait(self) -> None:
+        self.was_waited_for = True
+
+
+class Group:
+    """A communicator of which nobody else is there."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def broadcast(self, *_: object) -> Work:
+        self.works.append(Work())
+        return self.works[-1]
+
+
+def test_a_lane_is_free_while_the_bucket_of_the_other_one_travels() -> None:
+    sender = GlooWeightSender(WeightsSection())
+    group = Group()
+    vars(sender)["_group"] = group
+    lanes = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in ONE_BUCKETS[:2]]
+    first, second = (
+        sender.send(bucket, lane) for bucket, lane in zip(ONE_BUCKETS[:2], lanes, strict=True)
+    )
+    first()
+    assert [work.was_waited_for for work in group.works] == [True, False]
+    second()
+    assert [work.was_waited_for for work in group.works] == [True, True]
+
+
 def test_every_receiver_gets_every_bucket_and_the_communicator_is_kept() -> None:
     sender = GlooWeightSender(WeightsSection())
     where = announce(sender, 2)
