@@ -43,6 +43,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 _PROBE_PREFIX = "probe/"
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
+# What the engine may take to stand still or go on before it is taken for hung: a step or two, and
+# as many calls before it.
+_ANSWER_LIMIT_S = 120.0
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
@@ -78,9 +81,17 @@ class _TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 class VllmEngine:
     """See `generation.Engine`. vLLM forks: `start` it before there is any gRPC channel."""
 
-    def __init__(self, llm: AsyncLLM, processes: list[psutil.Process], *, stage: bool) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        processes: list[psutil.Process],
+        *,
+        stage: bool,
+        answer_limit_s: float = _ANSWER_LIMIT_S,
+    ) -> None:
         self._llm = llm
         self._processes = processes
+        self._answer_limit_s = answer_limit_s
         (self._counter,) = (
             logger
             for logger in llm.logger_manager.stat_loggers
@@ -283,7 +294,12 @@ class VllmEngine:
 
     async def _call(self, call: Any) -> None:  # noqa: ANN401 - a coroutine of vLLM's
         try:
-            await call
+            async with asyncio.timeout(self._answer_limit_s):
+                await call
+        except TimeoutError:
+            raise EngineDied(
+                f"vLLM's engine neither paused nor resumed within {self._answer_limit_s:g} s"
+            ) from None
         except EngineDeadError as error:
             raise EngineDied(str(error)) from error
 
