@@ -148,6 +148,8 @@ class Publisher:
         """The trainer has sent all or failed: commits where the digests agree, aborts elsewhere."""
         publish, self._current = self._current, None
         if publish is None or publish.publish_id != result.publish_id:
+            # A call that was repeated: its trainer leaves the communicator now.
+            self._members = ()
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         if result.error:
             self._give_up(publish, f"the learner could not send: {result.error}")

@@ -50,6 +50,37 @@ async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
     return message
 
 
+async def ordered(
+    publisher: Publisher, session: ServerSession, tasks: asyncio.TaskGroup
+) -> weights_pb2.PublishOrder:
+    """The order of a publish for which the server is ready."""
+    preparing = tasks.create_task(publisher.prepare())
+    publish_id = (await next_order(session)).prepare.publish_id
+    ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
+    while not preparing.done():
+        publisher.report(session, ready)
+        await asyncio.sleep(0)
+    order = preparing.result()
+    assert order is not None
+    return order
+
+
+async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(nothing, nothing, nothing, nothing, nothing, nothing)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        session = joined(fleet, "a")
+        first = await ordered(publisher, session, tasks)
+        result = trainer_pb2.PublishResult(publish_id="one that is over")
+        assert (await publisher.finish(result)).discard_communicator
+        second = await ordered(publisher, session, tasks)
+    assert second.new_communicator
+    assert second.communicator.communicator_id != first.communicator.communicator_id
+
+
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
     progress: RunProgress,
 ) -> None:
@@ -58,14 +89,8 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(fleet, progress, tasks)
         session = joined(fleet, "a")
-        preparing = tasks.create_task(publisher.prepare())
-        publish_id = (await next_order(session)).prepare.publish_id
-        ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
-        while not preparing.done():
-            publisher.report(session, ready)
-            await asyncio.sleep(0)
-        order = preparing.result()
-        assert order is not None
+        order = await ordered(publisher, session, tasks)
+        publish_id = order.publish_id
         start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
         assert publisher.start(start)
         assert (await next_order(session)).HasField("receive")
