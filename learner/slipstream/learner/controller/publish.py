@@ -39,6 +39,8 @@ class Publish:
     receivers: list[ServerSession]
     order: weights_pb2.PublishOrder
     started_s: float = field(default_factory=time.monotonic)
+    # Its receivers were told to receive.
+    is_announced: bool = False
 
 
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
@@ -128,6 +130,10 @@ class Publisher:
         if len(publish.receivers) < len(known):
             self._give_up(publish, "a receiver was lost")
             return []
+        if publish.is_announced:
+            # A call that was repeated: a server told twice would join twice.
+            return list(known.values())
+        publish.is_announced = True
         publish.order.communicator.CopyFrom(start.communicator)
         for session in publish.receivers:
             # A server may be done before the learner says so.

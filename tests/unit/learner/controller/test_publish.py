@@ -81,6 +81,24 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
     assert second.communicator.communicator_id != first.communicator.communicator_id
 
 
+async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(nothing, nothing, nothing, nothing, nothing, nothing)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        session = joined(fleet, "a")
+        order = await ordered(publisher, session, tasks)
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+        assert publisher.start(start) == publisher.start(start)
+        assert (await next_order(session)).HasField("receive")
+        assert session.outbox.empty()
+        publisher.trainer_lost()
+
+
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
     progress: RunProgress,
 ) -> None:
