@@ -66,12 +66,18 @@ class Session:
         self._over = False
         # The trainer rank that was killed; the others only say that they lost it.
         self._killed = ""
+        self._stopping: asyncio.Task[signal.Signals] | None = None
 
     async def __aenter__(self) -> Session:
+        # From the first process on: a signal that comes sooner would end this one without them.
+        self._stopping = asyncio.create_task(stop_signal())
+        await asyncio.sleep(0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._over = True
+        if self._stopping is not None:
+            self._stopping.cancel()
         for task in self._servers.values():
             task.cancel()
         await asyncio.gather(*self._servers.values(), return_exceptions=True)
@@ -218,7 +224,8 @@ class Session:
 
     async def _wait_for_trainers(self) -> int:
         assert self._trainers is not None
-        stop = asyncio.ensure_future(stop_signal())
+        assert self._stopping is not None
+        stop = self._stopping
         ends = asyncio.ensure_future(self._trainers.keep(self._config_arguments))
         await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -231,7 +238,8 @@ class Session:
         return 0
 
     async def _forward_stop(self) -> None:
-        number = await stop_signal()
+        assert self._stopping is not None
+        number = await self._stopping
         self._display.warn(f"{number.name}: the run is stopped in order; once more ends it at once")
         await self._stop_run(f"the user sent {number.name}", failed=False)
 
