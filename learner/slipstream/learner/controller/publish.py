@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
@@ -38,7 +38,6 @@ class Publish:
     verify: bool
     receivers: list[ServerSession]
     order: weights_pb2.PublishOrder
-    started_s: float = field(default_factory=time.monotonic)
     # Its receivers were told to receive.
     is_announced: bool = False
 
