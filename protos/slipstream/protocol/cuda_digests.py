@@ -1,6 +1,6 @@
 """`digests` on a GPU: one kernel for all tensors of a bucket, at the rate of its memory.
 
-Needs cupy, which compiles the kernel at its first use and keeps it on disk; no torch.
+Needs cupy, which compiles the kernel at its first launch and keeps it on disk; no torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from slipstream.protocol.digests import BLOCK_WORDS
 
 _THREADS = 256
 _GRIDS_PER_PROCESSOR = 2
+_NO_BUCKET = Bucket((), 0)
 
 # Each thread keeps the keys of its 16 words of every block in registers. Sums of integers commute:
 # the atomics make nothing depend on the order in which blocks are done.
@@ -120,6 +121,10 @@ class CudaDigests:
         self._ends = np.cumsum([0, *(len(bucket.spans) for bucket in buckets)])
         self._tables = [_table(bucket) for bucket in buckets]
         self._sums = cupy.zeros((int(self._ends[-1]), 2), dtype=np.uint64)
+        # The first launch compiles the kernel and loads it, which may wait for the whole device:
+        # in `add` that might be a broadcast which waits for others.
+        no_span = (np.uint64(0), *_table(_NO_BUCKET)[0], np.int32(0), self._sums)
+        self._kernel((1,), (_THREADS,), no_span)
         # What was made above went to the current stream; the caller's streams do not wait for it.
         cupy.cuda.get_current_stream().synchronize()
 
