@@ -42,9 +42,9 @@ from learner_loops import (
 )
 from shapes import SHAPES
 from slipstream.client.preflight import free_port
-from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import MicroBatch
 from slipstream.learner.trainer.flops import model_sizes, training_flops
-from slipstream.learner.trainer.packing import MicroBatch
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import load_config
 
@@ -82,8 +82,8 @@ class Work:
 
 def works_of(config: Config, batches: list[Batch], training: object) -> list[Work]:
     """What both loops do; packed for the peer as ours packs it, and on the device."""
-    from slipstream.learner.trainer.sequences import training_sequences, weighted
-    from slipstream.learner.trainer.shares import rank_micro_batches
+    from slipstream.learner.trainer.batches.sequences import training_sequences, weighted
+    from slipstream.learner.trainer.batches.shares import rank_micro_batches
     from slipstream.learner.trainer.step import TrainingStep
 
     assert isinstance(training, TrainingStep)
@@ -109,8 +109,8 @@ def run_turns(
     config: Config, make_batch: Callable[[int], Batch], arguments: argparse.Namespace
 ) -> dict[str, list[Turn]]:
     """The turns of both loops, after some steps of each that are not counted."""
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 
     has_weights = arguments.shape == "quickstart"

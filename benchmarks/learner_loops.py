@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from shapes import SHAPES
-from slipstream.learner.trainer.batch import Batch
-from slipstream.learner.trainer.model import Policy, unwrapped
-from slipstream.learner.trainer.packing import MicroBatch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.model.model import Policy, unwrapped
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.types import (

@@ -114,10 +114,10 @@ def score(arguments: argparse.Namespace, folder: Path, version: str) -> None:
     """The learner's weights on the wire and its log-probabilities, as files."""
     import torch
     from safetensors.torch import save_file
-    from slipstream.learner.trainer.export import hf_tensors
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.weights.export import hf_tensors
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     model = arguments.model if version == "start" else folder / "updated"

@@ -52,7 +52,7 @@ OWNERS = {
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
 # The one reader of a pickle that torch insists on; it lets only plain records out.
-UNPICKLER = "slipstream.learner.trainer.restricted_pickle"
+UNPICKLER = "slipstream.learner.trainer.checkpoints.restricted_pickle"
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "yaml.load", "os.system", "os.popen"}
 ALL_INTERFACES = ".".join("0000")
 

@@ -77,7 +77,7 @@ def optimizer_tensors(policy) -> dict[str, torch.Tensor]:
     """The optimizer's state by parameter, as whole tensors where no rank holds a part of one."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-    from slipstream.learner.trainer.model import unwrapped
+    from slipstream.learner.trainer.model.model import unwrapped
 
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -99,15 +99,15 @@ def optimizer_tensors(policy) -> dict[str, torch.Tensor]:
 
 
 def run_rank(folder: Path, name: str) -> None:
-    from slipstream.learner.trainer.checkpoint import Checkpointer
-    from slipstream.learner.trainer.distributed_files import begin_save, load_models
-    from slipstream.learner.trainer.export import hf_tensors
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
+    from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
+    from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.stored_model import POLICY, StoredModel
-    from slipstream.learner.trainer.weight_stream import open_stream
+    from slipstream.learner.trainer.weights.export import hf_tensors
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
     from slipstream.protocol.errors import SlipstreamError
 
     job = json.loads((folder / f"{name}.json").read_text())

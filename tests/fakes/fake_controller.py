@@ -8,7 +8,7 @@ from concurrent import futures
 
 import grpc
 import numpy as np
-from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.codec import trajectory_to_pb, version_to_pb
 from slipstream.protocol.types import (
     GroupId,

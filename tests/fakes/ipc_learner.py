@@ -9,7 +9,7 @@ import json
 import sys
 
 import torch
-from slipstream.learner.trainer.ipc_sender import IpcWeightSender
+from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
 from slipstream.protocol.buckets import Bucket, Span, TensorSpec
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.errors import WeightSyncError

@@ -50,15 +50,15 @@ def config_of(name: str, folder: Path) -> Config:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
-    from slipstream.learner.trainer import offload
-    from slipstream.learner.trainer.distributed_files import load_models
-    from slipstream.learner.trainer.export import hf_tensors, save_hf_folder
-    from slipstream.learner.trainer.lora import save_adapters
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.checkpoints.distributed_files import load_models
+    from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+    from slipstream.learner.trainer.model import offload
+    from slipstream.learner.trainer.model.lora import save_adapters
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.stored_model import POLICY, StoredModel
+    from slipstream.learner.trainer.weights.export import hf_tensors, save_hf_folder
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
@@ -98,7 +98,7 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def save(models: list, path: Path) -> None:
-    from slipstream.learner.trainer.distributed_files import begin_save
+    from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
 
     path.mkdir(exist_ok=True)
     pending = begin_save(models, path, copy=False)

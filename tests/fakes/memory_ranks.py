@@ -16,7 +16,7 @@ from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model import Policy
+    from slipstream.learner.trainer.model.model import Policy
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
 OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
@@ -70,12 +70,12 @@ def run_rank(folder: Path, job: str) -> None:
     if job == "fp8" and not torch.cuda.is_available():
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.offload import ALL_PARTS, Part
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.model.offload import ALL_PARTS, Part
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weight_stream import open_stream
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
@@ -106,8 +106,8 @@ def run_rank(folder: Path, job: str) -> None:
 
 def see_fp8(config: Config) -> dict:
     """What the model is built from, were TransformerEngine there; and what is said without it."""
-    from slipstream.learner.trainer import compat
-    from slipstream.learner.trainer.recipe import provider_of
+    from slipstream.learner.trainer.model.recipe import provider_of
+    from slipstream.learner.trainer.ranks import compat
     from slipstream.protocol.errors import ConfigError
 
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
@@ -123,7 +123,7 @@ def see_fp8(config: Config) -> dict:
 
 def num_bytes(policy: Policy) -> dict[str, int]:
     """What each part occupies now, in bytes of storage; where there is a GPU, of that alone."""
-    from slipstream.learner.trainer.offload import Part
+    from slipstream.learner.trainer.model.offload import Part
 
     found = {}
     for part in Part:
@@ -139,7 +139,7 @@ def dtypes_of(policy: Policy, part: object) -> list[str]:
 
 
 def tensors(policy: Policy, part: object) -> list[torch.Tensor]:
-    from slipstream.learner.trainer import offload
+    from slipstream.learner.trainer.model import offload
 
     if part is offload.Part.PARAMETERS:
         return list(offload.parameters(policy.chunks))

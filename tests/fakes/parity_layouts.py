@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fake_controller import make_batch
 from parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
-from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.routed_experts import RoutedExperts

@@ -22,7 +22,7 @@ from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model import Policy
+    from slipstream.learner.trainer.model.model import Policy
     from slipstream.learner.trainer.step import TrainingStep
 
 
@@ -36,12 +36,12 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def train(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.export import hf_tensors, save_hf_folder
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weight_stream import open_stream
+    from slipstream.learner.trainer.weights.export import hf_tensors, save_hf_folder
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
@@ -149,8 +149,8 @@ def count_finalizations(policy: Policy) -> list[int]:
 
 def nothing_trained(policy: Policy, step: TrainingStep, config: Config) -> dict:
     """A step after an ordinary one, whose episodes are all truncated and filtered for it."""
-    from slipstream.learner.trainer.batch import Batch
-    from slipstream.learner.trainer.export import hf_tensors
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.weights.export import hf_tensors
     from slipstream.protocol.types import Status
 
     first, second = batches(config)[:2]
@@ -163,7 +163,7 @@ def nothing_trained(policy: Policy, step: TrainingStep, config: Config) -> dict:
 
 def overflow(policy: Policy, step: TrainingStep, config: Config) -> dict:
     """Steps so far that the next step cannot be finite; how it ended, and if weights moved."""
-    from slipstream.learner.trainer.export import hf_tensors
+    from slipstream.learner.trainer.weights.export import hf_tensors
 
     first, second = batches(config)[:2]
     step.run(first)

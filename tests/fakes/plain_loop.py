@@ -45,11 +45,11 @@ def recorded_groups(config: Config) -> list[list[Trajectory]]:
 
 
 def train(config: Config) -> None:
-    from slipstream.learner.trainer.batch import Batch
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weight_stream import open_stream
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     groups, size = recorded_groups(config), config.algorithm.groups_per_step
     policy = open_policy(config, Launch.from_environment())
@@ -69,9 +69,9 @@ def train(config: Config) -> None:
 
 
 def print_digest(config: Config) -> None:
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.weight_stream import weight_identity
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.weights.weight_stream import weight_identity
 
     policy = open_policy(config, Launch.from_environment())
     print(json.dumps({"digest": weight_identity(policy, config).hex()}))

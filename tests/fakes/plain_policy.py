@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from parity_layouts import probe
-from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.config import Config
 from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.types import Trajectory

@@ -114,12 +114,11 @@ def _prepare() -> Callable[[dict, int], int]:
 
     if torch.cuda.is_available():
         return _start_plain
-    from slipstream.learner.trainer import compat, cpu
+    from slipstream.learner.trainer.ranks import compat, cpu
 
     cpu.install()
     compat.install()
-    import slipstream.learner.trainer.export
-    import slipstream.learner.trainer.spec
+    import slipstream.learner.trainer.model.spec
     import slipstream.learner.trainer.step  # noqa: F401
 
     # What is imported is never collected: the ranks share its memory as long as nobody touches it.

@@ -12,8 +12,8 @@ from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.types import Trajectory
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.batch import Batch
-    from slipstream.learner.trainer.model import Policy
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.model.model import Policy
 
 
 class ReplayedGaps:
@@ -22,8 +22,8 @@ class ReplayedGaps:
     def __init__(
         self, policy: Policy, batch: Batch, config: Config, *, temperature: float = 1.0
     ) -> None:
-        from slipstream.learner.trainer.sequences import training_sequences
-        from slipstream.learner.trainer.shares import rank_micro_batches
+        from slipstream.learner.trainer.batches.sequences import training_sequences
+        from slipstream.learner.trainer.batches.shares import rank_micro_batches
 
         self._policy = policy
         self._temperature = temperature
@@ -43,7 +43,7 @@ class ReplayedGaps:
         }
 
     def _mean(self, *, replayed: bool) -> float:
-        from slipstream.learner.trainer.schedule import forward_logprobs
+        from slipstream.learner.trainer.model.schedule import forward_logprobs
 
         share = self._share
         if not replayed:
@@ -58,7 +58,7 @@ class ReplayedGaps:
 
 def sampled_by(policy: Policy, trajectory: Trajectory) -> Trajectory:
     """As if the policy had sampled it at temperature 1: with its log-probabilities and experts."""
-    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
 
     maps: list[torch.Tensor] = []
     hooks = [

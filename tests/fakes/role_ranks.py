@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from parity_layouts import SETTINGS, SP, VPP, batches, probe
 from pydantic import JsonValue
-from slipstream.learner.trainer.batch import Batch
-from slipstream.learner.trainer.packing import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
 from slipstream.protocol.config import Config, LearnerSection, ParallelSection
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.types import LogprobArray
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model import Policy
-    from slipstream.learner.trainer.roles import Roles
+    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.roles.roles import Roles
 
 CRITIC_RATE = 1e-3
 # So narrow that some values reach it in a second mini-batch.
@@ -136,11 +136,11 @@ def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
 
 def roles(folder: Path, job: str) -> None:
     """What the roles say and learn by themselves, then what the policy learns with them."""
-    from slipstream.learner.trainer.export import hf_tensors
-    from slipstream.learner.trainer.model import open_policy, unwrapped
-    from slipstream.learner.trainer.offload import Part
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.roles import open_roles
+    from slipstream.learner.trainer.model.model import open_policy, unwrapped
+    from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.roles import open_roles
+    from slipstream.learner.trainer.weights.export import hf_tensors
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
@@ -184,9 +184,9 @@ def roles(folder: Path, job: str) -> None:
 
 def train(policy: Policy, opened: Roles, config: Config) -> dict:
     """Three steps: the critic alone, then both until the reference is refreshed, then again."""
-    from slipstream.learner.trainer.export import hf_tensors
-    from slipstream.learner.trainer.schedule import sequence_logprobs
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weights.export import hf_tensors
 
     reference = opened.reference
     assert reference is not None
@@ -206,7 +206,7 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
 
 def save(folder: Path, layout: str) -> None:
     """Saves the models of a layout after two of three steps, asynchronously."""
-    from slipstream.learner.trainer.offload import Part
+    from slipstream.learner.trainer.model.offload import Part
     from slipstream.protocol.types import PolicyVersion
 
     config = config_of_run(layout, folder, layout)
@@ -254,12 +254,12 @@ class _Run:
     """A policy with its roles, and what saves them."""
 
     def __init__(self, config: Config) -> None:
-        from slipstream.learner.trainer.checkpoint import Checkpointer
-        from slipstream.learner.trainer.model import open_policy
-        from slipstream.learner.trainer.parallel import Launch
-        from slipstream.learner.trainer.roles import open_roles
+        from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
+        from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+        from slipstream.learner.trainer.model.model import open_policy
+        from slipstream.learner.trainer.ranks.parallel import Launch
+        from slipstream.learner.trainer.roles.roles import open_roles
         from slipstream.learner.trainer.step import TrainingStep
-        from slipstream.learner.trainer.stored_model import POLICY, StoredModel
 
         self.config = config
         self.policy = open_policy(config, Launch.from_environment())
@@ -289,8 +289,8 @@ def groups(folder: Path) -> None:
     """Two ranks, the policy in tp 2, others in dp 2 and pp 2; without any model."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from slipstream.learner.trainer.grid import known_globals
-    from slipstream.learner.trainer.parallel import Launch, Ranks
+    from slipstream.learner.trainer.ranks.grid import known_globals
+    from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 
     learner = LearnerSection(world_size=2, parallel=ParallelSection(tp=2))
     ranks = Ranks(Launch.from_environment(), learner, seed=1)

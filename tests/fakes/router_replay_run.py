@@ -192,9 +192,9 @@ async def _generate(config: Config) -> list[Trajectory]:
 
 def learn(folder: Path, config: Config) -> None:
     """Writes the gaps of the log-probabilities and the metrics of a step."""
-    from slipstream.learner.trainer.batch import Batch
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -110,8 +110,8 @@ def refusal(config: Config) -> str:
 
 def mixture(config: Config) -> dict:
     """How the experts are chosen when nothing is said about it."""
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
 
     policy = open_policy(config, Launch.from_environment())
     router = policy.chunks[0].module.decoder.layers[0].mlp.router
@@ -122,8 +122,8 @@ def mixture(config: Config) -> dict:
 
 
 def built(config: Config) -> dict:
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
 
     policy = open_policy(config, Launch.from_environment())
     objects = {

@@ -21,12 +21,16 @@ WRONG_PLAN = "wrong-plan"
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a layout does."""
-    from slipstream.learner.trainer.bucket_fill import BridgeFilling, PlannedFilling, open_filling
-    from slipstream.learner.trainer.export import hf_tensors
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weight_stream import WeightStream, open_stream
+    from slipstream.learner.trainer.weights.bucket_fill import (
+        BridgeFilling,
+        PlannedFilling,
+        open_filling,
+    )
+    from slipstream.learner.trainer.weights.export import hf_tensors
+    from slipstream.learner.trainer.weights.weight_stream import WeightStream, open_stream
     from slipstream.protocol.buckets import Bucket
 
     logging.basicConfig(level=logging.WARNING)
@@ -87,10 +91,10 @@ def run_rank(folder: Path, job: str) -> None:
 
 def see_wrong_plan(folder: Path) -> None:
     """On one of two ranks, two matrices of the plan have changed places."""
-    from slipstream.learner.trainer import bucket_fill
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.weight_stream import open_stream
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.weights import bucket_fill
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of("tp2", folder)
     policy = open_policy(config, Launch.from_environment())

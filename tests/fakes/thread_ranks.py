@@ -68,7 +68,7 @@ class PlainModel:
     """As much of a policy as a stream of its weights needs."""
 
     def __init__(self, ranks: ThreadRanks) -> None:
-        from slipstream.learner.trainer.offload import HostMemory
+        from slipstream.learner.trainer.model.offload import HostMemory
 
         self.ranks = ranks
         self.memory = HostMemory(OffloadSection())

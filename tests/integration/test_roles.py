@@ -14,8 +14,8 @@ from parity_layouts import batches
 from parity_models import make_models
 from rank_pool import RankPool
 from role_ranks import CRITIC_RATE, LAYOUTS, STEP_METRICS, VALUE_CLIP, config_of
-from slipstream.learner.trainer.batch import Batch
-from slipstream.learner.trainer.critic import explained_variance
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.roles.critic import explained_variance
 from slipstream.protocol.types import Trajectory
 
 

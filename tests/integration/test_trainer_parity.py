@@ -22,8 +22,8 @@ from parity_layouts import (
 from parity_models import make_models
 from plain_policy import PlainPolicy
 from rank_pool import RankPool
-from slipstream.learner.trainer.batch import token_lags
-from slipstream.learner.trainer.context_parallel import zigzag
+from slipstream.learner.trainer.batches.batch import token_lags
+from slipstream.learner.trainer.batches.context_parallel import zigzag
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import ipc_learner
 import pytest
 import torch
-from slipstream.learner.trainer.ipc_sender import IpcWeightSender
+from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.digests import HostDigests, bucket_digest
 from slipstream.protocol.errors import WeightSyncError

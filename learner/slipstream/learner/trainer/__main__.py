@@ -16,7 +16,7 @@ from slipstream.protocol.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient
-    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.ranks.parallel import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def main() -> int:
 
 def _run_rank(config: Config) -> int:
     from slipstream.learner.trainer.controller_client import ControllerClient
-    from slipstream.learner.trainer.parallel import Launch
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.v1 import trainer_pb2
 
     try:
@@ -79,7 +79,7 @@ def _run_rank(config: Config) -> int:
 
 
 def _train(config: Config, launch: Launch, client: ControllerClient) -> None:
-    from slipstream.learner.trainer.model import open_policy
+    from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.train import Trainer
 
     cards = cards_of(os.environ, launch.local_rank, 1)

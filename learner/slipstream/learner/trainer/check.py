@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import tomllib
 
-from slipstream.learner.trainer import compat, cpu
+from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import ConfigError
@@ -40,7 +40,11 @@ def check_settings(config: Config) -> None:
 def _check(config: Config) -> None:
     cpu.install()
     auto_bridge = compat.install()
-    from slipstream.learner.trainer.recipe import ddp_config_of, optimizer_config_of, provider_of
+    from slipstream.learner.trainer.model.recipe import (
+        ddp_config_of,
+        optimizer_config_of,
+        provider_of,
+    )
     from transformers import AutoConfig
 
     ddp_config_of(config)

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 import torch
-from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
-from slipstream.learner.trainer.parallel import Ranks
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.step import StepResult
 from slipstream.protocol.config import Config
 

@@ -38,10 +38,10 @@ def main() -> int:
 
 def export(config: Config, path: Path, out: Path) -> None:
     """Writes `out`; CheckpointError when the files or the weights are not those that were saved."""
-    from slipstream.learner.trainer.export import save_hf_folder
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.weight_stream import weight_identity
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.weights.export import save_hf_folder
+    from slipstream.learner.trainer.weights.weight_stream import weight_identity
 
     manifest = read_manifest(path)
     check_files(path, manifest.files)

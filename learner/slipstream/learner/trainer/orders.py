@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
-from slipstream.learner.trainer.batch import Batch
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import trainer_pb2, weights_pb2

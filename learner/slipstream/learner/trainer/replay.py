@@ -62,12 +62,12 @@ def main() -> int:
 
 def replay(config: Config, steps: list[RecordedStep]) -> int:
     """Trains the steps again, prints each digest on rank 0, and compares."""
-    from slipstream.learner.trainer.batch import Batch
-    from slipstream.learner.trainer.model import open_policy
-    from slipstream.learner.trainer.parallel import Launch
-    from slipstream.learner.trainer.roles import open_roles
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weight_stream import open_stream
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config, open_roles(config, policy))

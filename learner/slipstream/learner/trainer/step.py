@@ -7,18 +7,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.learner.trainer.batch import Batch
-from slipstream.learner.trainer.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.model import Policy
-from slipstream.learner.trainer.offload import Part
-from slipstream.learner.trainer.packing import MicroBatch, TrainingSequence
-from slipstream.learner.trainer.roles import NO_ROLES, Roles
-from slipstream.learner.trainer.router_replay import check_experts, routing_metrics
-from slipstream.learner.trainer.schedule import forward_backward, forward_logprobs
-from slipstream.learner.trainer.sequences import ModelEstimates, training_sequences, weighted
-from slipstream.learner.trainer.shares import rank_micro_batches
+from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
+from slipstream.learner.trainer.algorithms.statistics import StepStatistics
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence
+from slipstream.learner.trainer.batches.sequences import (
+    ModelEstimates,
+    training_sequences,
+    weighted,
+)
+from slipstream.learner.trainer.batches.shares import rank_micro_batches
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.model.router_replay import check_experts, routing_metrics
+from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
+from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
 from slipstream.learner.trainer.stages import StageTimes
-from slipstream.learner.trainer.statistics import StepStatistics
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
 from torch import Tensor

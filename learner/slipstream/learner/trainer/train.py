@@ -12,14 +12,14 @@ import os
 import signal
 from types import FrameType
 
-from slipstream.learner.trainer.batch import Batch
-from slipstream.learner.trainer.checkpoint import Checkpointer, Saved
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
+from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.cost import StepCost
-from slipstream.learner.trainer.export import save_hf_folder
-from slipstream.learner.trainer.lora import save_adapters
-from slipstream.learner.trainer.model import Policy
-from slipstream.learner.trainer.offload import Part
+from slipstream.learner.trainer.model.lora import save_adapters
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.orders import (
     Order,
     Stop,
@@ -28,14 +28,14 @@ from slipstream.learner.trainer.orders import (
     read_order,
     unpack_directives,
 )
-from slipstream.learner.trainer.probe import build_probe
 from slipstream.learner.trainer.profiler import ProfileWindow
-from slipstream.learner.trainer.publish import WeightPublisher
-from slipstream.learner.trainer.roles import open_roles
+from slipstream.learner.trainer.roles.roles import open_roles
 from slipstream.learner.trainer.step import TrainingStep
-from slipstream.learner.trainer.stored_model import POLICY, StoredModel
-from slipstream.learner.trainer.weight_sender import WeightSenders
-from slipstream.learner.trainer.weight_stream import open_stream
+from slipstream.learner.trainer.weights.export import save_hf_folder
+from slipstream.learner.trainer.weights.probe import build_probe
+from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.weight_sender import WeightSenders
+from slipstream.learner.trainer.weights.weight_stream import open_stream
 from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.config import Config

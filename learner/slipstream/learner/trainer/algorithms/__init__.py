@@ -1,0 +1,1 @@
+"""What a step optimises: advantages, losses, corrections, divergences; mostly pure functions."""

@@ -1,0 +1,73 @@
+"""The loss of a packed micro batch: objective, correction, divergence and entropy put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from slipstream.learner.trainer.algorithms.correction import correct
+from slipstream.learner.trainer.algorithms.kl import kl_estimate
+from slipstream.learner.trainer.algorithms.objectives import token_losses
+from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.learner.trainer.algorithms.statistics import TokenStatistics, token_statistics
+from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.protocol.algorithm_section import AlgorithmSection
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of one micro batch and what it is made of."""
+
+    # Sum over the trained tokens; the caller divides by their number in the whole mini-batch.
+    loss: Tensor
+    num_tokens: Tensor
+    statistics: TokenStatistics
+
+
+def policy_loss(
+    policy_logprobs: Tensor,
+    entropy: Tensor,
+    old_logprobs: Tensor | None,
+    micro_batch: MicroBatch,
+    algorithm: AlgorithmSection,
+    *,
+    group: dist.ProcessGroup | None,
+) -> TokenLoss:
+    """Sum over `loss_mask` of the loss of each token, times its `loss_weights`.
+
+    The loss of a token is weight * (objective + kl.coefficient * divergence) - entropy_coefficient
+    * entropy, where the weight corrects for what sampled the token and is 0 for masked ones. It
+    holds for the divergence, too: that is a mean over tokens of the policy.
+
+    `old_logprobs` are those of the policy before the first mini-batch, the proximal policy; None:
+    the policy is still that one. REINFORCE knows no proximal policy: its weight leads from the
+    behavior policy to the present one. `entropy` carries a gradient if its coefficient is not 0.
+    Collective over `group`, the context parallel ranks, or None.
+    """
+    mask, behavior = micro_batch.loss_mask, micro_batch.behavior_logprobs
+    proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
+    sequences = SequenceSums(micro_batch, group)
+    correction = correct(
+        policy_logprobs if algorithm.loss == "reinforce" else proximal,
+        behavior,
+        algorithm.correction,
+        sequences,
+    )
+    anchor = behavior if algorithm.ratio == "behavior" else proximal
+    parts = token_losses(policy_logprobs, anchor, micro_batch.advantages, algorithm, sequences)
+    losses = correction.weights * parts.losses
+    kl = algorithm.kl
+    if kl.coefficient and kl.placement == "loss":
+        reference = micro_batch.reference_logprobs
+        assert reference is not None, "the divergence needs the reference model's log-probabilities"
+        divergence = kl_estimate(policy_logprobs, reference, kl.estimator)
+        losses = losses + kl.coefficient * correction.weights * divergence
+    if algorithm.entropy_coefficient:
+        losses = losses - algorithm.entropy_coefficient * entropy
+    losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
+    statistics = token_statistics(
+        losses, parts, correction, (policy_logprobs, proximal), entropy, micro_batch
+    )
+    return TokenLoss(losses.sum(), mask.sum(), statistics)

@@ -1,0 +1,136 @@
+"""The losses of single tokens, before anything is added up: pure functions.
+
+`policy_logprobs` [tokens] carry the gradient. `anchor_logprobs` [tokens] are those of the policy to
+which the ratio is taken, and carry none. Log ratios are limited to 20 before exp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from slipstream.learner.trainer.algorithms.kl import safe_ratio
+from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.protocol.algorithm_section import AlgorithmSection
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """All [tokens]. A clipped token has no gradient, but with CISPO, where its weight was cut."""
+
+    losses: Tensor
+    is_clipped_low: Tensor
+    is_clipped_high: Tensor
+    is_dual_clipped: Tensor
+
+
+def token_losses(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    algorithm: AlgorithmSection,
+    sequences: SequenceSums,
+) -> TokenLosses:
+    """The losses by `algorithm.loss`."""
+    clip = (algorithm.clip_low, algorithm.clip_high)
+    match algorithm.loss:
+        case "ppo":
+            ratio = safe_ratio(policy_logprobs - anchor_logprobs)
+            return clipped_losses(ratio, advantages, *clip, dual_clip=algorithm.dual_clip)
+        case "gspo":
+            ratio = sequence_ratio(policy_logprobs, anchor_logprobs, sequences)
+            return clipped_losses(ratio, advantages, *clip)
+        case "cispo":
+            return cispo_losses(policy_logprobs, anchor_logprobs, advantages, *clip)
+        case "sapo":
+            ratio = safe_ratio(policy_logprobs - anchor_logprobs)
+            taus = (algorithm.sapo_tau_positive, algorithm.sapo_tau_negative)
+            return _unclipped(sapo_losses(ratio, advantages, *taus))
+        case "reinforce":
+            return _unclipped(reinforce_losses(policy_logprobs, advantages))
+
+
+def clipped_losses(
+    ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    *,
+    dual_clip: float | None = None,
+) -> TokenLosses:
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); at most -dual_clip * A.
+
+    Source: PPO eq. 7 (arXiv:1707.06347); a wider upper range is DAPO's clip-higher
+    (arXiv:2503.14476); the bound for A < 0 is dual-clip PPO's (arXiv:1912.09729).
+    """
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    is_clipped = clipped * advantages < ratio * advantages
+    is_dual_clipped = torch.zeros_like(is_clipped)
+    if dual_clip is not None:
+        bound = dual_clip * advantages
+        is_dual_clipped = (advantages < 0) & (surrogate < bound)
+        surrogate = torch.where(is_dual_clipped, bound, surrogate)
+    return TokenLosses(
+        -surrogate, is_clipped & (ratio < 1), is_clipped & (ratio > 1), is_dual_clipped
+    )
+
+
+def sequence_ratio(
+    policy_logprobs: Tensor, anchor_logprobs: Tensor, sequences: SequenceSums
+) -> Tensor:
+    """The geometric mean of a sequence's token ratios, at each of its tokens.
+
+    Its value is the sequence's, its gradient the token's own: GSPO-token (arXiv:2507.18071, eq.
+    13). Where all tokens of a sequence have one advantage, the mean over its tokens has value and
+    gradient of GSPO's sequence loss (eq. 5), and no gradient need travel between ranks that share
+    the sequence.
+    """
+    log_ratio = sequences.means(policy_logprobs - anchor_logprobs)
+    return safe_ratio(log_ratio + policy_logprobs - policy_logprobs.detach())
+
+
+def cispo_losses(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLosses:
+    """-clip(ratio, 1 - clip_low, 1 + clip_high) * A * log policy; the ratio without a gradient.
+
+    No token loses its gradient: only its weight is cut. `clip_low` 1 is no lower bound, which is
+    the paper's setting. Source: CISPO, MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5).
+    """
+    ratio = safe_ratio(policy_logprobs - anchor_logprobs).detach()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = -weight * advantages * policy_logprobs
+    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+    return TokenLosses(losses, ratio < 1 - clip_low, ratio > 1 + clip_high, nowhere)
+
+
+def sapo_losses(
+    ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float
+) -> Tensor:
+    """-gate(ratio) * A with gate(x) = sigmoid(tau * (x - 1)) * 4 / tau.
+
+    The gradient fades smoothly as the ratio leaves 1, where its slope is 1; `tau_negative` holds
+    where A <= 0. Source: SAPO (arXiv:2511.20347).
+    """
+    taus = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -torch.sigmoid(taus * (ratio - 1)) * (4 / taus) * advantages
+
+
+def reinforce_losses(policy_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """-A * log policy.
+
+    Source: R. J. Williams, "Simple statistical gradient-following algorithms for connectionist
+    reinforcement learning" (1992); for language models arXiv:2402.14740.
+    """
+    return -advantages * policy_logprobs
+
+
+def _unclipped(losses: Tensor) -> TokenLosses:
+    nowhere = torch.zeros_like(losses, dtype=torch.bool)
+    return TokenLosses(losses, nowhere, nowhere, nowhere)

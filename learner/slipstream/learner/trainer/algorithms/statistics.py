@@ -1,0 +1,170 @@
+"""What a step's losses say about themselves: sums over tokens, over ranks, and their metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from slipstream.learner.trainer.algorithms.correction import Correction
+from slipstream.learner.trainer.algorithms.kl import kl_estimate
+from slipstream.learner.trainer.algorithms.objectives import TokenLosses
+from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from torch import Tensor
+
+# Lags 0 to 6 each, and all above.
+NUM_LAGS = 8
+
+
+class Sum(IntEnum):
+    """What `TokenStatistics.sums` holds: sums over the trained tokens."""
+
+    LOSS = 0
+    TOKENS = 1
+    ENTROPY = 2
+    CLIPPED_LOW = 3
+    CLIPPED_HIGH = 4
+    DUAL_CLIPPED = 5
+    WEIGHT = 6
+    WEIGHT_SQUARED = 7
+    CAPPED = 8
+    TOKEN_MASKED = 9
+    SEQUENCE_MASKED = 10
+    KL = 11
+    REFERENCE_KL = 12
+
+
+class Max(IntEnum):
+    """What `TokenStatistics.maxima` holds."""
+
+    # Of the log-probabilities, among tokens of lag 0.
+    GAP = 0
+    # Before weights are cut.
+    IMPORTANCE_RATIO = 1
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Of one micro batch on one rank; without a trained token everything is 0."""
+
+    # float64, indexed by `Sum`.
+    sums: Tensor
+    # float64 [2, NUM_LAGS]: by lag, absolute gaps of the log-probabilities, and tokens.
+    gaps: Tensor
+    # float32, indexed by `Max`.
+    maxima: Tensor
+
+
+@torch.no_grad()
+def token_statistics(
+    losses: Tensor,
+    parts: TokenLosses,
+    correction: Correction,
+    logprobs: tuple[Tensor, Tensor],
+    entropy: Tensor,
+    micro_batch: MicroBatch,
+) -> TokenStatistics:
+    """Statistics of `losses` [tokens]; `logprobs` are the policy's, now and before the step."""
+    mask, behavior = micro_batch.loss_mask, micro_batch.behavior_logprobs
+    policy, proximal = logprobs
+    reference = micro_batch.reference_logprobs
+    columns = {
+        Sum.LOSS: losses,
+        Sum.TOKENS: mask,
+        Sum.ENTROPY: entropy,
+        Sum.CLIPPED_LOW: parts.is_clipped_low,
+        Sum.CLIPPED_HIGH: parts.is_clipped_high,
+        Sum.DUAL_CLIPPED: parts.is_dual_clipped,
+        Sum.WEIGHT: correction.weights,
+        Sum.WEIGHT_SQUARED: correction.weights.double().square(),
+        Sum.CAPPED: correction.is_capped,
+        Sum.TOKEN_MASKED: correction.is_token_masked,
+        Sum.SEQUENCE_MASKED: correction.is_sequence_masked,
+        # The policy is the one that measures, the behavior policy the one that sampled.
+        Sum.KL: kl_estimate(behavior, policy, "k3"),
+        Sum.REFERENCE_KL: torch.zeros_like(policy)
+        if reference is None
+        else kl_estimate(policy, reference, "k3"),
+    }
+    trained = [torch.where(mask, columns[name], 0).sum(dtype=torch.float64) for name in Sum]
+    gap = torch.where(mask, (proximal - behavior).abs(), 0.0)
+    gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64, device=mask.device)
+    lags = micro_batch.lags.clamp(0, NUM_LAGS - 1).long()
+    gaps.index_add_(1, lags, torch.stack([gap.double(), mask.double()]))
+    maxima = torch.stack(
+        [
+            torch.where(micro_batch.lags == 0, gap, 0.0).max(),
+            torch.where(mask, correction.ratios, 0.0).max(),
+        ]
+    )
+    return TokenStatistics(torch.stack(trained), gaps, maxima.float())
+
+
+class StepStatistics:
+    """Adds up over mini-batches and ranks; the same on every rank."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(len(Sum), dtype=torch.float64)
+        self._gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64)
+        self._maxima = torch.zeros(len(Max))
+
+    def add(self, found: Sequence[TokenStatistics], ranks: Ranks) -> float:
+        """Adds a mini-batch and returns the sum of its losses; collective."""
+        mine = torch.zeros(len(Sum) + 2 * NUM_LAGS, dtype=torch.float64)
+        maxima = torch.zeros(len(Max))
+        if ranks.counts:
+            # One copy for all: each would wait for the device.
+            rows = torch.stack([torch.cat([o.sums, o.gaps.flatten(), o.maxima]) for o in found])
+            for row in rows.cpu():
+                mine += row[: len(mine)]
+                maxima = torch.maximum(maxima, row[len(mine) :].float())
+        total = ranks.sum(mine)
+        sums, gaps = total[: len(Sum)], total[len(Sum) :].reshape(2, NUM_LAGS)
+        self._sums += sums
+        self._gaps += gaps
+        self._maxima = torch.maximum(self._maxima, ranks.max(maxima))
+        return float(sums[Sum.LOSS])
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the trained tokens of the step; docs/metrics.md says what each is."""
+        weight, squared = self._total(Sum.WEIGHT), self._total(Sum.WEIGHT_SQUARED)
+        tokens = max(1.0, self._total(Sum.TOKENS))
+        low, high = self._mean(Sum.CLIPPED_LOW), self._mean(Sum.CLIPPED_HIGH)
+        return {
+            "loss": self._mean(Sum.LOSS),
+            "entropy": self._mean(Sum.ENTROPY),
+            "clip_fraction": low + high,
+            "clip_fraction_low": low,
+            "clip_fraction_high": high,
+            "dual_clip_fraction": self._mean(Sum.DUAL_CLIPPED),
+            "importance_weight_mean": weight / tokens,
+            "importance_ratio_max": float(self._maxima[Max.IMPORTANCE_RATIO]),
+            "importance_capped_fraction": self._mean(Sum.CAPPED),
+            "effective_sample_size": weight**2 / (tokens * squared) if squared else 0.0,
+            "masked_token_fraction": self._mean(Sum.TOKEN_MASKED),
+            "masked_sequence_fraction": self._mean(Sum.SEQUENCE_MASKED),
+            "kl": self._mean(Sum.KL),
+            "kl_reference": self._mean(Sum.REFERENCE_KL),
+            "trained_tokens": self._total(Sum.TOKENS),
+        } | self._gap_metrics()
+
+    def _gap_metrics(self) -> dict[str, float]:
+        gaps, tokens = self._gaps.tolist()
+        by_lag = {
+            f"logprob_gap_lag_{lag}": gaps[lag] / tokens[lag]
+            for lag in range(1, NUM_LAGS)
+            if tokens[lag]
+        }
+        return {
+            "logprob_gap_mean": gaps[0] / max(1.0, tokens[0]),
+            "logprob_gap_max": float(self._maxima[Max.GAP]),
+            "logprob_gap_tokens": tokens[0],
+        } | by_lag
+
+    def _total(self, name: Sum) -> float:
+        return float(self._sums[name])
+
+    def _mean(self, name: Sum) -> float:
+        return self._total(name) / max(1.0, self._total(Sum.TOKENS))

@@ -1,0 +1,321 @@
+"""From sequences of uneven length to micro batches of bounded size: pure functions.
+
+A micro batch is one row of tokens, its sequences one after the other. Position i of a sequence
+predicts token i + 1 of the same sequence: targets, loss mask, advantages, behavior
+log-probabilities and lags stand where the prediction is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from slipstream.learner.trainer.batches.batch import token_lags
+from slipstream.protocol.routed_experts import ExpertArray
+from slipstream.protocol.types import TokenArray, Trajectory
+from torch import Tensor
+
+Item = TypeVar("Item", bound=np.generic)
+FloatArray = npt.NDArray[np.float32]
+_NOTHING: FloatArray = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class TokenEstimates:
+    """What is known of the sampled tokens of one trajectory, float32 [sampled tokens] each.
+
+    The advantages come from the rewards, the others from models that the run may not have.
+    """
+
+    advantages: FloatArray
+    # Natural logarithm, at the sampling temperature.
+    reference_logprobs: FloatArray | None = None
+    # The critic's estimate before each token was sampled, and what it should have been.
+    values: FloatArray | None = None
+    returns: FloatArray | None = None
+
+    def map(self, change: Callable[[FloatArray], FloatArray]) -> TokenEstimates:
+        """The same with every array that there is changed."""
+        reference, values, returns = (
+            None if known is None else change(known)
+            for known in (self.reference_logprobs, self.values, self.returns)
+        )
+        return TokenEstimates(change(self.advantages), reference, values, returns)
+
+    @classmethod
+    def map_all(
+        cls, many: Sequence[TokenEstimates], change: Callable[[FloatArray], list[FloatArray]]
+    ) -> list[TokenEstimates]:
+        """From the joined arrays of all to one entry for each, as `change` parts them."""
+
+        def mapped(arrays: Sequence[FloatArray | None]) -> Sequence[FloatArray | None]:
+            joined = _joined_or_none(arrays)
+            return [None] * len(arrays) if joined is None else change(joined)
+
+        columns = [
+            mapped([one.reference_logprobs for one in many]),
+            mapped([one.values for one in many]),
+            mapped([one.returns for one in many]),
+        ]
+        advantages = change(np.concatenate([one.advantages for one in many]))
+        return [cls(*arrays) for arrays in zip(advantages, *columns, strict=True)]
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One sequence, its arrays as long as itself; the last position predicts nothing."""
+
+    token_ids: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
+    behavior_logprobs: npt.NDArray[np.float32]
+    lags: npt.NDArray[np.int32]
+    estimates: TokenEstimates
+    # What its tokens count in the loss, beside those of other sequences.
+    loss_weight: float = 1.0
+    # [tokens, layers, experts per token], as `RoutedExperts` has them; None: nothing is known.
+    expert_ids: ExpertArray | None = None
+
+    @classmethod
+    def of_trajectories(
+        cls, trajectories: Sequence[Trajectory], estimates: Sequence[TokenEstimates], *, step: int
+    ) -> list[TrainingSequence]:
+        """Trains the sampled tokens. One at the very beginning is left out: nothing predicts it.
+
+        `estimates` has an entry for each trajectory; all have the same arrays, or None. The
+        sequences are parts of arrays for the whole batch: for short ones many small arrays would
+        cost more than their training.
+        """
+        if not trajectories:
+            return []
+        ends = np.cumsum([len(trajectory.token_ids) for trajectory in trajectories])
+        sampled = np.repeat(
+            [bool(place % 2) for t in trajectories for place in range(len(t.run_lengths))],
+            [length for t in trajectories for length in t.run_lengths],
+        )
+
+        token_ids = np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)
+
+        def placed(values: npt.NDArray[Item]) -> list[npt.NDArray[Item]]:
+            whole = np.zeros(len(sampled), dtype=values.dtype)
+            whole[sampled] = values
+            return parts_of(_predicted(whole, ends), ends)
+
+        return [
+            cls(*arrays)
+            for arrays in zip(
+                parts_of(token_ids, ends),
+                parts_of(_predicted(sampled, ends), ends),
+                placed(np.concatenate([t.behavior_logprobs for t in trajectories])),
+                placed(token_lags(trajectories, step)),
+                TokenEstimates.map_all(estimates, placed),
+                strict=True,
+            )
+        ]
+
+    @classmethod
+    def of_tokens(cls, token_ids: TokenArray) -> TrainingSequence:
+        """All tokens but the first are of interest, none has a behavior policy."""
+        length = len(token_ids)
+        return cls(
+            token_ids=token_ids.astype(np.int64),
+            loss_mask=np.arange(length) < length - 1,
+            behavior_logprobs=np.zeros(length, dtype=np.float32),
+            lags=np.zeros(length, dtype=np.int32),
+            estimates=TokenEstimates(np.zeros(length, dtype=np.float32)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences, all tensors of shape [tokens] but `cu_seqlens` and `expert_ids`."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    loss_mask: Tensor
+    # What each token counts in the loss; the sum is divided by the trained tokens of all ranks.
+    loss_weights: Tensor
+    advantages: Tensor
+    behavior_logprobs: Tensor
+    lags: Tensor
+    # int64: the place in `indices` of each token's sequence; filler has `len(indices)`.
+    sequence_ids: Tensor
+    # int32, where each sequence begins, and the end; filler is a last sequence without loss.
+    cu_seqlens: Tensor
+    max_seqlen: int
+    # Which sequences these are, in order, filler left out.
+    indices: tuple[int, ...]
+    # None without a reference model.
+    reference_logprobs: Tensor | None = None
+    # Both None without a critic.
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    # [tokens, layers, experts per token]: the experts that the token itself goes to, not the one
+    # that it predicts. An id that no expert has: not known. None: nothing is known.
+    expert_ids: Tensor | None = None
+
+    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The same with every tensor that begins with the tokens changed."""
+        tensors: dict[str, Any] = {
+            name: change(value)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "cu_seqlens"
+        }
+        return dataclasses.replace(self, **tensors)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device, without waiting for it."""
+        if device.type == "cpu":
+            return self
+        moved = self.map_tokens(lambda tensor: to_device(tensor, device))
+        return dataclasses.replace(moved, cu_seqlens=to_device(self.cu_seqlens, device))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on `device`; a copy from pageable memory would wait for all that runs there."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def build_micro_batch(
+    sequences: Sequence[TrainingSequence],
+    indices: Sequence[int],
+    *,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
+) -> MicroBatch:
+    """Packs `sequences[i]` for i in `indices`, and filler up to a multiple of `multiple`.
+
+    Each is padded at its end to a multiple of `sequence_multiple`, which must divide `multiple`;
+    what comes last in a sequence disturbs nobody before it, and has no loss.
+    There is filler for no sequence at all, too: a micro batch is never empty. `sequences` are all
+    of the step's, and what is estimated of them is estimated of filler too: as 0.
+    """
+    chosen = [_padded(sequences[index], sequence_multiple) for index in indices]
+    total = sum(map(len, chosen))
+    filler = round_up(max(1, total), multiple) - total
+    if filler:
+        like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
+        chosen.append(_filler(filler, like))
+    lengths = np.array([len(sequence) for sequence in chosen])
+    ends = np.cumsum(lengths)
+    token_ids = np.concatenate([sequence.token_ids for sequence in chosen])
+    weights = np.array([sequence.loss_weight for sequence in chosen], dtype=np.float32)
+    estimates = [sequence.estimates for sequence in chosen]
+    return MicroBatch(
+        token_ids=_tensor(token_ids),
+        position_ids=_tensor(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)),
+        targets=_tensor(_predicted(token_ids, ends)),
+        loss_mask=_tensor(np.concatenate([sequence.loss_mask for sequence in chosen])),
+        loss_weights=_tensor(np.repeat(weights, lengths)),
+        advantages=_tensor(np.concatenate([one.advantages for one in estimates])),
+        behavior_logprobs=_tensor(np.concatenate([s.behavior_logprobs for s in chosen])),
+        lags=_tensor(np.concatenate([sequence.lags for sequence in chosen])),
+        sequence_ids=_tensor(np.repeat(np.arange(len(chosen)), lengths)),
+        cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
+        max_seqlen=int(lengths.max()),
+        indices=tuple(indices),
+        reference_logprobs=_tensor(_joined_or_none([e.reference_logprobs for e in estimates])),
+        values=_tensor(_joined_or_none([e.values for e in estimates])),
+        returns=_tensor(_joined_or_none([e.returns for e in estimates])),
+        expert_ids=_expert_ids(chosen),
+    )
+
+
+def _expert_ids(sequences: Sequence[TrainingSequence]) -> Tensor | None:
+    """Of all tokens, with the mark of what is not known where a sequence has none."""
+    known = next((s.expert_ids for s in sequences if s.expert_ids is not None), None)
+    if known is None:
+        return None
+    parts = [
+        _unknown_experts(len(sequence), known)
+        if sequence.expert_ids is None
+        else sequence.expert_ids
+        for sequence in sequences
+    ]
+    joined = np.concatenate(parts)
+    # torch does next to nothing with unsigned integers of two bytes.
+    return torch.from_numpy(joined if joined.dtype == np.uint8 else joined.astype(np.int32))
+
+
+def _unknown_experts(length: int, like: ExpertArray) -> ExpertArray:
+    return np.full((length, *like.shape[1:]), np.iinfo(like.dtype).max, dtype=like.dtype)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
+def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDArray[Item]:
+    """Moves what belongs to token i + 1 to position i; the last of each sequence gets 0.
+
+    `ends` is where each of the joined sequences ends.
+    """
+    moved = np.roll(values, -1)
+    moved[ends - 1] = 0
+    return moved
+
+
+def parts_of(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
+    """The array cut at `ends`, views of it; the last of them is its length."""
+    bounds = [0, *ends.tolist()]
+    return [values[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
+    missing = -len(sequence) % multiple
+    if not missing:
+        return sequence
+
+    def pad(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
+        return np.pad(values, (0, missing))
+
+    experts = sequence.expert_ids
+    if experts is not None:
+        experts = np.concatenate([experts, _unknown_experts(missing, experts)])
+    return dataclasses.replace(
+        sequence,
+        token_ids=pad(sequence.token_ids),
+        loss_mask=pad(sequence.loss_mask),
+        behavior_logprobs=pad(sequence.behavior_logprobs),
+        lags=pad(sequence.lags),
+        estimates=sequence.estimates.map(pad),
+        expert_ids=experts,
+    )
+
+
+def _filler(length: int, like: TokenEstimates) -> TrainingSequence:
+    """A sequence without loss, with zeros for whatever `like` has."""
+    nothing = TrainingSequence.of_tokens(np.zeros(length, dtype=np.uint32))
+    return dataclasses.replace(
+        nothing,
+        loss_mask=np.zeros(length, dtype=np.bool_),
+        estimates=like.map(lambda _: np.zeros(length, dtype=np.float32)),
+    )
+
+
+@overload
+def _tensor(array: npt.NDArray[np.generic]) -> Tensor: ...
+@overload
+def _tensor(array: FloatArray | None) -> Tensor | None: ...
+def _tensor(array: npt.NDArray[np.generic] | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(array)
+
+
+def _joined_or_none(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
+    known = [array for array in arrays if array is not None]
+    if not known:
+        return None
+    assert len(known) == len(arrays), "all sequences of a step are estimated, or none"
+    return np.concatenate(known)

@@ -1,0 +1,175 @@
+"""Which sequences go into which micro batch of which data-parallel rank: a pure function.
+
+Full micro batches leave no room unused, and ranks with equal work do not wait for each other at
+the end of a step. The two pull apart, because attention costs the square of a sequence's length: a
+micro batch of one long sequence costs more than one of many short ones with as many tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from slipstream.learner.trainer.batches.packing import round_up
+from slipstream.protocol.errors import ConfigError
+
+# Micro batches of each data-parallel rank: each a list of sequence indices, possibly empty.
+Plan = list[list[list[int]]]
+_Bins = list[list[int]]
+# Costs are whole numbers, so that no rounding decides: this many for one token without attention.
+_UNITS = 64
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    dp_size: int,
+    multiple: int = 1,
+    attention_length: float = math.inf,
+) -> Plan:
+    """Deals sequences to micro batches of at most `max_tokens`, as many for each rank.
+
+    There are as few micro batches as can be found; the ranks get about equal work, and as far as
+    the tokens allow so do the n-th micro batches of all ranks. A sequence of l tokens costs
+    l + l² / `attention_length`. Micro batches that only make the number equal, and a multiple of
+    `multiple`, may be empty. The same lengths give the same plan.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    too_long = int(sizes.max(initial=0))
+    if too_long > max_tokens:
+        raise ConfigError(
+            f"a sequence of {too_long} tokens does not fit learner.micro_batch_tokens {max_tokens}"
+        )
+    costs = np.rint(_UNITS * (sizes + sizes * (sizes / attention_length))).astype(np.int64)
+    longest_first = np.argsort(-sizes, kind="stable")
+    work = _Work(sizes[longest_first].tolist(), costs[longest_first].tolist(), max_tokens)
+    plan = _plan(work, dp_size, multiple)
+    indices = longest_first.tolist()
+    return [[sorted(indices[place] for place in members) for members in bins] for bins in plan]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Sequences, longest first; they go by their place here."""
+
+    sizes: list[int]
+    costs: list[int]
+    max_tokens: int
+
+    def part(self, places: list[int]) -> _Work:
+        """Some of them."""
+        sizes, costs = [self.sizes[p] for p in places], [self.costs[p] for p in places]
+        return _Work(sizes, costs, self.max_tokens)
+
+    def levelled(self, number: int) -> _Bins | None:
+        """`number` micro batches of about equal costs, or else of about equal tokens."""
+        return _level(self.sizes, self.costs, self.max_tokens, number) or _level(
+            self.sizes, self.sizes, self.max_tokens, number
+        )
+
+
+def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
+    """With the fewest micro batches that the tokens allow, or else those that first fit finds."""
+
+    def per_rank(number: int) -> int:
+        return round_up(max(1, number), dp_size * multiple) // dp_size
+
+    fewest = per_rank(-(-sum(work.sizes) // work.max_tokens))
+    plan = _level_ranks(work, dp_size, fewest) or _level_all(work, dp_size, fewest)
+    if plan is not None:
+        return plan
+    packed = _first_fit(work.sizes, work.max_tokens)
+    number = per_rank(len(packed))
+    if number > fewest:
+        plan = _level_ranks(work, dp_size, number) or _level_all(work, dp_size, number)
+    packed += [[] for _ in range(number * dp_size - len(packed))]
+    return plan or _deal(packed, work.costs, dp_size)
+
+
+def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
+    """First to the ranks, then to the micro batches of each: the ranks come out most equal.
+
+    The costliest micro batch comes first on each rank. None when a rank does not fit `number`.
+    """
+    shares = _level(work.sizes, work.costs, work.max_tokens * number, dp_size)
+    if shares is None:
+        return None
+    plan: Plan = []
+    for share in shares:
+        bins = work.part(share).levelled(number)
+        if bins is None:
+            return None
+        chosen = [[share[place] for place in members] for members in bins]
+        plan.append(sorted(chosen, key=lambda m: -sum(work.costs[place] for place in m)))
+    return plan
+
+
+def _level_all(work: _Work, dp_size: int, number: int) -> Plan | None:
+    """First to the micro batches, then those to the ranks: they come out fullest."""
+    bins = work.levelled(number * dp_size)
+    return None if bins is None else _deal(bins, work.costs, dp_size)
+
+
+def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> _Bins | None:
+    """Each sequence, longest first, to the cheapest of `number` micro batches with room for it.
+
+    None when one finds no room.
+    """
+    bins: _Bins = [[] for _ in range(number)]
+    room = [max_tokens] * number
+    # cost * number + place: whole numbers compare faster than pairs.
+    cheapest = list(range(number))
+    # Those without room for the sequence at hand, the roomiest first; a shorter one may fit.
+    narrow: list[tuple[int, int]] = []
+    for place, size in enumerate(sizes):
+        while narrow and -narrow[0][0] >= size:
+            heapq.heappush(cheapest, heapq.heappop(narrow)[1])
+        while cheapest and room[cheapest[0] % number] < size:
+            key = heapq.heappop(cheapest)
+            heapq.heappush(narrow, (-room[key % number], key))
+        if not cheapest:
+            return None
+        key = cheapest[0]
+        bins[key % number].append(place)
+        room[key % number] -= size
+        heapq.heapreplace(cheapest, key + costs[place] * number)
+    return bins
+
+
+def _first_fit(sizes: list[int], max_tokens: int) -> _Bins:
+    """First fit of the longest first: each micro batch takes the longest that fits, and again."""
+    waiting: dict[int, list[int]] = {}
+    for place, size in enumerate(sizes):
+        waiting.setdefault(size, []).append(place)
+    ascending = sorted(waiting)
+    bins: _Bins = []
+    while ascending:
+        members: list[int] = []
+        room = max_tokens
+        while (found := bisect.bisect_right(ascending, room)) > 0:
+            size = ascending[found - 1]
+            members.append(waiting[size].pop())
+            room -= size
+            if not waiting[size]:
+                del ascending[found - 1]
+        bins.append(members)
+    return bins
+
+
+def _deal(bins: _Bins, costs: list[int], dp_size: int) -> Plan:
+    """Neighbours in cost to the ranks, the costliest of them to the rank with the least so far."""
+    totals = [sum(costs[index] for index in members) for members in bins]
+    order = sorted(range(len(bins)), key=lambda place: -totals[place])
+    ranks: Plan = [[] for _ in range(dp_size)]
+    loads = [0] * dp_size
+    for start in range(0, len(order), dp_size):
+        least_first = sorted(range(dp_size), key=loads.__getitem__)
+        for place, rank in zip(order[start : start + dp_size], least_first, strict=True):
+            ranks[rank].append(bins[place])
+            loads[rank] += totals[place]
+    return ranks

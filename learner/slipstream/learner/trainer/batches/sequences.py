@@ -1,0 +1,161 @@
+"""From a batch to sequences to train: rewards, advantages, and what leaves the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from slipstream.learner.trainer.algorithms.advantages import (
+    Episode,
+    FloatArray,
+    TokenAdvantages,
+    shuffled,
+    token_advantages,
+)
+from slipstream.learner.trainer.algorithms.aggregation import loss_weights
+from slipstream.learner.trainer.algorithms.kl import kl_estimate
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence, parts_of
+from slipstream.protocol.config import Config
+from slipstream.protocol.rewards import is_counted, shaped_reward
+from slipstream.protocol.types import LogprobArray, Trajectory
+
+
+@dataclass(frozen=True)
+class ModelEstimates:
+    """What other models say of the sampled tokens of one trajectory, [sampled tokens] each."""
+
+    # Natural logarithm, at the sampling temperature.
+    reference_logprobs: LogprobArray | None = None
+    # Before each token was sampled.
+    values: LogprobArray | None = None
+
+
+NO_ESTIMATES = ModelEstimates()
+
+
+def training_sequences(
+    batch: Batch, config: Config, estimates: Sequence[ModelEstimates] | None = None
+) -> list[TrainingSequence]:
+    """One sequence for each trajectory, in order; the same on every rank.
+
+    `estimates` has one entry for each trajectory, None without other models. What overlong
+    filtering leaves out has no trained token and is in no statistic of the advantages.
+    """
+    known = estimates if estimates is not None else [NO_ESTIMATES] * len(batch.trajectories)
+    rewards = np.array([shaped_reward(t, config) for t in batch.trajectories], dtype=np.float64)
+    if config.algorithm.shuffle_rewards:
+        rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
+    counted = [
+        index
+        for index, trajectory in enumerate(batch.trajectories)
+        if is_counted(trajectory, config.algorithm)
+    ]
+    episodes = [
+        Episode(
+            batch.trajectories[index].group_id,
+            float(rewards[index]),
+            _token_costs(batch.trajectories[index], known[index], config),
+            _float64(known[index].values),
+        )
+        for index in counted
+    ]
+    found = dict(zip(counted, token_advantages(episodes, config.algorithm), strict=True))
+    token_estimates = _token_estimates(batch.trajectories, found, known)
+    sequences = TrainingSequence.of_trajectories(
+        batch.trajectories, token_estimates, step=batch.step
+    )
+    if config.algorithm.router_replay != "off":
+        sequences = _with_experts(sequences, batch.trajectories)
+    return [
+        sequence if index in found else _without_loss(sequence)
+        for index, sequence in enumerate(sequences)
+    ]
+
+
+def weighted(
+    sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]], config: Config
+) -> list[TrainingSequence]:
+    """The same sequences with the loss weights that they have in their mini-batch."""
+    algorithm = config.algorithm
+    changed = list(sequences)
+    for members in mini_batches:
+        weights = loss_weights(
+            [int(np.count_nonzero(sequences[index].loss_mask)) for index in members],
+            algorithm.aggregation,
+            fixed_tokens=algorithm.fixed_tokens or config.sampling.max_reply_tokens,
+        )
+        for index, weight in zip(members, weights, strict=True):
+            if weight != changed[index].loss_weight:
+                changed[index] = dataclasses.replace(changed[index], loss_weight=weight)
+    return changed
+
+
+def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, config: Config) -> FloatArray:
+    kl = config.algorithm.kl
+    if not kl.coefficient or kl.placement != "reward":
+        return np.zeros(trajectory.num_sampled_tokens)
+    assert estimates.reference_logprobs is not None, "a cost of divergence needs a reference model"
+    # The behavior policy sampled the tokens: it is its divergence that the reward can charge.
+    divergence = kl_estimate(
+        torch.from_numpy(trajectory.behavior_logprobs.astype(np.float64)),
+        torch.from_numpy(estimates.reference_logprobs.astype(np.float64)),
+        kl.estimator,
+    )
+    return kl.coefficient * divergence.numpy()
+
+
+def _token_estimates(
+    trajectories: Sequence[Trajectory],
+    found: Mapping[int, TokenAdvantages],
+    known: Sequence[ModelEstimates],
+) -> list[TokenEstimates]:
+    """One for each trajectory; what is not `found` is of an episode that does not count."""
+    worths = [
+        found[index] if index in found else _worthless(trajectory)
+        for index, trajectory in enumerate(trajectories)
+    ]
+    advantages = _float32([worth.advantages for worth in worths])
+    returns: Sequence[LogprobArray | None] = [None] * len(worths)
+    # Without a critic nobody asks what it should have said.
+    if any(one.values is not None for one in known):
+        returns = _float32([worth.returns for worth in worths if worth.returns is not None])
+    return [
+        TokenEstimates(advantage, one.reference_logprobs, one.values, wanted)
+        for advantage, one, wanted in zip(advantages, known, returns, strict=True)
+    ]
+
+
+def _worthless(trajectory: Trajectory) -> TokenAdvantages:
+    zeros = np.zeros(trajectory.num_sampled_tokens)
+    return TokenAdvantages(zeros, zeros)
+
+
+def _float32(arrays: Sequence[FloatArray]) -> list[LogprobArray]:
+    """Converted together: many short arrays one by one would cost more than their training."""
+    if not arrays:
+        return []
+    joined = np.concatenate(list(arrays)).astype(np.float32)
+    return parts_of(joined, np.cumsum([len(array) for array in arrays]))
+
+
+def _with_experts(
+    sequences: Sequence[TrainingSequence], trajectories: Sequence[Trajectory]
+) -> list[TrainingSequence]:
+    return [
+        dataclasses.replace(sequence, expert_ids=trajectory.routed_experts.expert_ids)
+        if trajectory.routed_experts is not None
+        else sequence
+        for sequence, trajectory in zip(sequences, trajectories, strict=True)
+    ]
+
+
+def _without_loss(sequence: TrainingSequence) -> TrainingSequence:
+    return dataclasses.replace(sequence, loss_mask=np.zeros_like(sequence.loss_mask))
+
+
+def _float64(values: LogprobArray | None) -> FloatArray | None:
+    return None if values is None else values.astype(np.float64)

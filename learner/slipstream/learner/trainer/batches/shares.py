@@ -1,0 +1,120 @@
+"""Each rank's share of a batch, and what a model says of it, from all its ranks to all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.context_parallel import share_of_rank, zigzag
+from slipstream.learner.trainer.batches.packing import (
+    MicroBatch,
+    TokenEstimates,
+    TrainingSequence,
+    build_micro_batch,
+    round_up,
+)
+from slipstream.learner.trainer.batches.planner import plan_micro_batches
+from slipstream.learner.trainer.model.model import ParallelModel
+from slipstream.protocol.types import LogprobArray, Trajectory
+from torch import Tensor
+
+# From this replica's micro batches to one [tokens] each on the last stage; nothing on the others.
+Forward = Callable[[Sequence[MicroBatch]], Sequence[Tensor]]
+
+
+def batch_outputs(
+    model: ParallelModel, batch: Batch, forward: Forward, *, max_tokens: int
+) -> list[LogprobArray]:
+    """For each trajectory what stands where its sampled tokens are predicted; on every rank.
+
+    float32 [sampled tokens]; 0 for one at the very beginning, which nothing predicts. The layout of
+    `model` must be in force; each replica computes its share. Collective: besides what the model
+    itself sends, one sum over all ranks of 4 bytes for each sampled token of the batch.
+    """
+    nothing = [
+        TokenEstimates(np.zeros(trajectory.num_sampled_tokens, dtype=np.float32))
+        for trajectory in batch.trajectories
+    ]
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, nothing, step=batch.step)
+    found = masked_outputs(model, sequences, forward, max_tokens=max_tokens)
+    return [
+        _of_sampled(trajectory, outputs)
+        for trajectory, outputs in zip(batch.trajectories, found, strict=True)
+    ]
+
+
+def masked_outputs(
+    model: ParallelModel,
+    sequences: Sequence[TrainingSequence],
+    forward: Forward,
+    *,
+    max_tokens: int,
+) -> list[LogprobArray]:
+    """For each sequence what stands at the positions of its loss mask, float32; on every rank.
+
+    Collective as `batch_outputs`.
+    """
+    ranks = model.ranks
+    wholes = _packed(model, sequences, range(len(sequences)), max_tokens=max_tokens)
+    outputs = forward([share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes])
+    starts = [0, *accumulate(int(sequence.loss_mask.sum()) for sequence in sequences)]
+    found = torch.zeros(starts[-1], dtype=torch.float32)
+    if ranks.counts:
+        for whole, values in zip(wholes, outputs, strict=True):
+            bounds = whole.cu_seqlens.tolist()
+            # Each context parallel rank knows some; the sum over all ranks completes them.
+            row = torch.zeros(bounds[-1], dtype=torch.float32)
+            row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.float().cpu()
+            for part, index in zip(
+                itertools.starmap(slice, pairwise(bounds)), whole.indices, strict=False
+            ):
+                found[starts[index] : starts[index + 1]] = row[part][whole.loss_mask[part]]
+    ranks.sum(found)
+    return [found[start:end].numpy() for start, end in pairwise(starts)]
+
+
+def rank_micro_batches(
+    model: ParallelModel,
+    sequences: Sequence[TrainingSequence],
+    members: Sequence[int],
+    *,
+    max_tokens: int,
+) -> list[MicroBatch]:
+    """This rank's share of `members` of `sequences`; the layout of `model` must be in force."""
+    wholes = _packed(model, sequences, members, max_tokens=max_tokens)
+    return [share_of_rank(whole, model.ranks.cp_rank, model.ranks.cp_size) for whole in wholes]
+
+
+def _packed(
+    model: ParallelModel,
+    sequences: Sequence[TrainingSequence],
+    members: Sequence[int],
+    *,
+    max_tokens: int,
+) -> list[MicroBatch]:
+    """This replica's micro batches, whole: context parallel ranks share them."""
+    plan = plan_micro_batches(
+        [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
+        max_tokens=max_tokens * model.ranks.cp_size,
+        dp_size=model.ranks.dp_size,
+        multiple=model.micro_batch_multiple,
+        attention_length=model.attention_length,
+    )
+    return [
+        build_micro_batch(
+            sequences,
+            [members[place] for place in places],
+            multiple=model.token_multiple,
+            sequence_multiple=model.sequence_multiple,
+        )
+        for places in plan[model.ranks.dp_rank]
+    ]
+
+
+def _of_sampled(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:
+    unpredicted = trajectory.num_sampled_tokens - len(found)
+    return np.concatenate([np.zeros(unpredicted, dtype=np.float32), found])

@@ -1,0 +1,1 @@
+"""What the trainer stores and finds again, in any layout."""

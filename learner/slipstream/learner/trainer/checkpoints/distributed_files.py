@@ -1,0 +1,292 @@
+"""Models and optimizers to and from Megatron's distributed checkpoint files (torch_dist).
+
+Written in one layout of ranks, read in any other. The tensors of a save are copied to host memory
+and written by a thread of each rank: Megatron's own writers fork, which the threads of gRPC and
+OpenMP do not survive, or start a second interpreter for each rank. Import it after `cpu.install`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from slipstream.learner.trainer.checkpoints.optimizer_formats import (
+    check_convertible,
+    is_distributed,
+    load_converted,
+    was_distributed,
+)
+from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
+from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+from slipstream.learner.trainer.model.model import unwrapped
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.protocol.errors import CheckpointError
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, _wrap_exception
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    SerializationFormat,
+    _write_item,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
+
+# The other sharding types fail to save, or to load in fp32, in this version.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class PendingSave:
+    """A save whose tensors are safe from training; `write` is for a thread, the rest collective."""
+
+    def __init__(self, request: AsyncRequest) -> None:
+        self._request = request
+
+    def write(self) -> None:
+        """Writes this rank's file; what fails is raised by `finish` on all ranks."""
+        if self._request.async_fn is not None:
+            self._request.async_fn()
+
+    def finish(self) -> None:
+        """Writes the index, after `write` has returned on every rank; collective."""
+        try:
+            for function in self._request.finalize_fns:
+                function()
+        except Exception as error:
+            raise CheckpointError(f"the checkpoint could not be written: {error}") from error
+
+
+def begin_save(models: Sequence[StoredModel], folder: Path, *, copy: bool) -> PendingSave:
+    """Plans a save into `folder`, which exists and is empty; collective.
+
+    With `copy` the tensors may change as soon as it returns; without it only after `finish`.
+    """
+    strategy = _ThreadedSaveStrategy("torch_dist", 1, copy=copy)
+    state = _sharded_states(models, is_loading=False)
+    request = dist_checkpointing.save(
+        state,
+        str(folder),
+        sharded_strategy=strategy,
+        async_sharded_save=True,
+        content_metadata=dict(_METADATA),
+    )
+    return PendingSave(request)
+
+
+def load_models(models: Sequence[StoredModel], folder: Path) -> None:
+    """Loads weights, and optimizers where `optimizer` is given, in any layout; collective.
+
+    An optimizer may have been saved with the distributed optimizer and be without it now, or the
+    other way. CheckpointError when the files do not hold these models.
+    """
+    state = _sharded_states(models, is_loading=True)
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(folder))
+        converted = {
+            model.name: state[model.name].pop("optimizer")
+            for model in models
+            if model.optimizer is not None
+            and was_distributed(saved[model.name]["optimizer"]) != is_distributed(model.optimizer)
+        }
+        loaded = _load(state, folder)
+        for model in models:
+            if model.name in converted:
+                prefix = "" if model.name == POLICY else f"{model.name}."
+                check_convertible(model.optimizer, read_index(folder / ".metadata"), prefix)
+                loaded[model.name]["optimizer"] = load_converted(
+                    model.optimizer,
+                    converted[model.name],
+                    saved[model.name]["optimizer"],
+                    partial(_load, folder=folder),
+                )
+    except (CheckpointingException, KeyError, OSError) as error:
+        cause = str(error).splitlines()[0]
+        raise CheckpointError(f"{folder} does not hold this model: {cause}") from error
+    for model in models:
+        part = loaded[model.name]
+        with model.in_force():
+            for key, chunk in zip(_chunk_keys(model.chunks), model.chunks, strict=True):
+                unwrapped(chunk).load_state_dict(part[key])
+            if model.optimizer is not None:
+                model.optimizer.load_state_dict(part["optimizer"])
+
+
+def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = dist_checkpointing.load(
+        state, str(folder), sharded_strategy=_SafeLoadStrategy()
+    )
+    return loaded
+
+
+def _sharded_states(models: Sequence[StoredModel], *, is_loading: bool) -> dict[str, Any]:
+    states = {}
+    for model in models:
+        with model.in_force():
+            states[model.name] = _sharded_state(model, is_loading=is_loading)
+    return states
+
+
+def _sharded_state(model: StoredModel, *, is_loading: bool) -> dict[str, Any]:
+    keys = _chunk_keys(model.chunks)
+    state: dict[str, Any] = {
+        key: unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA))
+        for key, chunk in zip(keys, model.chunks, strict=True)
+    }
+    if model.optimizer is not None:
+        of_chunks = state[keys[0]] if len(keys) == 1 else dict(state)
+        state["optimizer"] = model.optimizer.sharded_state_dict(
+            of_chunks, is_loading=is_loading, metadata=dict(_METADATA)
+        )
+    if model.name != POLICY:
+        add_prefix_for_sharding(state, f"{model.name}.")
+    return state
+
+
+def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
+
+
+class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """As Megatron's, with a writer that neither forks nor starts a process."""
+
+    def __init__(self, backend: str, version: int, *, copy: bool) -> None:
+        super().__init__(backend, version)
+        self._copy = copy
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
+        state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        writer = _HostWriter(checkpoint_dir, copy=self._copy)
+        plan, *_ = save_state_dict_async_plan(
+            torch_dist.mcore_to_pyt_state_dict(state, False),
+            writer,
+            None,
+            0,
+            planner=torch_dist.MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+        return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*plan)])
+
+
+class _HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
+    """Holds what one rank saves, and writes it as one file."""
+
+    def __init__(self, folder: Path, *, copy: bool) -> None:
+        super().__init__(folder)
+        self._copy = copy
+        self._items: list[tuple[Any, Any]] = []
+        self._file_name = ""
+        self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._file_name = f"{plan.storage_data.prefix}0.distcp"
+        for item in plan.items:
+            data: Any = planner.resolve_data(item)
+            if item.type != WriteItemType.BYTE_IO:
+                data = self._on_host(data.detach())
+            self._items.append((item, data))
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.cpu()
+        # A view would be written with all that its storage holds.
+        is_view = tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
+        return tensor.clone() if self._copy or is_view else tensor
+
+    def write(self) -> None:
+        try:
+            self._results = self._write()
+        except (OSError, RuntimeError) as error:
+            self._results = _wrap_exception(error)
+        self._items = []
+
+    def _write(self) -> list[WriteResult]:
+        if not self._items:
+            return []
+        with (Path(self.checkpoint_dir) / self._file_name).open("wb") as file:
+            results = [
+                _write_item(
+                    self.transforms,
+                    file,
+                    data,
+                    item,
+                    self._file_name,
+                    SerializationFormat.TORCH_SAVE,
+                )
+                for item, data in self._items
+            ]
+            file.flush()
+            os.fsync(file.fileno())
+        return results
+
+    def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
+        return self._results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # Plans that only a later save by Megatron would use again.
+        kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
+        super().finish(type(metadata)(**kept), results)
+
+
+class _SafeReader(FileSystemReader):
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
+        return read_index(Path(self.path) / ".metadata")
+
+
+class _SafePlanner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # torch's planner would unpickle whatever is there.
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """As Megatron's, but what it reads cannot run code."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+        tensors = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedTensor)]
+        exact = [tensor for tensor in tensors if not tensor.allow_shape_mismatch]
+        padded = {tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch}
+        state, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict
+        )
+        wanted = torch_dist.mcore_to_pyt_state_dict(state, True)
+        load(
+            wanted,
+            storage_reader=_SafeReader(checkpoint_dir),
+            planner=_SafePlanner(
+                shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=padded
+            ),
+        )
+        loaded: dict[str, Any] = torch_dist._replace_sharded_keys_with_state_dict_keys(
+            {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in wanted.items()},
+            flat,
+            renamed,
+        )
+        torch_dist._restore_dict_types(loaded, sharded_state_dict)
+        return loaded

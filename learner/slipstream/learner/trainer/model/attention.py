@@ -1,0 +1,169 @@
+"""Attention without TransformerEngine: packed sequences on torch's own kernel, context parallel.
+
+It is defined by inheriting from Megatron's classes, so import it only after `compat.install`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from slipstream.learner.trainer.batches.context_parallel import gathered_places, zigzag
+from slipstream.learner.trainer.model.settings import Megatron
+from torch import Tensor
+
+
+class CoreAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention of packed [tokens, heads, dim] or plain [sequence, batch, heads, dim]."""
+
+    def __init__(
+        self,
+        config: Megatron,
+        layer_number: int,
+        attn_mask_type: Megatron,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Megatron = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group: dist.ProcessGroup = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Megatron = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Megatron = None,
+    ) -> Tensor:
+        """Returns [tokens, heads * dim], or [sequence, batch, heads * dim].
+
+        Under context parallelism packed tokens are this rank's, and `cu_seqlens_q` says where the
+        whole sequences are. Collective over the context parallel group then.
+        """
+        if packed_seq_params is None:
+            assert self.cp_group.size() == 1, "only packed sequences are split over ranks"
+            rows = [x.transpose(0, 1) for x in (query, key, value)]
+            return self._attend(*rows).transpose(0, 1).flatten(2)
+        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        size = self.cp_group.size()
+        if size > 1:
+            key = _GatheredTokens.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
+            value = _GatheredTokens.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
+        groups, order = _length_groups(bounds, self.cp_group.rank(), size, query.device)
+        parts = [
+            self._attend(
+                _rows(query, group.queries),
+                _rows(key, group.keys),
+                _rows(value, group.keys),
+                group.mask,
+            )[group.is_query]
+            for group in groups
+        ]
+        return torch.cat(parts).index_select(0, order).flatten(1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Over dim 1 of [sequences, length, heads, dim]; padding at the end disturbs nobody.
+
+        Without a mask queries and keys are of the same tokens.
+        """
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[2] != query.shape[2],
+        )
+        return attended.transpose(1, 2)
+
+
+class _GatheredTokens(torch.autograd.Function):
+    """The tokens of all ranks one after another; the gradient of each token goes back to its rank.
+
+    Every rank holds as many.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        whole = tokens.new_empty(group.size() * tokens.shape[0], *tokens.shape[1:])
+        dist.all_gather_into_tensor(whole, tokens.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        (grad,) = grads
+        own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
+@dataclass(frozen=True)
+class _LengthGroup:
+    """Sequences of similar length, which one call attends."""
+
+    # [sequences, longest]: where this rank's tokens of each are, and which are no padding.
+    queries: Tensor
+    is_query: Tensor
+    # [sequences, longest]: where all tokens of each sequence are.
+    keys: Tensor
+    # [sequences, 1, queries, keys]: who sees whom; None: each query the keys up to its own.
+    mask: Tensor | None
+
+
+def _rows(tokens: Tensor, places: Tensor) -> Tensor:
+    return tokens.index_select(0, places.flatten()).view(*places.shape, *tokens.shape[1:])
+
+
+@functools.lru_cache(maxsize=16)
+def _length_groups(
+    bounds: tuple[int, ...], rank: int, size: int, device: torch.device
+) -> tuple[list[_LengthGroup], Tensor]:
+    """Sequences of similar length together, so that few and hardly padded calls serve all.
+
+    And where in the groups' queries, one group after the other, each of this rank's tokens is
+    found.
+    """
+    by_class: dict[int, list[tuple[int, int]]] = {}
+    for start, end in itertools.pairwise(bounds):
+        if end > start:
+            by_class.setdefault((end - start - 1).bit_length(), []).append((start, end))
+    groups, found = [], []
+    for members in by_class.values():
+        whole, is_token = _places(members)
+        if size == 1:
+            groups.append(
+                _LengthGroup(whole.to(device), is_token.to(device), whole.to(device), None)
+            )
+            found.append(whole[is_token])
+            continue
+        own, is_own = _places([(start // size, end // size) for start, end in members])
+        seen_by = zigzag(bounds, rank, size)[own]
+        mask = (seen_by[:, :, None] >= whole[:, None]) & is_token[:, None]
+        keys = gathered_places(bounds, size)[whole]
+        group = _LengthGroup(own, is_own, keys, mask[:, None])
+        groups.append(_LengthGroup(*(tensor.to(device) for tensor in vars(group).values())))
+        found.append(own[is_own])
+    return groups, torch.cat(found).argsort().to(device)
+
+
+def _places(members: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """[members, longest] places from start to end, the last one repeated; which are no repeats."""
+    starts, ends = torch.tensor(members).unbind(1)
+    places = starts[:, None] + torch.arange(int((ends - starts).max()))
+    return torch.minimum(places, ends[:, None] - 1), places < ends[:, None]

@@ -1,0 +1,169 @@
+"""Mixtures of experts: our experts without TransformerEngine, and what all experts need.
+
+Import it only after `compat.install`: the modules are defined by inheriting from Megatron's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from megatron.core.utils import divide
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.protocol.model_sizes import normalizes_experts
+from torch import Tensor
+
+
+def mixture_settings(sizes: Mapping[str, Any]) -> dict[str, object]:
+    """Values of Megatron's model provider for the mixture of experts of a model's config.json."""
+    return {
+        # Which experts are the largest must not depend on the rounding of bfloat16.
+        "moe_router_dtype": "fp32",
+        # A policy's loss is the objective's alone; `learner.transformer` may set it.
+        "moe_aux_loss_coeff": 0.0,
+        # Bridge always lets the probabilities of the chosen experts add up to 1.
+        "moe_router_pre_softmax": not normalizes_experts(sizes),
+    }
+
+
+def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
+    """Marks the experts' parameters so that gradients and norms are summed over the right ranks.
+
+    Megatron marks them when `ep` > 1 only. It then takes them for copies on the data parallel
+    ranks, which they are not where `etp` differs from `tp`; and TransformerEngine's lack the mark
+    by which those of all tensor parallel ranks enter the norm. To be called before the chunks are
+    wrapped for data parallelism.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = False
+                parameter.tensor_model_parallel = True
+    return chunks
+
+
+class GroupedLinear(MegatronModule):  # type: ignore[misc]
+    """One matrix for each expert of this rank, named as in TransformerEngine: weight0, weight1...
+
+    Bridge loads and exports parameters of these names only. Each is this rank's part, split along
+    `partition_dim` over the expert tensor parallel ranks.
+    """
+
+    # How Bridge knows that a module is split.
+    tensor_model_parallel = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        shape: tuple[int, int],
+        *,
+        partition_dim: int,
+        config: Megatron,
+        groups: Megatron,
+    ) -> None:
+        super().__init__(config)
+        self.partition_dim = partition_dim
+        self.num_experts = num_experts
+        self._groups = groups
+        device = torch.device("cpu") if config.use_cpu_initialization else None
+        for place in range(num_experts):
+            # All of them are loaded; one that is not shows itself at once.
+            weight = torch.full(shape, torch.nan, dtype=config.params_dtype, device=device)
+            self.register_parameter(f"weight{place}", torch.nn.Parameter(weight))
+
+    def forward(self, inputs: Tensor, expert: int) -> Tensor:
+        """[tokens, in] to [tokens, out] of one expert."""
+        return F.linear(inputs, self.get_parameter(f"weight{expert}"))
+
+    def sharded_tensors(
+        self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
+    ) -> list[Megatron]:
+        """For distributed checkpoints: `key` is one tensor of all experts, these are its parts."""
+        first = self._groups.ep.rank() * self.num_experts
+        total = self._groups.ep.size() * self.num_experts
+        found = []
+        for place in range(self.num_experts):
+            of_expert = (*offsets, (len(offsets), first + place, total))
+            sharded = make_sharded_tensors_for_checkpoint(
+                {"weight": self.get_parameter(f"weight{place}")},
+                key,
+                {"weight": self.partition_dim},
+                of_expert,
+                tp_group=self._groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )[f"{key}weight"]
+            # Copies are on the expert data parallel ranks, which are fewer.
+            sharded.replica_id = (*sharded.replica_id[:2], self._groups.expt_dp.rank())
+            if self.partition_dim == 0:
+                sharded = apply_swiglu_sharded_factory(sharded, of_expert)
+            found.append(sharded)
+        return found
+
+
+class GroupedExperts(MegatronModule):  # type: ignore[misc]
+    """The gated MLPs of this rank's experts, one after the other."""
+
+    def __init__(
+        self, num_local_experts: int, config: Megatron, pg_collection: Megatron = None
+    ) -> None:
+        super().__init__(config)
+        assert config.gated_linear_unit
+        assert not config.add_bias_linear
+        inner = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
+        self.linear_fc1 = GroupedLinear(
+            num_local_experts,
+            (2 * inner, config.hidden_size),
+            partition_dim=0,
+            config=config,
+            groups=pg_collection,
+        )
+        self.linear_fc2 = GroupedLinear(
+            num_local_experts,
+            (config.hidden_size, inner),
+            partition_dim=1,
+            config=config,
+            groups=pg_collection,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[tokens, hidden], sorted by expert; each token is weighted by its `probs`.
+
+        An expert without tokens takes part too: its gradient is then 0 rather than missing, which
+        a reduction that overlaps the backward pass would wait for.
+        """
+        sizes = tokens_per_expert.tolist()
+        outputs = []
+        parts = zip(torch.split(hidden_states, sizes), torch.split(probs, sizes), strict=True)
+        for expert, (tokens, weights) in enumerate(parts):
+            gate, up = self.linear_fc1(tokens, expert).chunk(2, dim=-1)
+            inner = self.config.activation_func(gate) * up
+            inner = (inner * weights[:, None]).to(inner.dtype)
+            outputs.append(self.linear_fc2(inner, expert))
+        return torch.cat(outputs), None
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Megatron = None,
+    ) -> Megatron:
+        """For distributed checkpoints, in the form of TransformerEngine's experts."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        found = {}
+        for name in ("linear_fc1", "linear_fc2"):
+            parts = self.get_submodule(name).sharded_tensors(
+                f"{prefix}experts.{name}.", sharded_offsets, metadata
+            )
+            for place, part in enumerate(parts):
+                found[f"{prefix}{name}.weight{place}"] = part
+        return found

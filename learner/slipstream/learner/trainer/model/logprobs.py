@@ -1,0 +1,285 @@
+"""Log-probabilities and entropies from hidden states: logits exist one chunk at a time.
+
+The logits of a micro batch are by far its largest tensor. They are projected, reduced and forgotten
+in chunks, and the backward pass projects each chunk again; where all of them fit what may be kept,
+they are projected once. The vocabulary may be split over tensor-parallel ranks, and be padded at
+its end so that it splits evenly.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from slipstream.learner.trainer.model import logits
+from slipstream.learner.trainer.model.logits import Columns, Sums
+from slipstream.learner.trainer.model.settings import Megatron
+from torch import Tensor
+
+# On a CPU 128 MiB in float32, of which three are alive at one time: a tiny model's micro batch is
+# one chunk. A GPU holds one in the model's precision, and needs thousands of tokens for its matrix
+# units.
+CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
+_FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How hidden states become log-probabilities."""
+
+    # By which the logits are divided.
+    temperature: float
+    # Entries of the vocabulary that are tokens; the rest of the weight's rows is padding.
+    vocab_size: int
+    # Ranks over which the vocabulary is split; None or a group of one: it is whole.
+    group: dist.ProcessGroup | None = None
+    # Whether the entropies carry a gradient.
+    entropy_gradient: bool = False
+    # Logits of one chunk, at least those of one token; None: as `CHUNK_LOGITS` says.
+    chunk_logits: int | None = None
+    # Logits of a micro batch that are kept for the backward pass when they are at most so many;
+    # those of a single chunk always are.
+    kept_logits: int = 0
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The group, where there is something to reduce over."""
+        return self.group if self.group is not None and self.group.size() > 1 else None
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, projection: Projection
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `targets` and the entropies, both float32 [tokens], natural logarithm.
+
+    `hidden` [tokens, hidden size] is the same on all ranks of the group, its gradient this rank's
+    part of a sum; `weight` [padded vocabulary / size of group, hidden size] is this rank's part.
+    Only the positions `rows` are computed, the others are 0. Collective over the group.
+    """
+    is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
+        hidden.index_select(0, rows), weight, targets.index_select(0, rows), projection, is_trained
+    )
+    nothing = found.new_zeros(len(targets))
+    return nothing.index_copy(0, rows, found), nothing.index_copy(0, rows, entropy)
+
+
+class _Logprobs(torch.autograd.Function):
+    """What autograd saves is never changed in place: only this function's own logits are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        projection: Projection,
+        is_trained: bool,
+    ) -> tuple[Tensor, Tensor]:
+        part = _Part(weight, projection)
+        places = part.places(targets)
+        sums = part.new_sums(len(targets))
+
+        # A function of its own, so that a chunk is forgotten before the next one is made.
+        def reduce(chunk: slice) -> Tensor:
+            found = part.logits(hidden[chunk])
+            part.reduce(found, places[chunk], Sums(*(values[chunk] for values in sums)))
+            return found
+
+        chunks = part.chunks(len(targets), is_trained=is_trained)
+        ctx.kept = reduce(chunks[0]) if is_trained and len(chunks) == 1 else None
+        if ctx.kept is None:
+            for chunk in chunks:
+                reduce(chunk)
+        log_total, mean = _merge(sums, projection.tp_group)
+        entropy = log_total - mean
+        ctx.save_for_backward(hidden, weight, places, log_total, entropy)
+        ctx.projection = projection
+        if not projection.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return sums.wanted - log_total, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        logprob_grad: Tensor,
+        entropy_grad: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, places, log_total, entropy = ctx.saved_tensors
+        projection: Projection = ctx.projection
+        part = _Part(weight, projection)
+        slopes = logprob_grad / projection.temperature
+        bends = entropy_grad / projection.temperature if projection.entropy_gradient else None
+        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        weight_grad = _WeightGrad(weight) if ctx.needs_input_grad[1] else None
+        # They become their gradient; whoever comes back a second time projects again.
+        kept, ctx.kept = ctx.kept, None
+
+        def logits_grad(chunk: slice) -> Tensor:
+            found = part.logits(hidden[chunk]) if kept is None else kept
+            bend = None if bends is None else (bends[chunk], entropy[chunk])
+            return part.gradient(found, places[chunk], log_total[chunk], slopes[chunk], bend)
+
+        chunks = part.chunks(len(hidden)) if kept is None else [slice(0, len(hidden))]
+        for chunk in chunks:
+            grad = logits_grad(chunk)
+            if hidden_grad is not None:
+                torch.mm(grad, weight, out=hidden_grad[chunk])
+            if weight_grad is not None:
+                weight_grad.add(grad, hidden[chunk])
+            del grad
+        total = weight_grad.total() if weight_grad is not None else None
+        return hidden_grad, total, None, None, None
+
+
+class _Part:
+    """This rank's rows of the projection."""
+
+    def __init__(self, weight: Tensor, projection: Projection) -> None:
+        self._weight = weight
+        self._projection = projection
+        group = projection.tp_group
+        self._width = len(weight)
+        self._first = self._width * (group.rank() if group is not None else 0)
+        num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
+        self._columns = Columns(num_tokens, projection.temperature)
+        self._is_fused = weight.is_cuda and weight.dtype in _FUSED_TYPES
+
+    def new_sums(self, length: int) -> Sums:
+        """Uninitialised, for `length` rows, in the precision of the sums."""
+        dtype = torch.promote_types(self._weight.dtype, torch.float32)
+        return Sums(
+            *(torch.empty(length, dtype=dtype, device=self._weight.device) for _ in Sums._fields)
+        )
+
+    def chunks(self, length: int, *, is_trained: bool = False) -> list[slice]:
+        """The positions 0..length in chunks; there is one chunk of no positions, too.
+
+        One chunk, if it `is_trained`, where all logits may be kept.
+        """
+        limit = self._projection.chunk_logits or CHUNK_LOGITS[self._weight.device.type]
+        step = max(1, limit // self._width)
+        if is_trained and length * self._width <= self._projection.kept_logits:
+            step = max(1, length)
+        starts = range(0, max(1, length), step)
+        return [slice(start, min(start + step, length)) for start in starts]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """New tensor [len(hidden), width], as `reduce` and `gradient` take it."""
+        found = F.linear(hidden, self._weight)
+        return found if self._is_fused else logits.prepared(found, self._columns)
+
+    def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
+        """As `logits.reduce`."""
+        if self._is_fused:
+            from slipstream.learner.trainer.model import fused_logits
+
+            fused_logits.reduce(found, places, self._columns, sums)
+        else:
+            logits.reduce(found, places, sums)
+
+    def gradient(
+        self,
+        found: Tensor,
+        places: Tensor,
+        log_total: Tensor,
+        slopes: Tensor,
+        bends: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """As `logits.gradient`, in the weight's type."""
+        if self._is_fused:
+            from slipstream.learner.trainer.model import fused_logits
+
+            return fused_logits.gradient(found, places, self._columns, log_total, slopes, bends)
+        return logits.gradient(found, places, log_total, slopes, bends).to(self._weight.dtype)
+
+    def places(self, targets: Tensor) -> Tensor:
+        """The row of each target, -1 where it is not one of this rank's."""
+        is_here = (targets >= self._first) & (targets < self._first + self._width)
+        return torch.where(is_here, targets - self._first, -1)
+
+
+class _WeightGrad:
+    """Sum over chunks, in float32 when there are several: each would round to the weight's type."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._sum: Tensor | None = None
+
+    def add(self, logits_grad: Tensor, hidden: Tensor) -> None:
+        """Adds what one chunk contributes."""
+        if self._sum is None:
+            self._sum = logits_grad.t() @ hidden
+            return
+        if (
+            self._sum.dtype
+            == self._weight.dtype
+            == torch.promote_types(self._weight.dtype, torch.float32)
+        ):
+            self._sum.addmm_(logits_grad.t(), hidden)
+            return
+        self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
+
+    def total(self) -> Tensor:
+        """In the weight's type."""
+        assert self._sum is not None
+        return self._sum.to(self._weight.dtype)
+
+
+def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """The logarithm of the sum of exp(logit), and the mean logit, over all ranks' vocabularies.
+
+    Each rank summed relative to its own peak; `rows.wanted` becomes the targets' logits.
+    """
+    peaks, totals, expected, wanted = rows
+    if group is None:
+        return peaks + totals.log(), peaks + expected / totals
+    top = peaks.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    shift = peaks - top
+    scale = shift.exp()
+    sums = torch.stack([totals * scale, (expected + shift * totals) * scale, wanted])
+    dist.all_reduce(sums, group=group)
+    wanted.copy_(sums[2])
+    return top + sums[0].log(), top + sums[1] / sums[0]
+
+
+def defer_projection(model: Megatron) -> None:
+    """Makes a Megatron GPT model return hidden states [1, tokens, hidden size] for its logits.
+
+    The output layer is still called, for the hooks that wait for its weight, but it only brings the
+    states to all tensor-parallel ranks; on the way back their gradients are summed.
+    """
+    if model.post_process:
+        model.output_layer.forward = types.MethodType(_bring_to_all_ranks, model.output_layer)
+
+
+def output_weight(model: Megatron) -> Tensor:
+    """The projection's rows of this rank; the embedding's where they are tied."""
+    if model.share_embeddings_and_output_weights:
+        shared: Tensor = model.shared_embedding_or_output_weight()
+        return shared
+    own: Tensor = model.output_layer.weight
+    return own
+
+
+def _bring_to_all_ranks(
+    layer: Megatron,
+    hidden: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+) -> tuple[Tensor, None]:
+    from megatron.core import tensor_parallel
+
+    if layer.sequence_parallel:
+        whole = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=layer.tp_group
+        )
+    else:
+        whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
+    return whole, None

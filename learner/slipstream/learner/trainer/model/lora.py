@@ -1,0 +1,122 @@
+"""Low-rank adapters on a loaded model, from Megatron-Bridge; only they are trained.
+
+What is exported is merged: W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from slipstream.learner.trainer.model.model import Change, Policy, defer_projections
+from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.protocol.config import Config
+from slipstream.protocol.lora_section import FUSED
+from torch import Tensor
+
+
+def adapters(config: Config, ranks: Ranks) -> Change:
+    """What puts adapters on the matrices that `config.lora` names, and freezes everything else.
+
+    They begin without effect, and are the same in every layout.
+    """
+
+    def change(chunks: list[Megatron]) -> list[Megatron]:
+        from megatron.bridge.peft.lora import LoRA
+
+        lora = LoRA(
+            target_modules=list(config.lora.modules),
+            dim=config.lora.rank,
+            alpha=config.lora.alpha,
+            dropout=0.0,
+        )
+        adapted: list[Megatron] = lora(defer_projections(chunks), training=True)
+        for chunk in adapted:
+            _initialise(chunk, ranks, seed=config.run.seed)
+        return adapted
+
+    return change
+
+
+@torch.no_grad()
+def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
+    """A is uniform within 1 / sqrt(inputs), as PEFT draws it; B is 0.
+
+    Megatron's own draws would depend on which layers came before on this pipeline stage.
+    """
+    from megatron.bridge.peft.lora_layers import LoRALinear
+
+    for layer in chunk.decoder.layers:
+        for name, module in layer.named_modules():
+            if not isinstance(module, LoRALinear):
+                continue
+            module._register_load_state_dict_pre_hook(_as_wrapped)
+            weight = module.adapter.linear_in.weight
+            is_split_by_input = module.adapter.input_is_parallel
+            rank, inputs = weight.shape
+            if is_split_by_input:
+                inputs *= ranks.tp_size
+            else:
+                rank *= ranks.tp_size
+            draw = np.random.default_rng([seed, layer.layer_number, zlib.crc32(name.encode())])
+            whole = draw.uniform(-1.0, 1.0, (rank, inputs)) / np.sqrt(inputs)
+            part = torch.from_numpy(whole).chunk(ranks.tp_size, dim=int(is_split_by_input))
+            weight.copy_(part[ranks.tp_group.rank()])
+            module.adapter.linear_out.weight.zero_()
+
+
+def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
+    """The state of a wrapped matrix is saved under the matrix' own name; loading asks for both."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        rest = name.removeprefix(prefix)
+        if not rest.startswith(("adapter.", "to_wrap.")):
+            state[f"{prefix}to_wrap.{rest}"] = state.pop(name)
+
+
+def save_adapters(policy: Policy, config: Config, target: Path) -> None:
+    """Writes the adapters alone, in the format of the library PEFT; collective.
+
+    `target` appears only when it is whole; one that is there already is replaced.
+    """
+    tensors: dict[str, Tensor] = {}
+    with policy.memory.resident(Part.PARAMETERS):
+        policy.gather_parameters()
+        for name, weight in policy.bridge.export_adapter_weights(
+            policy.chunks, cpu=True, show_progress=False
+        ):
+            if policy.ranks.is_main:
+                # Fused matrices share their first factor; a file holds no tensor twice.
+                tensors[f"base_model.model.{name}"] = weight.detach().clone().contiguous()
+    if policy.ranks.is_main:
+        _write(tensors, config, target)
+
+
+def _write(tensors: dict[str, Tensor], config: Config, target: Path) -> None:
+    from safetensors.torch import save_file
+
+    partial = target.with_name(target.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(config.model.path),
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": [part for name in config.lora.modules for part in FUSED[name]],
+    }
+    (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)

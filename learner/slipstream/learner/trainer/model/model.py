@@ -1,0 +1,275 @@
+"""A Hugging Face folder as a distributed Megatron model, with an optimizer if it is trained.
+
+Megatron's objects are untyped for us; this module and `schedule` are where they are handled.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from slipstream.learner.trainer.checkpoints.checkpoint import load_starting_weights
+from slipstream.learner.trainer.flops import model_sizes
+from slipstream.learner.trainer.model.logprobs import defer_projection, output_weight
+from slipstream.learner.trainer.model.offload import (
+    HostMemory,
+    Part,
+    gradient_buffers,
+    optimizer_state,
+    parameters,
+)
+from slipstream.learner.trainer.model.precision import token_alignment
+from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
+from slipstream.learner.trainer.model.router_replay import replay_routers
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.ranks import compat, cpu
+from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
+from slipstream.protocol.config import Config, ParallelSection
+from slipstream.protocol.errors import RunFailed
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """Parameters of this rank; one chunk for each virtual pipeline stage."""
+
+    ranks: Ranks
+    parallel: ParallelSection
+    bridge: Megatron
+    chunks: list[Megatron]
+    dtype: torch.dtype
+    max_positions: int
+    vocab_size: int
+    # Tokens of a sequence whose attention costs as much as its matrix products.
+    attention_length: float
+    # Logits of a micro batch that are kept for the backward pass when they are at most so many.
+    kept_logits: int
+    memory: HostMemory
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the tokens of a sequence must be a multiple of: two chunks for each part of it."""
+        return 2 * self.parallel.cp if self.parallel.cp > 1 else 1
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro batch must be a multiple of."""
+        shards = self.parallel.tp if self.parallel.sequence_parallel else 1
+        aligned = token_alignment(self.chunks[0].config) * shards * self.parallel.cp
+        return math.lcm(self.sequence_multiple * shards, aligned)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro batches must be a multiple of: interleaving goes in rounds."""
+        return self.parallel.pp if self.parallel.vpp else 1
+
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the projection to the vocabulary; on the last pipeline stage."""
+        return output_weight(unwrapped(self.chunks[-1]))
+
+    def gather_parameters(self) -> None:
+        """Before the parameters are read: those that are only read are complete."""
+
+
+@dataclass(frozen=True)
+class TrainedModel(ParallelModel):
+    """A model with gradients and optimizer."""
+
+    optimizer: Megatron
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Clips and applies the gradients; returns their norm before clipping. Collective.
+
+        RunFailed, with the weights as they were, when the norm is not finite.
+        """
+        with self.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+            return self._optimizer_step(learning_rate)
+
+    def _optimizer_step(self, learning_rate: float) -> float:
+        """What Megatron's `step` does, once each, with a look at the norm before weights change."""
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise RunFailed(f"the gradient norm is {norm}; the weights were not changed")
+        # Megatron leaves both multipliers to its own scheduler, which is not used here: without
+        # these lines norms would be decayed too.
+        base = self.optimizer.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate * (group["max_lr"] / base.lr)
+            group["weight_decay"] = base.weight_decay * group["wd_mult"]
+        self._clip(norm)
+        self.optimizer.step_with_ready_grads()
+        return norm
+
+    def _clip(self, norm: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        for part in self.optimizer.chained_optimizers:
+            trained = [] if part.is_stub_optimizer else part.get_parameters()
+            if trained and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(
+                    trained,
+                    max_norm=part.config.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+
+    def gather_parameters(self) -> None:
+        """Completes an all-gather left to the next forward: an export would see old weights."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+
+@dataclass(frozen=True)
+class Policy(TrainedModel):
+    """The model that samples, and that is published."""
+
+
+# Changes the chunks of this rank after loading, before they get gradients.
+Change = Callable[[list[Megatron]], list[Megatron]]
+
+
+def open_policy(config: Config, launch: Launch, *, load_weights: bool = True) -> Policy:
+    """Brings up this rank, and loads `config.model.path` with an optimizer; collective.
+
+    Without `load_weights` they are random, and the folder need hold the config.json alone.
+    ConfigError for a model or a setting that cannot work. Close `ranks` of what it returns.
+    """
+    cpu.install()
+    compat.install()
+    ranks = Ranks(launch, config.learner, seed=config.run.seed)
+    change: Change = defer_projections
+    if config.lora.rank:
+        from slipstream.learner.trainer.model.lora import adapters
+
+        change = adapters(config, ranks)
+    if config.algorithm.router_replay != "off":
+        change = _both(change, replay_routers)
+    model = load_trained(config, ranks, change=change, load_weights=load_weights)
+    return Policy(**vars(model))
+
+
+def _both(first: Change, second: Change) -> Change:
+    return lambda chunks: second(first(chunks))
+
+
+def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
+    """The change that makes log-probabilities possible without all logits; see `logprobs`."""
+    for chunk in chunks:
+        defer_projection(chunk)
+    return chunks
+
+
+def unwrapped(chunk: Megatron) -> Megatron:
+    """The GPT model in the wrappers for replicas and precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def load_trained(
+    config: Config,
+    ranks: Ranks,
+    *,
+    change: Change = defer_projections,
+    load_weights: bool = True,
+) -> TrainedModel:
+    """`config.model.path` with an optimizer, in the layout of `config.learner`; collective.
+
+    The layout of `ranks` must be that one, and in force. The weights are those of
+    `config.checkpoint.load` if that is set.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    model = _load(config, ranks, ddp_config_of(config), change=change, load_weights=load_weights)
+    chunks = model.chunks
+    optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
+    # Without it the schedule leaves out the sum over replicas and the gradients of shared
+    # parameters, silently.
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        chunks[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    model.memory.own(
+        {
+            Part.GRADIENTS: lambda: gradient_buffers(chunks),
+            Part.OPTIMIZER: lambda: optimizer_state(optimizer, chunks),
+        }
+    )
+    return TrainedModel(**vars(model), optimizer=optimizer)
+
+
+def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
+    """As `load_trained`, but for reading only: no gradients, no buffers for them."""
+    model = _load(config, ranks, None, change=defer_projections, load_weights=True)
+    for chunk in model.chunks:
+        chunk.requires_grad_(False)
+    return model
+
+
+def _with_weights(chunks: list[Megatron], *, path: Path) -> list[Megatron]:
+    load_starting_weights(chunks, path)
+    return chunks
+
+
+def _load(
+    config: Config,
+    ranks: Ranks,
+    ddp_config: Megatron | None,
+    *,
+    change: Change,
+    load_weights: bool,
+) -> ParallelModel:
+    bridge = compat.install().from_hf_pretrained(str(config.model.path))
+    hf_config = bridge.hf_pretrained.config
+    provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
+    weights = config.checkpoint.load
+    if weights is not None:
+        # Before the change, which they know nothing of, and the optimizer, which copies them.
+        provider.register_pre_wrap_hook(functools.partial(_with_weights, path=weights))
+    provider.register_pre_wrap_hook(change)
+    chunks = provider.provide_distributed_model(
+        ddp_config=ddp_config,
+        wrap_with_ddp=ddp_config is not None,
+        data_parallel_random_init=False,
+        use_cpu_initialization=provider.use_cpu_initialization,
+        bf16=provider.bf16,
+    )
+    memory = HostMemory(config.learner.offload)
+    memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
+    return ParallelModel(
+        ranks=ranks,
+        parallel=config.learner.parallel,
+        bridge=bridge,
+        chunks=chunks,
+        dtype=provider.params_dtype,
+        max_positions=hf_config.max_position_embeddings,
+        vocab_size=hf_config.vocab_size,
+        attention_length=model_sizes(hf_config.to_dict()).attention_length,
+        kept_logits=_kept_logits(config, ranks, provider.params_dtype),
+        memory=memory,
+    )
+
+
+def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
+    """How many fit the share of the device's memory that they may take; none without a device."""
+    if ranks.device.type == "cpu":
+        return 0
+    learner = config.learner
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory
+    share = learner.kept_logits_share * (learner.gpu_memory_fraction or 1.0)
+    return int(share * memory) // dtype.itemsize

@@ -1,0 +1,38 @@
+"""What 8-bit matrix products ask of the settings and of the number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.ranks import compat
+from slipstream.protocol.config import LearnerSection
+from slipstream.protocol.errors import ConfigError
+
+
+def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:
+    """ConfigError for products that no library here computes, or parameters that cannot move.
+
+    `values` are the settings of the model provider.
+    """
+    if not values.get("fp8"):
+        return
+    if not compat.has_transformer_engine():
+        raise ConfigError(
+            f"learner.transformer.fp8 {values['fp8']!r} needs TransformerEngine, "
+            "which is not installed"
+        )
+    if values.get("fp8_param") and learner.offload.parameters:
+        raise ConfigError(
+            "learner.offload.parameters cannot move 8-bit parameters: learner.transformer.fp8_param"
+        )
+
+
+def token_alignment(settings: Megatron) -> int:
+    """What the tokens of a rank must be a multiple of; `settings` are those of the model.
+
+    Matrix units take 8-bit operands in blocks of 16 numbers, and scales of mxfp8 are shared by 32.
+    """
+    if not settings.fp8:
+        return 1
+    return 32 if settings.fp8_recipe == "mxfp8" else 16

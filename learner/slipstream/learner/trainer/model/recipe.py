@@ -1,0 +1,230 @@
+"""What Megatron's objects are made of: a run's settings in its names, over what we depend on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from slipstream.learner.trainer.model.precision import check_fp8
+from slipstream.learner.trainer.model.settings import Megatron, passed_through, refusals_of
+from slipstream.learner.trainer.ranks import compat
+from slipstream.protocol.config import Config, LearnerSection
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.rank_layout import RankLayout
+
+# Of the vocabulary's share of a rank, where the vocabulary is padded.
+VOCAB_MULTIPLE = 8
+_FUSIONS = (
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "cross_entropy_loss_fusion",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
+)
+# What Bridge leaves off for Qwen, and TransformerEngine or torch.compile does better: without the
+# fused rotary embedding packed sequences stop the host twice in each layer.
+_DEFAULTS_OF_TRANSFORMER_ENGINE = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+)
+_DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
+# Ways of exchanging keys and values between context parallel ranks; None is p2p.
+_KINDS_FOR_PACKED = (None, "p2p", "a2a")
+# Without it these fail late, or change nothing.
+_OF_TRANSFORMER_ENGINE = ("moe_router_fusion", "use_te_activation_func", "fp4")
+
+
+def provider_of(
+    bridge: Megatron, hf_config: Megatron, config: Config, *, load_weights: bool
+) -> Megatron:
+    """Bridge's recipe of the model, with all settings; ConfigError when Megatron refuses one."""
+    parallel = config.learner.parallel
+    provider = bridge.to_megatron_provider(load_weights=load_weights)
+    dtype = getattr(torch, config.model.dtype)
+    values: dict[str, object] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp or parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "autocast_dtype": None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "calculate_per_token_loss": True,
+        # Packed micro batches differ in length; the default dispatcher refuses that even for dense
+        # models.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # Bridge switches it off, and then the parameters lack the marks by which the gradient norm
+        # counts them once.
+        "perform_initialization": True,
+        # With asynchronous sends the output would be freed before it has left.
+        "deallocate_pipeline_outputs": False,
+        "overlap_p2p_comm": parallel.vpp is not None,
+        "batch_p2p_comm": parallel.vpp is None,
+        # transformers 5 keeps the base where Bridge does not look, which silently leaves 10000.
+        "rotary_base": _rotary_base(hf_config),
+        # Padded only where it must be, to what matrix units like.
+        "should_pad_vocab": hf_config.vocab_size % parallel.tp != 0,
+        "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
+    }
+    if provider.num_moe_experts:
+        from slipstream.learner.trainer.model import experts
+
+        values |= experts.mixture_settings(hf_config.to_dict())
+        provider.register_pre_wrap_hook(experts.mark_experts)
+    if compat.has_transformer_engine():
+        values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
+        values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))
+    else:
+        values |= _without_transformer_engine(config)
+    values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
+    if compat.has_transformer_engine():
+        _check_shared_sequences(config, values.get("cp_comm_type"))
+    check_fp8(values, config.learner)
+    if values.get("deterministic_mode"):
+        _choose_deterministic_kernels()
+    for name, value in values.items():
+        setattr(provider, name, value)
+    with refusals_of("learner.transformer"):
+        provider.finalize()
+    return provider
+
+
+def _check_shared_sequences(config: Config, kind: object) -> None:
+    """ConfigError for what TransformerEngine 2.11 cannot do with packed sequences.
+
+    It would say so at the first micro batch, and to programmers.
+    """
+    if config.learner.parallel.cp == 1:
+        return
+    if config.model.dtype == "float32":
+        raise ConfigError(
+            "model.dtype must be bfloat16 for TransformerEngine to share sequences over the ranks "
+            f"of learner.parallel.cp {config.learner.parallel.cp}, got float32"
+        )
+    kinds = kind if isinstance(kind, list) else [kind]
+    unknown = [one for one in kinds if one not in _KINDS_FOR_PACKED]
+    if unknown:
+        raise ConfigError(
+            f"learner.transformer.cp_comm_type must be p2p or a2a, as sequences are packed, "
+            f"got {unknown[0]!r}"
+        )
+
+
+def _choose_deterministic_kernels() -> None:
+    """For this process, before the first of them runs."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+
+
+def _without_transformer_engine(config: Config) -> dict[str, object]:
+    from slipstream.learner.trainer.model import spec
+
+    for key in (*_FUSIONS, *_OF_TRANSFORMER_ENGINE):
+        if config.learner.transformer.get(key):
+            raise ConfigError(
+                f"learner.transformer.{key} needs TransformerEngine, which is not installed here"
+            )
+    spec.register_norm_names()
+    values: dict[str, object] = dict.fromkeys(_FUSIONS, False)
+    values["use_cpu_initialization"] = not torch.cuda.is_available()
+    values["transformer_layer_spec"] = spec.layer_spec
+    return values
+
+
+def _rotary_base(hf_config: Megatron) -> float:
+    sizes: dict[str, Any] = hf_config.to_dict()
+    rope: dict[str, Any] = sizes.get("rope_parameters") or {}
+    base = rope.get("rope_theta", sizes.get("rope_theta"))
+    if base is None:
+        raise ConfigError("the model's config.json names no rope_theta")
+    return float(base)
+
+
+def ddp_config_of(config: Config) -> Megatron:
+    """Megatron's settings of data parallelism; ConfigError when it refuses one."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    values: dict[str, object] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.learner.use_distributed_optimizer,
+        "average_in_collective": False,
+    }
+    if torch.cuda.is_available():
+        values |= _overlap(config.learner)
+    values |= passed_through(
+        DistributedDataParallelConfig, config.learner.ddp, section="learner.ddp"
+    )
+    if "overlap_param_gather" not in config.learner.ddp and not values.get("overlap_grad_reduce"):
+        values["overlap_param_gather"] = False
+    with refusals_of("learner.ddp"):
+        return DistributedDataParallelConfig(**values)
+
+
+def _overlap(learner: LearnerSection) -> dict[str, object]:
+    """Gradients and parameters travel while others are computed, where there are replicas.
+
+    Not what is offloaded: a part that is away cannot be received.
+    """
+    layout = RankLayout.of(learner.parallel, learner.world_size)
+    away = learner.offload.parameters or learner.offload.gradients
+    overlaps = layout.dp * layout.cp > 1 and not away
+    return {
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps and learner.use_distributed_optimizer,
+    }
+
+
+def optimizer_config_of(config: Config) -> Megatron:
+    """Megatron's settings of the optimizer; ConfigError when it refuses one."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    learner = config.learner
+    dtype = getattr(torch, config.model.dtype)
+    values: dict[str, object] = {
+        "optimizer": "adam",
+        "lr": config.algorithm.learning_rate,
+        "weight_decay": learner.weight_decay,
+        "adam_beta1": learner.adam_betas[0],
+        "adam_beta2": learner.adam_betas[1],
+        "adam_eps": learner.adam_eps,
+        "clip_grad": learner.grad_clip,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": learner.use_distributed_optimizer,
+        "overlap_param_gather": ddp_config_of(config).overlap_param_gather,
+        # The optimizer on the host gets its gradients only in this way, and weights it never
+        # updates otherwise.
+        "use_precision_aware_optimizer": bool(learner.optimizer.get("optimizer_cpu_offload")),
+    }
+    values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
+    if values.get("optimizer_cpu_offload"):
+        _check_host_optimizer(config)
+    with refusals_of("learner.optimizer"):
+        return OptimizerConfig(**values)
+
+
+def _check_host_optimizer(config: Config) -> None:
+    """ConfigError where Megatron's optimizer on the host cannot work."""
+    if not torch.cuda.is_available():
+        raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
+    # It takes slices of float32 parameters for parameters, which torch refuses.
+    if config.model.dtype != "bfloat16":
+        raise ConfigError(
+            "learner.optimizer.optimizer_cpu_offload needs model.dtype bfloat16, "
+            f"got {config.model.dtype}"
+        )

@@ -1,0 +1,175 @@
+"""Runs micro batches through the pipeline schedule, with or without the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from slipstream.learner.trainer.algorithms.loss import TokenLoss
+from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence, to_device
+from slipstream.learner.trainer.batches.shares import masked_outputs
+from slipstream.learner.trainer.model.attention_choice import log_attention_once
+from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
+from slipstream.learner.trainer.model.model import ParallelModel, TrainedModel
+from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.protocol.types import LogprobArray, TokenArray
+from torch import Tensor
+
+Output = TypeVar("Output")
+# (place of the micro batch, micro batch, log-probabilities, entropy) -> loss
+LossFunction = Callable[[int, MicroBatch, Tensor, Tensor], TokenLoss]
+# (place, micro batch, output of the last stage) -> (sum of the loss, tokens, what is handed out)
+Finish = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, Output]]
+
+
+def forward_backward(
+    model: TrainedModel,
+    micro_batches: Sequence[MicroBatch],
+    loss: LossFunction,
+    *,
+    temperature: float,
+    entropy_gradient: bool = False,
+) -> list[TokenLoss]:
+    """Adds up the gradients of all micro batches, divided by the tokens of all ranks; collective.
+
+    Returns the loss of each micro batch, detached, on the last pipeline stage, and nothing on the
+    others. `entropy_gradient`: the loss depends on the entropies, not only its statistics.
+    """
+
+    def finish(
+        place: int, micro_batch: MicroBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, TokenLoss]:
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden[0], model.output_weight, micro_batch.targets, rows[place], projection
+        )
+        found = loss(place, micro_batch, logprobs, entropy)
+        kept = dataclasses.replace(found, loss=found.loss.detach())
+        return found.loss, found.num_tokens.to(torch.int), kept
+
+    rows = _trained_rows(model, micro_batches)
+    projection = Projection(
+        temperature,
+        model.vocab_size,
+        model.ranks.tp_group,
+        entropy_gradient=entropy_gradient,
+        kept_logits=model.kept_logits,
+    )
+    return run_schedule(model, micro_batches, finish, forward_only=False)
+
+
+def forward_logprobs(
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], *, temperature: float
+) -> list[Tensor]:
+    """The log-probabilities of the targets in `loss_mask`, elsewhere 0; collective.
+
+    One tensor for each micro batch on the last pipeline stage, and nothing on the others.
+    """
+
+    def finish(
+        place: int, micro_batch: MicroBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs, _ = vocab_parallel_logprobs(
+            hidden[0], model.output_weight, micro_batch.targets, rows[place], projection
+        )
+        return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
+
+    rows = _trained_rows(model, micro_batches)
+    projection = Projection(temperature, model.vocab_size, model.ranks.tp_group)
+    with torch.no_grad():
+        return run_schedule(model, micro_batches, finish, forward_only=True)
+
+
+def sequence_logprobs(
+    model: ParallelModel, sequences: Sequence[TokenArray], *, max_tokens: int
+) -> list[LogprobArray]:
+    """Log-probabilities at temperature 1 of all tokens but each sequence's first; collective.
+
+    On every rank, one array for each sequence.
+    """
+    return masked_outputs(
+        model,
+        [TrainingSequence.of_tokens(token_ids) for token_ids in sequences],
+        functools.partial(forward_logprobs, model, temperature=1.0),
+        max_tokens=max_tokens,
+    )
+
+
+def run_schedule(
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    finish: Finish[Output],
+    *,
+    forward_only: bool,
+) -> list[Output]:
+    """Runs Megatron's schedule; what `finish` hands out, on the last pipeline stage. Collective.
+
+    The output that it is given is [1, tokens, ...], hidden states or what a changed output layer
+    makes of them. The layout of `model` must be in force.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    # All at once, before the first of them: a copy in between would wait for what runs already.
+    placed = [micro_batch.to(model.ranks.device) for micro_batch in micro_batches]
+
+    def forward_step(
+        places: Iterator[int], chunk: Megatron
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
+        place = next(places)
+        micro_batch = placed[place]
+        output = chunk(
+            micro_batch.token_ids[None],
+            micro_batch.position_ids[None],
+            None,
+            packed_seq_params=_packed(micro_batch, model.ranks.cp_size),
+            **in_model_precision,
+        )
+
+        return output, functools.partial(finish, place, micro_batch)
+
+    # Only Megatron's wrapper for half precision knows the word, and it would make a larger copy.
+    in_model_precision = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
+    iterators = [iter(range(len(micro_batches))) for _ in model.chunks]
+    with model.memory.resident(Part.PARAMETERS):
+        outputs: list[Output] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(len(micro_batch.token_ids) for micro_batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    if model.ranks.is_main:
+        log_attention_once()
+    return outputs
+
+
+def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
+    """Where the sequences are, for the attention, and where the routers send their tokens."""
+    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
+
+    packed = RoutedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=micro_batch.cu_seqlens,
+        cu_seqlens_kv=micro_batch.cu_seqlens,
+        max_seqlen_q=micro_batch.max_seqlen,
+        max_seqlen_kv=micro_batch.max_seqlen,
+        expert_ids=micro_batch.expert_ids,
+    )
+    if cp_size > 1:
+        # TransformerEngine asks for them; padding at the ends needs no mask of its own. The same
+        # tensor, so that it sees without asking the device that nothing lies between sequences.
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro_batch.cu_seqlens
+    return packed
+
+
+def _trained_rows(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Where logits are needed, on the device; found on the CPU, for it would stop a GPU."""
+    return [
+        to_device(micro_batch.loss_mask.nonzero()[:, 0], model.ranks.device)
+        for micro_batch in micro_batches
+    ]

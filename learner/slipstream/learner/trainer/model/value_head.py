@@ -1,0 +1,59 @@
+"""One value for each token, in place of the projection to the vocabulary."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from slipstream.learner.trainer.model.settings import Megatron
+from torch import Tensor
+
+# Deviation of the first values, whatever the hidden size: the states have been normalised.
+INITIAL_SCALE = 0.1
+
+
+class ValueHead(torch.nn.Module):
+    """A linear layer to one number, the same on all ranks of a stage; float32 inside.
+
+    Called as Megatron calls an output layer: [tokens, batch, hidden size] gives [tokens, batch, 1].
+    With sequence parallelism a rank has a part of the tokens: it values these, and the values are
+    brought together, not the states. Its gradients are then summed over the tensor parallel ranks.
+    """
+
+    def __init__(self, config: Megatron, *, seed: int, device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        scale = INITIAL_SCALE / math.sqrt(config.hidden_size)
+        start = torch.randn(1, config.hidden_size, generator=generator) * scale
+        self.weight = torch.nn.Parameter(start.to(device, config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, device=device, dtype=config.params_dtype))
+        self._is_split = config.sequence_parallel
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, None]:
+        """The values, and no bias that would be added later."""
+        values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
+        if self._is_split:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # Every rank goes on with the same loss: a rank's part of the gradient is its own.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def give_value_head(model: Megatron, *, seed: int) -> None:
+    """Changes a Megatron GPT model, whose weights are loaded, on every pipeline stage."""
+    if model.pre_process:
+        # With tied embeddings there is no second copy any more whose gradients are to be added.
+        model.embedding.word_embeddings.weight.shared_embedding = False
+    model.share_embeddings_and_output_weights = False
+    if model.post_process:
+        device = next(model.decoder.parameters()).device
+        model.output_layer = ValueHead(model.config, seed=seed, device=device)

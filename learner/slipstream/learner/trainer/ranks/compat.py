@@ -1,0 +1,210 @@
+"""What megatron-core 0.16.1 and megatron-bridge 0.3.1 need on every device.
+
+Each cure stands beside the version it was found in: another version is refused by name instead of
+being trusted.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import torch
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.protocol.errors import ConfigError
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+TESTED_VERSIONS = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
+_MODEL_FAMILIES = (
+    "llama.llama_bridge",
+    "qwen.qwen2_bridge",
+    "qwen.qwen3_bridge",
+    "qwen.qwen3_moe_bridge",
+)
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_TE_STUBS = (
+    "transformer_engine",
+    "transformer_engine.pytorch",
+    "transformer_engine.pytorch.ops",
+)
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def check_versions() -> None:
+    """ConfigError that names a Megatron package which is missing or not of the tested version."""
+    for name, tested in TESTED_VERSIONS.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(f"{name} {tested} is required, but it is not installed") from None
+        if found != tested:
+            raise ConfigError(f"{name} must be {tested}, the version that was tested, got {found}")
+
+
+@functools.cache
+def install() -> Megatron:
+    """Applies the cures, once, and returns Bridge's AutoBridge class."""
+    check_versions()
+    # megatron.core decides at import whether TransformerEngine is there: it must come before the
+    # stub.
+    importlib.import_module("megatron.core.extensions.transformer_engine")
+    importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    if has_transformer_engine():
+        auto_bridge: Megatron = importlib.import_module("megatron.bridge").AutoBridge
+    else:
+        _cure_moe_utils()
+        _install_adam()
+        auto_bridge = _import_bridge()
+        _cure_adapters()
+    # Recipes that Bridge lacks.
+    importlib.import_module("slipstream.learner.trainer.model.families")
+    _cure_padded_vocabulary()
+    return auto_bridge
+
+
+def _cure_moe_utils() -> None:
+    # A name that is only bound where TransformerEngine is installed is read without it too.
+    moe_utils: Megatron = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils.te_general_gemm = None
+
+
+def _install_adam() -> None:
+    if importlib.util.find_spec("apex") is not None:
+        return
+    optimizer: Megatron = importlib.import_module("megatron.core.optimizer")
+    distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizer.Adam = distributed.Adam = GroupStepAdamW
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
+def _cure_adapters() -> None:
+    # Megatron-Core defines the names of TransformerEngine's layers without it too, as None, and
+    # the adapters take that for their presence.
+    utils: Megatron = importlib.import_module("megatron.bridge.peft.utils")
+    utils.HAVE_TE = False
+
+
+def _cure_padded_vocabulary() -> None:
+    # The model's vocabulary is padded where the ranks do not divide it, what Bridge loads is not.
+    mapping: Megatron = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
+    load = mapping.ColumnParallelMapping.hf_to_megatron
+
+    @functools.wraps(load)
+    def padded(self: Megatron, hf_weights: torch.Tensor | None, module: Megatron) -> Megatron:
+        if self.megatron_param.endswith(_VOCABULARY) and hf_weights is not None:
+            missing = module.weight.shape[0] * self.tp_size - hf_weights.shape[0]
+            hf_weights = torch.nn.functional.pad(hf_weights, (0, 0, 0, missing))
+        return load(self, hf_weights, module)
+
+    mapping.ColumnParallelMapping.hf_to_megatron = padded
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW that counts its steps per parameter group, as apex and TransformerEngine do.
+
+    The distributed optimizer saves and restores that count only; with torch's AdamW, which counts
+    per parameter, all parameters share one counter after a resume and the bias correction is wrong.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+    ) -> None:
+        assert bias_correction
+        assert adam_w_mode, "only decoupled weight decay is implemented"
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            for param in params:
+                if not self.state[param]:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param)
+                    self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
+            adamw(
+                params,
+                [param.grad for param in params],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                [],
+                [torch.tensor(float(group["step"] - 1)) for _ in params],
+                foreach=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+class _Stub(types.ModuleType):
+    """A module of which every name is an empty class: Bridge's adapters can be defined."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        stub = type(name, (), {"__module__": self.__name__})
+        setattr(self, name, stub)
+        return stub
+
+
+def _import_bridge() -> Megatron:
+    """Bridge without TransformerEngine, mamba and triton, which only other models need."""
+    megatron: Megatron = importlib.import_module("megatron")
+    root = next(folder for path in megatron.__path__ if (folder := Path(path) / "bridge").is_dir())
+    _add_shell("megatron.bridge", root)
+    _add_shell("megatron.bridge.models", root / "models")
+    for name in _TE_STUBS:
+        _register(name, _Stub(name), [])
+    try:
+        auto_bridge = importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
+        for family in _MODEL_FAMILIES:
+            importlib.import_module(f"megatron.bridge.models.{family}")
+    finally:
+        # Nobody who asks later may believe that TransformerEngine is there.
+        for name in _TE_STUBS:
+            sys.modules.pop(name, None)
+    return auto_bridge.AutoBridge
+
+
+def _add_shell(name: str, folder: Path) -> None:
+    _register(name, types.ModuleType(name), [str(folder)])
+
+
+def _register(name: str, module: types.ModuleType, path: list[str]) -> None:
+    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = path
+    module.__spec__, module.__path__ = spec, path
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)

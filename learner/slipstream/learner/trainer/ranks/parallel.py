@@ -1,0 +1,291 @@
+"""The ranks: torch.distributed, Megatron's parallel groups, seeds, what rank 0 tells all."""
+
+from __future__ import annotations
+
+import copy
+import ipaddress
+import os
+import socket
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.ranks.grid import Grids
+from slipstream.protocol.config import LearnerSection, ParallelSection
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.nccl_environment import set_nccl_environment
+from slipstream.protocol.rank_layout import RankLayout
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+_INT64 = torch.int64
+# What torch may take beyond its own limit to say that nobody listens.
+CONNECT_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun tells a rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> Launch:
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK; ConfigError names one that is missing."""
+        try:
+            return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+        except KeyError as error:
+            raise _missing(error) from None
+
+
+class Ranks:
+    """All ranks of the trainer, each with its place in the parallel groups.
+
+    Every method but the properties is collective: all ranks call it in the same order. A rank that
+    died or is silent for `timeout_s` makes it raise.
+    """
+
+    def __init__(self, launch: Launch, learner: LearnerSection, *, seed: int) -> None:
+        if launch.world_size != learner.world_size:
+            raise ConfigError(
+                f"learner.world_size is {learner.world_size}, but {launch.world_size} ranks started"
+            )
+        self.rank = launch.rank
+        self.world_size = launch.world_size
+        self.device = _start(launch, learner)
+        self._parallel = learner.parallel
+        self._grids = Grids(learner.parallel, timeout_s=learner.timeout_s, seed=seed)
+        self._grid = self._grids.home
+        # Decisions travel over gloo on every device: they are small and need no stream.
+        self._control = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=learner.timeout_s))
+            if self.device.type == "cuda"
+            else dist.group.WORLD
+        )
+
+    def placed(self, parallel: ParallelSection) -> Ranks:
+        """The same ranks in another layout, whose groups are made if they are new."""
+        other = copy.copy(self)
+        other._parallel, other._grid = parallel, self._grids.of(parallel)
+        return other
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """While a model of this layout runs or is asked for its place; not collective.
+
+        RuntimeError inside the same of a third layout: `Grid.use`.
+        """
+        return self._grid.use()
+
+    @property
+    def _groups(self) -> Megatron:
+        return self._grid.groups
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which talks to the controller and sends the weights."""
+        return self.rank == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Place among the replicas, which train different micro batches."""
+        return int(self._groups.get_data_parallel_rank())
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas."""
+        return int(self._groups.get_data_parallel_world_size())
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that share each matrix."""
+        return int(self._groups.get_tensor_model_parallel_world_size())
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that share each matrix."""
+        group: dist.ProcessGroup = self._groups.get_tensor_model_parallel_group()
+        return group
+
+    @property
+    def cp_rank(self) -> int:
+        """Which part of each sequence this rank holds."""
+        return int(self._groups.get_context_parallel_rank())
+
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks that share each sequence."""
+        return int(self._groups.get_context_parallel_world_size())
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        """The ranks that share each sequence."""
+        group: dist.ProcessGroup = self._groups.get_context_parallel_group()
+        return group
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes log-probabilities and losses."""
+        return bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's statistics enter a sum over all: each token of a replica once."""
+        return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
+
+    def has_first_copy(self, *, of_experts: bool) -> bool:
+        """Whether no rank before this one holds the same parameters; not collective."""
+        if of_experts:
+            return bool(self._groups.get_expert_data_parallel_rank() == 0)
+        return bool(self._groups.get_data_parallel_rank(with_context_parallel=True) == 0)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """The bytes of rank 0, on every rank; the others pass None."""
+        assert (data is not None) == self.is_main
+        size = torch.tensor([len(data) if data is not None else 0], dtype=_INT64)
+        dist.broadcast(size, src=0, group=self._control)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if buffer.numel():
+            dist.broadcast(buffer, src=0, group=self._control)
+        return data if data is not None else buffer.numpy().tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, in the order of the ranks, on every rank."""
+        sizes = torch.zeros(self.world_size, dtype=_INT64)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(sizes, group=self._control)
+        longest = max(1, int(sizes.max()))
+        own = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own, group=self._control)
+        lengths = sizes.tolist()
+        return [part.numpy().tobytes()[:size] for part, size in zip(parts, lengths, strict=True)]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over all ranks of a CPU tensor."""
+        dist.all_reduce(values, group=self._control)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Largest values over all ranks of a CPU tensor."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
+        return values
+
+    def describe(self, *, has_experts: bool) -> str:
+        """The parallel groups of all ranks; not collective."""
+        layout = RankLayout.of(self._parallel, self.world_size)
+        found, groups = layout.groups(), self._groups
+        for name, ours in {
+            "tp": groups.get_tensor_model_parallel_group(),
+            "cp": groups.get_context_parallel_group(),
+            "dp": groups.get_data_parallel_group(),
+            "pp": groups.get_pipeline_model_parallel_group(),
+            "etp": groups.get_expert_tensor_parallel_group(),
+            "ep": groups.get_expert_model_parallel_group(),
+            "expert_dp": groups.get_expert_data_parallel_group(),
+        }.items():
+            ranks = tuple(dist.get_process_group_ranks(ours))
+            assert ranks in found[name], f"Megatron's {name} group of rank {self.rank} is {ranks}"
+        return f"on {self.device.type}, {layout.describe(has_experts=has_experts)}"
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        self._grids.close()
+        dist.destroy_process_group()
+
+
+def _start(launch: Launch, learner: LearnerSection) -> torch.device:
+    if learner.threads:
+        torch.set_num_threads(learner.threads)
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        set_nccl_environment(os.environ)
+        torch.cuda.set_device(launch.local_rank)
+        if learner.gpu_memory_fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction)
+    dist.init_process_group(
+        "nccl" if has_cuda else "gloo",
+        store=_meeting_place(launch, timedelta(seconds=learner.timeout_s)),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=learner.timeout_s),
+    )
+    return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu")
+
+
+def _meeting_place(launch: Launch, timeout: timedelta) -> Store:
+    """The store of all ranks, on MASTER_ADDR alone: torch would open it on all addresses.
+
+    ConfigError when rank 0 cannot listen there, or where other machines do not reach it.
+    """
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except KeyError as error:
+        raise _missing(error) from None
+    descriptor = None
+    # torchrun's agent may have opened it already.
+    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            listener = socket.create_server(address[:2], family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"learner.master must be an address of node 0 and a free port there, "
+                f"got {host}:{port}: {error}"
+            ) from error
+        is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size)) == launch.world_size
+        if not is_alone and ipaddress.ip_address(address[0]).is_loopback:
+            raise ConfigError(
+                f"learner.master must be an address that all nodes reach, got {host}, "
+                f"which is {address[0]} on node 0"
+            )
+        descriptor = listener.detach()
+    return _connected(host, port, launch.world_size, descriptor, timeout)
+
+
+def _connected(
+    host: str, port: int, world_size: int, descriptor: int | None, timeout: timedelta
+) -> Store:
+    """The store; ConfigError when what listens there is no store.
+
+    torch waits without a limit for the first answer of whatever took the connection.
+    """
+    found: list[Store | BaseException] = []
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                port,
+                world_size,
+                is_master=descriptor is not None,
+                timeout=timeout,
+                master_listen_fd=descriptor,
+            )
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            found.append(error)
+        else:
+            found.append(store)
+
+    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + CONNECT_GRACE_S)
+    if not found:
+        raise ConfigError(
+            f"learner.master: what listens on {host}:{port} did not answer like rank 0 "
+            f"within {timeout.total_seconds():g} s; is the port used by another program?"
+        )
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _missing(error: KeyError) -> ConfigError:
+    return ConfigError(f"the environment must set {error.args[0]}, as torchrun does")

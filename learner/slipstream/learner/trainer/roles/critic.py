@@ -1,0 +1,178 @@
+"""The critic: what it expects of the tokens of a batch, and how it learns from the returns."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence
+from slipstream.learner.trainer.batches.shares import batch_outputs, rank_micro_batches
+from slipstream.learner.trainer.model.model import TrainedModel, load_trained
+from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.model.schedule import run_schedule
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.model.value_head import give_value_head
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.protocol.config import Config
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.types import LogprobArray
+from torch import Tensor
+
+
+class Sum(IntEnum):
+    """What `value_loss` sums over the trained tokens."""
+
+    LOSS = 0
+    TOKENS = 1
+    CLIPPED = 2
+    VALUE = 3
+
+
+class Critic:
+    """Every method is collective and puts the model's layout in force by itself."""
+
+    def __init__(self, settings: Config, ranks: Ranks) -> None:
+        """Loads it; `settings` are those of `critic_config`."""
+        assert settings.critic is not None
+        self._settings = settings
+        self._clip = settings.critic.value_clip
+        self._learning_rate = settings.critic.learning_rate
+        self._ranks = ranks.placed(settings.learner.parallel)
+        with self._ranks.in_force():
+            self._model = load_trained(
+                settings,
+                self._ranks,
+                change=functools.partial(_with_value_heads, seed=settings.run.seed),
+            )
+
+    @property
+    def model(self) -> TrainedModel:
+        """What a checkpoint holds of it."""
+        return self._model
+
+    def values(self, batch: Batch) -> list[LogprobArray]:
+        """Before each sampled token, what is still to be won; as `batch_outputs` gives them."""
+        with self._ranks.in_force():
+            return batch_outputs(
+                self._model,
+                batch,
+                self._forward,
+                max_tokens=self._settings.learner.micro_batch_tokens,
+            )
+
+    def train(
+        self, sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]]
+    ) -> dict[str, float]:
+        """One optimizer step for each mini-batch, towards the returns of `sequences`; metrics.
+
+        RunFailed for a loss or gradient that is not finite, before its mini-batch changes a weight.
+        """
+        total = torch.zeros(len(Sum), dtype=torch.float64)
+        norms = []
+        parts = self._model.memory.resident(Part.PARAMETERS, Part.GRADIENTS)
+        with self._ranks.in_force(), parts:
+            for members in mini_batches:
+                sums = self._accumulate(sequences, members)
+                loss = float(sums[Sum.LOSS])
+                if not math.isfinite(loss):
+                    raise RunFailed(f"the critic's loss is {loss}; its weights were not changed")
+                norms.append(self._model.optimizer_step(self._learning_rate))
+                total += sums
+        tokens = max(1.0, float(total[Sum.TOKENS]))
+        return {
+            "value_loss": float(total[Sum.LOSS]) / tokens,
+            "value_clip_fraction": float(total[Sum.CLIPPED]) / tokens,
+            "value_mean": float(total[Sum.VALUE]) / tokens,
+            "critic_grad_norm": sum(norms) / len(norms),
+            "explained_variance": _explained(sequences),
+        }
+
+    def _forward(self, share: Sequence[MicroBatch]) -> list[Tensor]:
+        def finish(
+            place: int, micro_batch: MicroBatch, output: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            values = output[0, :, 0]
+            return values.sum(), micro_batch.loss_mask.sum().to(torch.int), values
+
+        with torch.no_grad():
+            return run_schedule(self._model, share, finish, forward_only=True)
+
+    def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
+        """Gradients of one mini-batch; its sums, indexed by `Sum`, over all ranks."""
+
+        def finish(
+            place: int, micro_batch: MicroBatch, output: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            loss, sums = value_loss(output[0, :, 0], micro_batch, clip=self._clip)
+            return loss, micro_batch.loss_mask.sum().to(torch.int), sums
+
+        share = rank_micro_batches(
+            self._model, sequences, members, max_tokens=self._settings.learner.micro_batch_tokens
+        )
+        self._model.zero_grad()
+        found = run_schedule(self._model, share, finish, forward_only=False)
+        sums = torch.zeros(len(Sum), dtype=torch.float64)
+        if self._ranks.counts:
+            sums += sum(one.cpu() for one in found)
+        return self._ranks.sum(sums)
+
+
+def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple[Tensor, Tensor]:
+    """Half the squared error of `values` [tokens] to the returns, summed over `loss_mask`.
+
+    A value that left its old one by more than `clip` counts with the larger of its own error and
+    that of the value at the bound: beyond it nothing is gained. 0: no bound. Also the sums,
+    detached, float64, indexed by `Sum`; the clipped are those for which the bound decided. Source:
+    PPO's reference implementation, Huang et al., "The 37 implementation details of PPO" (2022), 9.
+    """
+    mask, old, returns = micro_batch.loss_mask, micro_batch.values, micro_batch.returns
+    assert old is not None
+    assert returns is not None
+    errors = (values - returns).square()
+    bounded = errors
+    if clip:
+        bounded = (values.clamp(old - clip, old + clip) - returns).square()
+    losses = torch.where(mask, 0.5 * torch.maximum(errors, bounded), 0.0)
+    with torch.no_grad():
+        columns = {
+            Sum.LOSS: losses,
+            Sum.TOKENS: mask,
+            Sum.CLIPPED: (bounded > errors) & mask,
+            Sum.VALUE: torch.where(mask, values, 0.0),
+        }
+        sums = torch.stack([columns[name].sum(dtype=torch.float64) for name in Sum])
+    return losses.sum(), sums
+
+
+def explained_variance(values: LogprobArray, returns: LogprobArray) -> float:
+    """1 - var(returns - values) / var(returns): 1 is perfect, 0 as good as a constant.
+
+    0 when the returns do not vary, or there are none.
+    """
+    variance = float(returns.astype(np.float64).var()) if returns.size else 0.0
+    if variance == 0.0:
+        return 0.0
+    return 1.0 - float((returns.astype(np.float64) - values).var()) / variance
+
+
+def _explained(sequences: Sequence[TrainingSequence]) -> float:
+    """Of the values before the step, over the trained tokens of the batch."""
+    values, returns = [], []
+    for sequence in sequences:
+        known = sequence.estimates
+        assert known.values is not None
+        assert known.returns is not None
+        values.append(known.values[sequence.loss_mask])
+        returns.append(known.returns[sequence.loss_mask])
+    return explained_variance(np.concatenate(values), np.concatenate(returns))
+
+
+def _with_value_heads(chunks: list[Megatron], *, seed: int) -> list[Megatron]:
+    for chunk in chunks:
+        give_value_head(chunk, seed=seed)
+    return chunks

@@ -1,0 +1,96 @@
+"""The reference model: what it would have sampled, in its own layout, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.shares import batch_outputs
+from slipstream.learner.trainer.model.model import ParallelModel, Policy, load_frozen
+from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.model.schedule import forward_logprobs
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.weights.export import hf_tensors
+from slipstream.protocol.config import Config
+from slipstream.protocol.types import LogprobArray
+from torch import Tensor
+
+
+class Reference:
+    """Every method is collective and puts the model's layout in force by itself."""
+
+    def __init__(self, settings: Config, ranks: Ranks) -> None:
+        """Loads it; `settings` are those of `reference_config`."""
+        self._settings = settings
+        self._ranks = ranks.placed(settings.learner.parallel)
+        with self._ranks.in_force():
+            self._model = load_frozen(settings, self._ranks)
+
+    @property
+    def model(self) -> ParallelModel:
+        """What a checkpoint holds of it."""
+        return self._model
+
+    def logprobs(self, batch: Batch) -> list[LogprobArray]:
+        """Of the sampled tokens, at the sampling temperature, as `batch_outputs` gives them."""
+        temperature = self._settings.sampling.temperature
+        with self._ranks.in_force():
+            return batch_outputs(
+                self._model,
+                batch,
+                lambda share: forward_logprobs(self._model, share, temperature=temperature),
+                max_tokens=self._settings.learner.micro_batch_tokens,
+            )
+
+    @torch.no_grad()
+    def refresh(self, policy: Policy) -> None:
+        """Takes the policy's present weights, whatever the two layouts are.
+
+        Tensor by tensor: what Megatron keeps as one is put together as soon as its parts are there,
+        so that no rank ever holds the whole model. Each tensor travels to every rank once.
+        """
+        with self._model.memory.resident(Part.PARAMETERS):
+            self._refresh(policy)
+
+    def _refresh(self, policy: Policy) -> None:
+        with self._ranks.in_force():
+            tasks = _conversions(self._model)
+        waiting: dict[str, Tensor] = {}
+        needed_by = {name: task for task in tasks for name in _sources(task)}
+        done: set[str] = set()
+        for name, tensor in hf_tensors(policy, self._model.dtype):
+            task = needed_by.get(name)
+            if task is None:
+                continue
+            waiting[name] = tensor
+            if all(source in waiting for source in _sources(task)):
+                with self._ranks.in_force():
+                    self._convert(task, waiting)
+                done.update(_sources(task))
+                for source in _sources(task):
+                    del waiting[source]
+        missing = sorted(set(needed_by) - done)
+        assert not missing, f"the policy has no {', '.join(missing)}"
+        with self._ranks.in_force():
+            self._model.bridge._model_bridge._broadcast_shared_embeddings(self._model.chunks)
+
+    def _convert(self, task: Megatron, tensors: dict[str, Tensor]) -> None:
+        """As Bridge does it when it loads a folder."""
+        bridge = self._model.bridge._model_bridge
+        found = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, tensors)
+        part = task.mapping.hf_to_megatron(found, task.megatron_module)
+        if part is not None:
+            task.param_weight.copy_(part)
+
+
+def _conversions(model: ParallelModel) -> list[Megatron]:
+    """What to do for each parameter that this rank has."""
+    tasks = model.bridge.get_conversion_tasks(model.chunks)
+    return [task for task in tasks if task is not None and task.megatron_module is not None]
+
+
+def _sources(task: Megatron) -> Sequence[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else list(names.values())

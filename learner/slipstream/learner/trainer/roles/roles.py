@@ -1,0 +1,77 @@
+"""The models beside the policy: what they say of a batch, and what they do after its step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.sequences import ModelEstimates
+from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.offload import HostMemory
+from slipstream.learner.trainer.roles.critic import Critic
+from slipstream.learner.trainer.roles.reference import Reference
+from slipstream.protocol.config import Config
+from slipstream.protocol.roles import critic_config, named, reference_config
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Those that the algorithm needs; every method is collective."""
+
+    reference: Reference | None = None
+    refresh_every_steps: int = 0
+    critic: Critic | None = None
+
+    def estimates(self, batch: Batch) -> list[ModelEstimates]:
+        """For each trajectory; the same on every rank."""
+        nothing = [None] * len(batch.trajectories)
+        logprobs = self.reference.logprobs(batch) if self.reference is not None else nothing
+        values = self.critic.values(batch) if self.critic is not None else nothing
+        return [
+            ModelEstimates(reference_logprobs=a, values=b)
+            for a, b in zip(logprobs, values, strict=True)
+        ]
+
+    def memories(self) -> list[HostMemory]:
+        """Of the models that there are."""
+        return [role.model.memory for role in (self.reference, self.critic) if role is not None]
+
+    def stored_models(self) -> list[StoredModel]:
+        """What a checkpoint must hold beside the policy: what changes while training."""
+        found = []
+        if self.reference is not None and self.refresh_every_steps:
+            model = self.reference.model
+            found.append(StoredModel("reference", model.chunks, None, model.ranks.in_force))
+        if self.critic is not None:
+            trained = self.critic.model
+            found.append(
+                StoredModel("critic", trained.chunks, trained.optimizer, trained.ranks.in_force)
+            )
+        return found
+
+    def follow(self, policy: Policy, version_step: int) -> None:
+        """After the policy became version `version_step`."""
+        every = self.refresh_every_steps
+        if self.reference is not None and every and version_step % every == 0:
+            self.reference.refresh(policy)
+
+
+NO_ROLES = Roles()
+
+
+def open_roles(config: Config, policy: Policy) -> Roles:
+    """Loads the models that `config` asks for, in the policy's ranks; collective.
+
+    ConfigError for a model or a setting that cannot work.
+    """
+    of_reference, of_critic = reference_config(config), critic_config(config)
+    reference, critic = None, None
+    if of_reference is not None:
+        with named(config, "reference"):
+            reference = Reference(of_reference, policy.ranks)
+    if of_critic is not None:
+        with named(config, "critic"):
+            critic = Critic(of_critic, policy.ranks)
+    every = config.reference.refresh_every_steps if config.reference is not None else 0
+    return Roles(reference, every, critic)

@@ -1,0 +1,277 @@
+"""Fills buckets with the weights of all ranks: by the plan of `export_plan`, or by Bridge's export.
+
+Both are collective: every rank fills every bucket in turn, whether or not it holds any of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.weights.export import hf_tensors
+from slipstream.learner.trainer.weights.export_plan import Piece, UnknownMapping, plan_pieces
+from slipstream.protocol.buckets import Bucket, Span, TensorSpec
+from slipstream.protocol.errors import RunFailed
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_MOST_BLOCKS = 64
+
+
+class Filling(Protocol):
+    """A source of weights."""
+
+    tensors: tuple[TensorSpec, ...]
+    # Ranks of the trainer; `TensorSpec.sender` is a place in it.
+    senders: tuple[int, ...]
+
+    def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
+        """Bucket number k will be filled in lane k modulo their number, uint8."""
+        ...
+
+    def begin(self) -> None:
+        """All buckets follow, from the first on."""
+        ...
+
+    def fill(self, place: int) -> None:
+        """Puts bucket number `place` together on its sender; on the current CUDA stream."""
+        ...
+
+
+class BridgeFilling:
+    """Through Bridge's export, which puts every tensor together on every rank; rank 0 sends."""
+
+    senders: tuple[int, ...] = (0,)
+
+    def __init__(self, policy: Policy, dtype: str) -> None:
+        self._policy, self._dtype = policy, getattr(torch, dtype)
+        self.tensors = tuple(
+            TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in self._export()
+        )
+
+    def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
+        """See `Filling`."""
+        self._buckets, self._lanes = buckets, lanes
+
+    def begin(self) -> None:
+        """See `Filling`."""
+        self._pending = self._export()
+
+    def fill(self, place: int) -> None:
+        """See `Filling`."""
+        lane = self._lanes[place % len(self._lanes)]
+        for span in self._buckets[place].spans:
+            name, tensor = next(self._pending)
+            if name != span.tensor.name:
+                raise RunFailed(f"the export gave {name} where it gave {span.tensor.name} before")
+            if self._policy.ranks.is_main:
+                _place_of(span, lane).copy_(tensor)
+        if place == len(self._buckets) - 1:
+            assert next(self._pending, None) is None
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        return hf_tensors(self._policy, self._dtype, to_host=False)
+
+
+class _Copies:
+    """Copies between fixed places, which may change the element type.
+
+    On a GPU torch does many contiguous ones in a few kernels; one with gaps in the list and it
+    starts a kernel for each.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._dense: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._gapped: list[tuple[Tensor, Tensor]] = []
+        for target, source in pairs:
+            blocks = list(_dense_blocks(target, source))
+            if not blocks:
+                self._gapped.append((target, source))
+            for target_block, source_block in blocks:
+                self._dense[0].append(target_block)
+                self._dense[1].append(source_block)
+
+    def run(self) -> None:
+        if self._dense[0]:
+            torch._foreach_copy_(*self._dense)
+        for target, source in self._gapped:
+            target.copy_(source)
+
+
+def _dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same copy in contiguous pieces; none when these would be many.
+
+    The heads of one group of queries lie together in a fused matrix: a few pieces for each layer.
+    """
+    if target.is_contiguous() and source.is_contiguous():
+        yield target, source
+    elif target.dim() > 1 and len(target) <= _MOST_BLOCKS:
+        blocks = list(zip(target.unbind(), source.unbind(), strict=True))
+        if all(t.is_contiguous() and s.is_contiguous() for t, s in blocks):
+            yield from blocks
+
+
+@dataclass
+class _Gather:
+    """Parts that the ranks of one group put together: packed, sent to the lead, unpacked there."""
+
+    group: dist.ProcessGroup
+    pieces: list[tuple[Piece, Span, int]] = field(default_factory=list)
+    num_elements: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def add(self, piece: Piece, span: Span) -> None:
+        self.pieces.append((piece, span, self.num_elements))
+        self.num_elements += piece.part.numel()
+
+    def packing(self, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for piece, _, offset in self.pieces:
+            part = piece.part
+            yield packed[offset : offset + part.numel()].view(part.shape), part
+
+    def unpacking(self, gathered: Tensor, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for piece, span, offset in self.pieces:
+            dim, size = piece.dim, piece.part.numel()
+            assert dim is not None
+            whole, of_part = _place_of(span, lane), list(piece.shape)
+            of_part[dim] = size // (whole.numel() // piece.shape[dim])
+            for number, source in enumerate(gathered.view(self.num_parts, -1)):
+                start = number * of_part[dim]
+                # Rows beyond are padding.
+                length = min(of_part[dim], piece.shape[dim] - start)
+                if length > 0:
+                    part = source[offset : offset + size].view(of_part).narrow(dim, 0, length)
+                    yield whole.narrow(dim, start, length), part
+
+
+@dataclass
+class _Step:
+    """One gather of a bucket, ready to run. `parts` is None but on the lead."""
+
+    group: dist.ProcessGroup
+    before: _Copies
+    packed: Tensor
+    parts: list[Tensor] | None
+    after: _Copies
+
+
+class PlannedFilling:
+    """Each first copy of a parameter goes from its ranks to their lead, which sends it.
+
+    Besides the lanes, groups of several ranks use memory for one bucket, and for their part of it.
+    """
+
+    def __init__(self, policy: Policy, dtype: str, pieces: Sequence[Piece]) -> None:
+        self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)
+        first = [p for p in pieces if policy.ranks.has_first_copy(of_experts=p.is_expert)]
+        self._pieces = {piece.name: piece for piece in first}
+        led = [[p.name, p.shape] for p in first if dist.get_rank(p.group) == 0]
+        by_rank = [json.loads(data) for data in policy.ranks.gather_bytes(json.dumps(led).encode())]
+        self.senders = tuple(rank for rank, names in enumerate(by_rank) if names)
+        self.tensors = tuple(
+            TensorSpec(name, dtype, tuple(shape), sender)
+            for sender, rank in enumerate(self.senders)
+            for name, shape in by_rank[rank]
+        )
+
+    def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
+        """See `Filling`."""
+        self._leads = [self.senders[bucket.root] for bucket in buckets]
+        sorted_out = [self._sort(bucket) for bucket in buckets]
+        gathers = [gather for _, of_bucket in sorted_out for gather in of_bucket]
+        device = lanes[0].device
+        own = max((g.num_elements for g in gathers), default=0)
+        together = max((g.num_elements * g.num_parts for g in gathers), default=0)
+        packed = torch.empty(own, dtype=self._dtype, device=device)
+        gathered = torch.empty(together, dtype=self._dtype, device=device)
+        self._whole: list[_Copies] = []
+        self._steps: list[list[_Step]] = []
+        for place, (whole, of_bucket) in enumerate(sorted_out):
+            lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
+            self._whole.append(_Copies(_whole(*one, lane) for one in whole if is_lead))
+            steps = []
+            for gather in of_bucket:
+                mine = packed[: gather.num_elements]
+                all_parts = gathered[: gather.num_elements * gather.num_parts]
+                steps.append(
+                    _Step(
+                        group=gather.group,
+                        before=_Copies(gather.packing(mine)),
+                        packed=mine.view(torch.uint8),
+                        parts=_bytes_of_each(all_parts, gather.num_parts) if is_lead else None,
+                        after=_Copies(gather.unpacking(all_parts, lane) if is_lead else ()),
+                    )
+                )
+            self._steps.append(steps)
+
+    def begin(self) -> None:
+        """See `Filling`."""
+
+    def fill(self, place: int) -> None:
+        """See `Filling`."""
+        self._whole[place].run()
+        for step in self._steps[place]:
+            step.before.run()
+            dist.gather(step.packed, step.parts, dst=self._leads[place], group=step.group)
+            step.after.run()
+
+    def _sort(self, bucket: Bucket) -> tuple[list[tuple[Piece, Span]], list[_Gather]]:
+        """What of a bucket is whole on its lead, and what is gathered, as far as it is here."""
+        whole, gathers = [], dict[dist.ProcessGroup, _Gather]()
+        for span in bucket.spans:
+            piece = self._pieces.get(span.tensor.name)
+            if piece is None:
+                continue
+            if piece.num_parts == 1:
+                whole.append((piece, span))
+            else:
+                gathers.setdefault(piece.group, _Gather(piece.group)).add(piece, span)
+        return whole, list(gathers.values())
+
+
+def open_filling(policy: Policy, dtype: str) -> Filling:
+    """By plan where every rank knows all of its mappings, else by Bridge. Collective.
+
+    UnknownMapping is logged. The plan is not compared with Bridge's export yet.
+    """
+    pieces: list[Piece] = []
+    problem = ""
+    try:
+        pieces = plan_pieces(policy)
+    except UnknownMapping as error:
+        problem = str(error)
+    problems = [data.decode() for data in policy.ranks.gather_bytes(problem.encode())]
+    problem = next((problem for problem in problems if problem), "")
+    if not problem:
+        return PlannedFilling(policy, dtype, pieces)
+    if policy.ranks.is_main:
+        logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
+    return BridgeFilling(policy, dtype)
+
+
+def _place_of(span: Span, lane: Tensor) -> Tensor:
+    tensor = span.tensor
+    data = lane[span.offset_bytes : span.offset_bytes + tensor.num_bytes]
+    return data.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+
+
+def _whole(piece: Piece, span: Span, lane: Tensor) -> tuple[Tensor, Tensor]:
+    target, part = _place_of(span, lane), piece.part
+    if part.numel() != target.numel():
+        # A padded vocabulary.
+        part = part[: target.shape[0]]
+    return target.view(part.shape), part
+
+
+def _bytes_of_each(data: Tensor, num_parts: int) -> list[Tensor]:
+    return list(data.view(torch.uint8).view(num_parts, -1).unbind())

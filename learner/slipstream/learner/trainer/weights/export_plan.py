@@ -1,0 +1,126 @@
+"""What each rank holds of the tensors of the Hugging Face checkpoint, recorded once.
+
+Bridge's export runs Python and collectives for every tensor, and sends each one to all pipeline
+stages. Its mappings say where the rows of a tensor lie, and that does not change during a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.settings import Megatron
+from torch import Tensor
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VOCABULARY = (EMBEDDING, HEAD)
+
+
+class UnknownMapping(Exception):
+    """Bridge maps a parameter in a way that this module does not know."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of one tensor.
+
+    `part` is a view of a parameter. Along `dim` the parts of the ranks of `group` follow each
+    other; None: each of them holds all of it. Rows beyond `shape` are padding. Where `dim` is not 1
+    the elements of `part` lie in the tensor's order, whatever the shape of `part` is.
+    """
+
+    name: str
+    part: Tensor
+    shape: tuple[int, ...]
+    dim: int | None
+    group: dist.ProcessGroup
+    is_expert: bool
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that must come together for the tensor."""
+        return dist.get_world_size(self.group) if self.dim is not None else 1
+
+
+def plan_pieces(policy: Policy) -> list[Piece]:
+    """Of every parameter on this rank, experts last; UnknownMapping. Collective."""
+    pieces: list[Piece] = []
+    expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
+    for task in policy.bridge.get_conversion_tasks(policy.chunks):
+        if task is None or task.param_weight is None:
+            continue
+        for piece in _of_task(task, policy.vocab_size):
+            pieces.append(piece)
+            is_tied = policy.chunks[0].config.share_embeddings_and_output_weights
+            if is_tied and piece.name == EMBEDDING and HEAD in expected:
+                pieces.append(Piece(**{**vars(piece), "name": HEAD}))
+    return sorted(pieces, key=lambda piece: piece.is_expert)
+
+
+def _of_task(task: Megatron, vocab_size: int) -> Iterator[Piece]:
+    if "to_wrap" in task.param_name:
+        raise UnknownMapping(f"{task.param_name} has an adapter")
+    weight = task.param_weight.detach()
+    if type(weight) is not Tensor or not weight.is_contiguous():
+        raise UnknownMapping(f"{task.param_name} is a {type(weight).__name__}")
+    mapping = task.mapping
+    for name, part, dim in _parts(task, weight):
+        sizes = list(part.shape)
+        if dim == 0:
+            columns = weight.shape[1:]
+            sizes = [part.numel() // columns.numel(), *columns]
+        if dim is not None:
+            sizes[dim] *= dist.get_world_size(mapping.tp_group)
+        if name in VOCABULARY:
+            sizes[0] = vocab_size
+        yield Piece(name, part, tuple(sizes), dim, mapping.tp_group, mapping.is_expert)
+
+
+def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Name, view and dimension of what a parameter holds."""
+    from megatron.bridge.models.conversion import param_mapping as known
+
+    mapping, module = task.mapping, task.megatron_module
+    kind: type = type(mapping)
+    if kind is known.AutoMapping and mapping.permute_dims is None:
+        found = mapping._detect_parallelism_type(module)
+        kind = {
+            "column": known.ColumnParallelMapping,
+            "row": known.RowParallelMapping,
+            "replicated": known.ReplicatedMapping,
+        }[found]
+    if kind in (known.DirectMapping, known.ReplicatedMapping):
+        yield str(mapping.hf_param), weight, None
+    elif kind is known.ColumnParallelMapping:
+        yield str(mapping.hf_param), weight, 0
+    elif kind is known.RowParallelMapping:
+        yield str(mapping.hf_param), weight, None if weight.dim() == 1 else 1
+    elif kind is known.GatedMLPMapping:
+        gate, up = weight.chunk(2, dim=0)
+        yield mapping.hf_param["gate"], gate, 0
+        yield mapping.hf_param["up"], up, 0
+    elif kind is known.QKVMapping:
+        if mapping._tp_mapping._detect_parallelism_type(module) != "column":
+            raise UnknownMapping(f"{task.param_name} is fused but not split by rows")
+        for name, part in _heads(mapping._get_config(module), weight, task.param_name).items():
+            yield mapping.hf_param[name], part, 0
+    else:
+        raise UnknownMapping(f"{task.param_name} has a {type(mapping).__name__}")
+
+
+def _heads(config: Megatron, weight: Tensor, name: str) -> dict[str, Tensor]:
+    """Queries, keys and values: for each group of queries its heads, then its key, its value."""
+    if getattr(config, "attention_output_gate", False):
+        raise UnknownMapping(f"{name} holds gates of the attention's output")
+    per_group = config.num_attention_heads // config.num_query_groups
+    size = config.kv_channels or config.hidden_size // config.num_attention_heads
+    if weight.shape[0] % ((per_group + 2) * size):
+        raise UnknownMapping(f"{name} splits a group of queries")
+    by_head = weight.view(-1, per_group + 2, size, *weight.shape[1:])
+    return {
+        "q": by_head[:, :per_group],
+        "k": by_head[:, per_group],
+        "v": by_head[:, per_group + 1],
+    }

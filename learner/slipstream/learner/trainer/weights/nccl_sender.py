@@ -1,0 +1,127 @@
+"""Sends buckets from GPU to GPU over NCCL; see `weight_sender.WeightSender`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from slipstream.learner.trainer.weights.weight_stream import Release
+from slipstream.protocol.buckets import Bucket
+from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.cupy_nccl import CupyNccl, make_unique_id
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.nccl_group import NcclBackend, NcclGroup, Wire
+from slipstream.v1 import weights_pb2
+from torch import Tensor
+
+
+class SendingStream(Protocol):
+    """Where broadcasts are enqueued."""
+
+    handle: int
+
+    def follow(self) -> None:
+        """What comes next waits for what the current stream was given."""
+
+    def release(self) -> Release:
+        """Lets the current stream wait for what this one was given so far."""
+
+
+class CudaStream:
+    """See `SendingStream`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.handle = self._stream.cuda_stream
+
+    def follow(self) -> None:
+        """See `SendingStream`."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def release(self) -> Release:
+        """See `SendingStream`."""
+        sent = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(sent)
+
+
+class NcclWeightSender:
+    """From GPU to GPU; all buckets are enqueued at once, each behind what fills it."""
+
+    def __init__(
+        self,
+        weights: WeightsSection,
+        backend: NcclBackend,
+        stream: SendingStream,
+        *,
+        make_unique_id: Callable[[], bytes],
+    ) -> None:
+        self._weights, self._backend, self._stream = weights, backend, stream
+        self._make_unique_id = make_unique_id
+        self._id: str | None = None
+        self._group: NcclGroup | None = None
+
+    @property
+    def communicator_id(self) -> str | None:
+        """See `WeightSender`."""
+        is_alive = self._group is not None and not self._group.is_aborted
+        return self._id if is_alive else None
+
+    def announce(
+        self, communicator_id: str, *, num_senders: int, world_size: int
+    ) -> weights_pb2.Communicator:
+        """See `WeightSender`."""
+        self.abort()
+        return weights_pb2.Communicator(
+            communicator_id=communicator_id,
+            transport="nccl",
+            unique_id=self._make_unique_id(),
+            world_size=world_size,
+            num_senders=num_senders,
+        )
+
+    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
+        """See `WeightSender`."""
+        self.abort()
+        self._group = NcclGroup.join(
+            self._backend,
+            announced.unique_id,
+            rank=rank,
+            world_size=announced.world_size,
+            deadline_s=self._weights.join_deadline_s,
+        )
+        self._id = announced.communicator_id
+
+    def send(self, bucket: Bucket, data: Tensor) -> Release:
+        """See `WeightSender`."""
+        if self._group is None:
+            raise WeightSyncError("there is no communicator to send through")
+        self._stream.follow()
+        self._group.broadcast(
+            data.data_ptr(),
+            bucket.num_bytes,
+            bucket.root,
+            self._stream.handle,
+            deadline_s=self._weights.bucket_deadline_s,
+        )
+        return self._stream.release()
+
+    def finish(self) -> Wire:
+        """See `WeightSender`."""
+        if self._group is None:
+            raise WeightSyncError("there is no communicator to send through")
+        self._group.wait()
+        return self._group.take_wire()
+
+    def abort(self) -> None:
+        """See `WeightSender`."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._id = None
+
+
+def open_nccl_sender(weights: WeightsSection, device: torch.device) -> NcclWeightSender:
+    """On a CUDA device."""
+    return NcclWeightSender(
+        weights, CupyNccl(device.index), CudaStream(device), make_unique_id=make_unique_id
+    )

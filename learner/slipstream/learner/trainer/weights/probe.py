@@ -1,0 +1,45 @@
+"""Which tokens prove a delivery, and what the learner thinks of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.schedule import sequence_logprobs
+from slipstream.protocol.codec import pack_logprobs, pack_tokens
+from slipstream.protocol.config import Config
+from slipstream.protocol.types import TokenArray
+from slipstream.v1 import weights_pb2
+
+NUM_SEQUENCES = 8
+MAX_TOKENS = 256
+
+
+def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) -> list[TokenArray]:
+    """Up to 8 sequences of 2 to `max_tokens` tokens; pseudo-random ones without a batch."""
+    if batch is None:
+        random = np.random.default_rng(0)
+        lengths = np.linspace(8, 32, NUM_SEQUENCES).astype(int).clip(2, max_tokens)
+        return [random.integers(0, vocab_size, n).astype(np.uint32) for n in lengths]
+    long_enough = [t.token_ids for t in batch.trajectories if len(t.token_ids) >= 2]
+    stride = max(1, len(long_enough) // NUM_SEQUENCES)
+    chosen = long_enough[::stride][:NUM_SEQUENCES]
+    return [token_ids[:max_tokens] for token_ids in chosen]
+
+
+def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_pb2.Probe:
+    """The probe of the current weights, the same on every rank; collective."""
+    # The engine wants room for one more token.
+    room = min(policy.max_positions, config.sampling.max_episode_tokens) - 1
+    sequences = probe_sequences(
+        batch,
+        vocab_size=policy.vocab_size,
+        max_tokens=max(2, min(MAX_TOKENS, room)),
+    )
+    logprobs = sequence_logprobs(policy, sequences, max_tokens=config.learner.micro_batch_tokens)
+    return weights_pb2.Probe(
+        token_ids=pack_tokens(np.concatenate(sequences)),
+        lengths=[len(token_ids) for token_ids in sequences],
+        expected_logprobs=pack_logprobs(np.concatenate(logprobs)),
+        tolerance=config.probe_tolerance,
+    )

@@ -1,0 +1,203 @@
+"""One publish on all ranks: rank 0 leads with the controller, every sending rank sends its buckets.
+
+What goes wrong on one rank is known to all before they go on: then all abort, and rank 0 reports it
+once. A rank that cannot send goes on putting buckets together, because others wait for its parts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.weights.weight_sender import WeightSender, WeightSenders
+from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests, WeightStream
+from slipstream.protocol.buckets import Bucket
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.nccl_group import Wire
+from slipstream.v1 import trainer_pb2, weights_pb2
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """Sends the weights of `stream` when it is told to; `run` and `abort` are collective."""
+
+    def __init__(
+        self,
+        stream: WeightStream,
+        senders: WeightSenders,
+        *,
+        ranks: Ranks,
+        client: ControllerClient,
+    ) -> None:
+        self._stream, self._senders = stream, senders
+        self._ranks, self._client = ranks, client
+
+    def run(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
+        """Carries out `order`; what goes wrong on the way to the servers is reported, not raised.
+
+        `probe` counts on rank 0.
+        """
+        result = trainer_pb2.PublishResult(publish_id=order.publish_id)
+        if order.new_communicator:
+            # The one before may be of another transport.
+            self._senders.abort()
+        sender = self._senders.of(order.communicator.transport)
+        announced, problem = self._agree(order, sender)
+        if announced is None and not problem:
+            return
+        if announced is not None:
+            started = time.monotonic()
+            problem, digests = self._deliver(
+                announced, result, sender, is_new=order.new_communicator
+            )
+            result.send_s = time.monotonic() - started
+            if not problem:
+                assert digests is not None
+                result.bucket_digests.extend(digests.buckets)
+                result.export_s = digests.export_s
+                result.bytes_sent = self._stream.num_bytes
+                if probe is not None:
+                    result.probe.CopyFrom(probe)
+        self._report(order, result, problem)
+
+    def abort(self) -> None:
+        """Leaves the communicator."""
+        self._senders.abort()
+
+    def _agree(
+        self, order: weights_pb2.PublishOrder, sender: WeightSender
+    ) -> tuple[weights_pb2.Communicator | None, str]:
+        """The communicator to send through; or None, with a problem, or given up without one."""
+        data = None
+        if self._ranks.is_main:
+            communicator, problem = self._announce(order, sender)
+            found = communicator.SerializeToString().hex() if communicator is not None else None
+            data = json.dumps([found, problem]).encode()
+        found, problem = json.loads(self._ranks.broadcast_bytes(data))
+        if found is None:
+            return None, problem
+        return weights_pb2.Communicator.FromString(bytes.fromhex(found)), ""
+
+    def _announce(
+        self, order: weights_pb2.PublishOrder, sender: WeightSender
+    ) -> tuple[weights_pb2.Communicator | None, str]:
+        """On rank 0: tells the controller, and hears who takes part."""
+        wanted = order.communicator.communicator_id
+        communicator = order.communicator
+        num_senders = len(self._stream.senders)
+        if order.new_communicator:
+            workers = sum(receiver.num_workers for receiver in order.receivers)
+            try:
+                communicator = sender.announce(
+                    wanted, num_senders=num_senders, world_size=num_senders + workers
+                )
+            except WeightSyncError as error:
+                return None, str(error)
+        elif sender.communicator_id != wanted:
+            return None, f"communicator {wanted} is gone: a new one is needed"
+        answer = self._client.start_publish(
+            trainer_pb2.PublishStart(
+                publish_id=order.publish_id,
+                layout=self._stream.layout(),
+                communicator=communicator,
+            ),
+            join_deadline_s=order.join_deadline_s,
+        )
+        if not answer.receivers:
+            return None, ""
+        lost = {r.server_id for r in order.receivers} - {r.server_id for r in answer.receivers}
+        if lost:
+            # A group with a member missing can neither be joined nor used.
+            return None, f"{', '.join(sorted(lost))} did not take part"
+        return communicator, ""
+
+    def _deliver(
+        self,
+        announced: weights_pb2.Communicator,
+        result: trainer_pb2.PublishResult,
+        sender: WeightSender,
+        *,
+        is_new: bool,
+    ) -> tuple[str, WeightDigests | None]:
+        """What went wrong on any rank, or what was sent."""
+        place = self._stream.sender
+        if is_new:
+            problem = ""
+            if place is not None:
+                try:
+                    sender.connect(announced, place)
+                except WeightSyncError as error:
+                    problem = str(error)
+            if problem := self._first_problem(problem):
+                return problem, None
+        sends = _Sends(sender if place is not None else None)
+        digests = self._stream.run(sends)
+        wire = sends.finish()
+        result.wire_s, result.wire_bytes = wire.seconds, wire.num_bytes
+        return self._first_problem(sends.problem), digests
+
+    def _first_problem(self, problem: str) -> str:
+        """The first of all ranks' problems that is not empty."""
+        found = self._ranks.gather_bytes(problem.encode())
+        return next((data.decode() for data in found if data), "")
+
+    def _report(
+        self, order: weights_pb2.PublishOrder, result: trainer_pb2.PublishResult, problem: str
+    ) -> None:
+        """Rank 0 hears whether the communicator is still good; then all do."""
+        data = None
+        if self._ranks.is_main:
+            if problem:
+                logger.warning(
+                    "publish %s of version %s: %s", order.publish_id, order.version.step, problem
+                )
+                result.error = problem
+            receipt = self._client.finish_publish(result)
+            data = b"discard" if receipt.discard_communicator or problem else b""
+        if self._ranks.broadcast_bytes(data):
+            self._senders.abort()
+
+
+class _Sends:
+    """The sends of one publish; after the first problem nothing more is sent."""
+
+    def __init__(self, sender: WeightSender | None) -> None:
+        self._sender = sender
+        self.problem = ""
+
+    def __call__(self, place: int, bucket: Bucket, data: Tensor) -> Release:
+        """See `Send`."""
+        if self._sender is None or self.problem:
+            return _nothing
+        try:
+            release = self._sender.send(bucket, data)
+        except WeightSyncError as error:
+            self.problem = f"bucket {place}: {error}"
+            return _nothing
+        return lambda: self._release(place, release)
+
+    def finish(self) -> Wire:
+        """Waits for the end of all."""
+        wire = Wire()
+        if self._sender is not None and not self.problem:
+            try:
+                wire = self._sender.finish()
+            except WeightSyncError as error:
+                self.problem = str(error)
+        return wire
+
+    def _release(self, place: int, release: Release) -> None:
+        if not self.problem:
+            try:
+                release()
+            except WeightSyncError as error:
+                self.problem = f"bucket {place}: {error}"
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,260 @@
+"""The policy's weights as a stream of filled buckets, on the device, in memory for two of them.
+
+Consumes: parameters. Produces: buckets on their senders, and the digest of every tensor. On CUDA
+everything is enqueued on a stream of its own: bucket k + 1 is put together while bucket k travels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.weights.bucket_fill import BridgeFilling, Filling, open_filling
+from slipstream.learner.trainer.weights.export import hf_tensors
+from slipstream.protocol.buckets import (
+    ALIGNMENT_BYTES,
+    Bucket,
+    Span,
+    TensorSpec,
+    layout_to_pb,
+    plan_buckets,
+)
+from slipstream.protocol.config import Config
+from slipstream.protocol.digests import BucketDigests, HostDigests, bucket_digest, weight_digest
+from slipstream.v1 import weights_pb2
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+NUM_LANES = 2
+
+# Makes the current stream wait until the lane may be filled again.
+Release = Callable[[], None]
+# On every sender for every bucket: its number, the bucket, and memory for it, which on the bucket's
+# own sender is filled when the current stream comes here.
+Send = Callable[[int, Bucket, Tensor], Release]
+
+
+@dataclass(frozen=True)
+class WeightDigests:
+    """What one pass over the weights found; the same on every rank."""
+
+    by_name: dict[str, bytes]
+    buckets: tuple[bytes, ...]
+    # Time in which buckets were put together, on the rank that took longest.
+    export_s: float
+
+    @property
+    def identity(self) -> bytes:
+        """Of the whole set, whatever the layout of the ranks and the size of buckets."""
+        return weight_digest(self.by_name)
+
+
+class WeightStream:
+    """Every method but the properties is collective."""
+
+    def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
+        self._policy, self._filling = policy, filling
+        self._bucket_bytes = bucket_bytes
+        self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
+        self._own = [self._is_own(bucket) for bucket in self.buckets]
+        device = policy.ranks.device
+        # Ranks that do not send need none.
+        size = self.largest_bucket if self.sender is not None else 0
+        lanes = min(NUM_LANES, len(self.buckets))
+        self._lanes = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(lanes)]
+        self._digests = open_digests(self.buckets, device)
+        self._stream = _new_stream(device)
+        with policy.memory.resident(Part.PARAMETERS):
+            filling.prepare(self.buckets, self._lanes)
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The ranks that send, in the order of `TensorSpec.sender`."""
+        return self._filling.senders
+
+    @property
+    def sender(self) -> int | None:
+        """This rank's place among the senders."""
+        rank = self._policy.ranks.rank
+        return self.senders.index(rank) if rank in self.senders else None
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors; tied ones count once."""
+        return sum(torch.Size(tensor.shape).numel() for tensor in self._filling.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """What travels to each receiver."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def largest_bucket(self) -> int:
+        """Its bytes."""
+        return max(bucket.num_bytes for bucket in self.buckets)
+
+    def layout(self) -> weights_pb2.WeightLayout:
+        """From which a receiver derives the same buckets."""
+        return layout_to_pb(self._filling.tensors, self._bucket_bytes)
+
+    @torch.no_grad()
+    def run(self, send: Send | None = None) -> WeightDigests:
+        """Puts every bucket together once, gives each to `send` on the senders, digests all."""
+        releases: list[Release | None] = [None] * len(self._lanes)
+        clock = _Clock(self._stream)
+        with self._policy.memory.resident(Part.PARAMETERS):
+            self._policy.gather_parameters()
+            with self._on_stream():
+                self._filling.begin()
+                for place, bucket in enumerate(self.buckets):
+                    lane = place % len(self._lanes)
+                    release = releases[lane]
+                    if release is not None:
+                        release()
+                    with clock.measure():
+                        self._filling.fill(place)
+                    buffer = self._lanes[lane][: bucket.num_bytes]
+                    if self._own[place]:
+                        self._digests.add(place, buffer.data_ptr(), self._handle)
+                    if send is not None and self.sender is not None:
+                        releases[lane] = send(place, bucket, buffer)
+                found = self._digests.read(self._handle)
+        return self._share(found, clock.total_s())
+
+    @property
+    def _handle(self) -> int:
+        return self._stream.cuda_stream if self._stream is not None else 0
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _is_own(self, bucket: Bucket) -> bool:
+        return self.senders[bucket.root] == self._policy.ranks.rank
+
+    def _share(self, found: list[list[bytes]], export_s: float) -> WeightDigests:
+        own = {
+            span.tensor.name: digest.hex()
+            for bucket, digests, is_own in zip(self.buckets, found, self._own, strict=True)
+            if is_own
+            for span, digest in zip(bucket.spans, digests, strict=True)
+        }
+        data = json.dumps([own, export_s]).encode()
+        by_name: dict[str, bytes] = {}
+        slowest_s = 0.0
+        for part in self._policy.ranks.gather_bytes(data):
+            digests, seconds = json.loads(part)
+            by_name |= {name: bytes.fromhex(digest) for name, digest in digests.items()}
+            slowest_s = max(slowest_s, seconds)
+        of_buckets = tuple(
+            bucket_digest(by_name[span.tensor.name] for span in bucket.spans)
+            for bucket in self.buckets
+        )
+        return WeightDigests(by_name, of_buckets, slowest_s)
+
+
+class _Clock:
+    """Time in some parts of a pass: of the device where there is one."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream, self._total_s = stream, 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        if self._stream is None:
+            started = time.monotonic()
+            yield
+            self._total_s += time.monotonic() - started
+            return
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._events.append((begin, end))
+
+    def total_s(self) -> float:
+        """What was measured; the stream is done with it."""
+        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
+        return self._total_s + milliseconds / 1e3
+
+
+def open_stream(policy: Policy, config: Config) -> WeightStream:
+    """By a recorded plan that gives what Bridge's export gives, else by that export. Collective."""
+    dtype = config.weights.wire_dtype or config.model.dtype
+    size = config.weights.bucket_mib << 20
+    with policy.memory.resident(Part.PARAMETERS):
+        filling = open_filling(policy, dtype)
+        stream = WeightStream(policy, filling, bucket_bytes=size)
+        if isinstance(filling, BridgeFilling):
+            return stream
+        problem = _difference(stream.run(), bridge_digests(policy, dtype))
+        # The digests are everybody's, but only rank 0 has all of Bridge's tensors for sure.
+        data = problem.encode() if policy.ranks.is_main else None
+        problem = policy.ranks.broadcast_bytes(data).decode()
+        if not problem:
+            return stream
+        if policy.ranks.is_main:
+            logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
+        return WeightStream(policy, BridgeFilling(policy, dtype), bucket_bytes=size)
+
+
+def weight_identity(policy: Policy, config: Config) -> bytes:
+    """Digest of all weights, on every rank. Collective; to do it often, keep a `WeightStream`."""
+    return open_stream(policy, config).run().identity
+
+
+def bridge_digests(policy: Policy, dtype: str) -> dict[str, bytes]:
+    """Of every tensor as Bridge exports it. Collective."""
+    found = {}
+    for name, tensor in hf_tensors(policy, getattr(torch, dtype), to_host=False):
+        spec = TensorSpec(name, dtype, tuple(tensor.shape))
+        bucket = Bucket((Span(spec, 0),), spec.num_bytes)
+        digests = open_digests((bucket,), tensor.device)
+        handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
+        # A view into a parameter may begin anywhere.
+        aligned = tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
+        digests.add(0, aligned.data_ptr(), handle)
+        found[name] = digests.read(handle)[0][0]
+    return found
+
+
+def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
+    """Digests where the buckets lie."""
+    if device.type != "cuda":
+        return HostDigests(buckets)
+    from slipstream.protocol.cuda_digests import CudaDigests
+
+    with torch.cuda.device(device):
+        return CudaDigests(buckets)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _difference(planned: WeightDigests, exported: dict[str, bytes]) -> str:
+    """Empty when both are the same weights."""
+    ours = planned.by_name
+    if missing := sorted(set(exported) ^ set(ours)):
+        return f"{missing[0]} is in one of the plan and Bridge's export only"
+    wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
+    return f"the plan gives another {wrong[0]} than Bridge's export" if wrong else ""

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from slipstream.learner.trainer.algorithms.kl import kl_estimate, safe_ratio
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", [math.log(2), -math.log(4)]),
+        ("k2", [math.log(2) ** 2 / 2, math.log(4) ** 2 / 2]),
+        ("k3", [0.5 - 1 + math.log(2), 4 - 1 - math.log(4)]),
+    ],
+)
+def test_estimates_by_hand(estimator, expected: list[float]) -> None:
+    # The policy is twice as sure as the reference, then a quarter as sure.
+    policy = torch.tensor([-1.0 + math.log(2), -1.0 - math.log(4)])
+    found = kl_estimate(policy, torch.tensor([-1.0, -1.0]), estimator)
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def softmax_policies() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    return logits, reference
+
+
+def gradient(value: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    (found,) = torch.autograd.grad(value, logits)
+    return found
+
+
+def mean_estimate(logits: torch.Tensor, reference: torch.Tensor, estimator) -> torch.Tensor:
+    """Over all tokens that the policy may sample, each as often as it does; exact."""
+    policy = logits.log_softmax(-1)
+    return (policy.detach().exp() * kl_estimate(policy, reference, estimator)).sum()
+
+
+def test_means_of_k1_and_k3_are_the_divergence() -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1)
+    divergence = (policy.exp() * (policy - reference)).sum().item()
+    assert mean_estimate(logits, reference, "k1").item() == pytest.approx(divergence)
+    assert mean_estimate(logits, reference, "k3").item() == pytest.approx(divergence)
+
+
+def test_mean_gradient_of_k1_in_the_loss_is_nothing() -> None:
+    logits, reference = softmax_policies()
+    found = gradient(mean_estimate(logits, reference, "k1"), logits)
+    assert found.tolist() == pytest.approx([0.0] * 6, abs=1e-12)
+
+
+def test_mean_gradient_of_k2_in_the_loss_is_that_of_the_divergence_from_the_reference() -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1)
+    expected = gradient((policy.exp() * (policy - reference)).sum(), logits)
+    found = gradient(mean_estimate(logits, reference, "k2"), logits)
+    torch.testing.assert_close(found, expected)
+
+
+def test_mean_gradient_of_k3_in_the_loss_is_that_of_the_opposite_divergence() -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1)
+    expected = gradient((reference.exp() * (reference - policy)).sum(), logits)
+    found = gradient(mean_estimate(logits, reference, "k3"), logits)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gradients_are_those_of_the_values(estimator) -> None:
+    policy = torch.linspace(-3, -0.1, 7, dtype=torch.float64, requires_grad=True)
+    reference = torch.linspace(-0.5, -2, 7, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda p: kl_estimate(p, reference, estimator), policy)
+
+
+@pytest.mark.parametrize("delta", [-1e3, 1e3])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_log_ratios_of_any_size_give_finite_estimates(estimator, delta: float) -> None:
+    policy = torch.tensor([delta], requires_grad=True)
+    found = kl_estimate(policy, torch.zeros(1), estimator)
+    found.sum().backward()
+    assert torch.isfinite(found).all()
+    assert policy.grad is not None
+    assert torch.isfinite(policy.grad).all()
+
+
+def test_ratio_is_limited_to_twenty_on_either_side() -> None:
+    found = safe_ratio(torch.tensor([-1e3, 0.0, 1e3]))
+    assert found.tolist() == pytest.approx([math.exp(-20), 1.0, math.exp(20)])
+    assert torch.isfinite(found * found).all()

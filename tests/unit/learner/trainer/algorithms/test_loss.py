@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from packed import algorithm, micro_batch
+from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
+from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, Max, Sum
+from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.protocol.algorithm_section import AlgorithmSection
+from torch import Tensor
+
+USUAL = algorithm()
+BEHAVIOR = {"ratio": "behavior", "correction": {"weight": "none"}}
+
+
+def loss_of(
+    policy: Tensor,
+    batch: MicroBatch,
+    settings: AlgorithmSection = USUAL,
+    *,
+    old: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> TokenLoss:
+    entropies = torch.ones(len(policy)) if entropy is None else entropy
+    return policy_loss(policy, entropies, old, batch, settings, group=None)
+
+
+def gradient(found: TokenLoss, policy: Tensor) -> list[float]:
+    (values,) = torch.autograd.grad(found.loss, policy)
+    return values.tolist()
+
+
+def test_first_mini_batch_weighs_the_policy_gradient_by_the_truncated_importance_weight() -> None:
+    # exp(log 1.5) = 1.5 is kept; exp(log 4) = 4 is cut to 2; the third token is context.
+    behavior = [-1.0 - math.log(1.5), -1.0 - math.log(4), 0.0]
+    policy = torch.full((3,), -1.0, requires_grad=True)
+    batch = micro_batch(behavior, [2.0, -1.0, 9.0], [True, True, False], lags=[0, 1, 0])
+    found = loss_of(policy, batch)
+    assert found.loss.item() == pytest.approx(-(1.5 * 2.0 + 2.0 * -1.0))
+    assert gradient(found, policy) == pytest.approx([-3.0, 2.0, 0.0])
+    assert found.num_tokens.item() == 2
+
+
+def test_statistics_are_sums_over_the_trained_tokens() -> None:
+    behavior = [-1.0 - math.log(1.5), -1.0 - math.log(4), 0.0]
+    policy = torch.full((3,), -1.0)
+    batch = micro_batch(
+        behavior, [2.0, -1.0, 9.0], [True, True, False], lags=[0, 9, 0], reference=[-2.0, -1.0, 3.0]
+    )
+    found = loss_of(policy, batch).statistics
+    sums = dict(zip(Sum, found.sums.tolist(), strict=True))
+    assert sums == pytest.approx(
+        {
+            Sum.LOSS: -1.0,
+            Sum.TOKENS: 2,
+            Sum.ENTROPY: 2,
+            Sum.CLIPPED_LOW: 0,
+            Sum.CLIPPED_HIGH: 0,
+            Sum.DUAL_CLIPPED: 0,
+            Sum.WEIGHT: 3.5,
+            Sum.WEIGHT_SQUARED: 2.25 + 4,
+            Sum.CAPPED: 1,
+            Sum.TOKEN_MASKED: 0,
+            Sum.SEQUENCE_MASKED: 0,
+            Sum.KL: 0.5 - math.log(1.5) + 3 - math.log(4),
+            Sum.REFERENCE_KL: math.exp(-1) - 1 + 1,
+        },
+        rel=1e-5,
+    )
+    assert found.gaps[:, 0].tolist() == pytest.approx([math.log(1.5), 1], rel=1e-5)
+    assert found.gaps[:, NUM_LAGS - 1].tolist() == pytest.approx([math.log(4), 1], rel=1e-5)
+    assert found.gaps[:, 1 : NUM_LAGS - 1].sum() == 0
+    assert found.maxima[Max.GAP] == pytest.approx(math.log(1.5))
+    assert found.maxima[Max.IMPORTANCE_RATIO] == pytest.approx(4)
+
+
+def test_masks_and_clips_are_counted() -> None:
+    # Ratios to the proximal policy 1.5, 0.5, 9; proximal to behavior 1, 1, 10.
+    policy = torch.tensor([math.log(1.5), math.log(0.5), math.log(9)])
+    batch = micro_batch([0.0, 0.0, -math.log(10)], [1.0, -1.0, -1.0], sequence_ids=[0, 0, 1])
+    settings = algorithm(
+        dual_clip=3.0, correction={"token_band": [0.5, 1.9], "sequence_band": [0.5, 9.0]}
+    )
+    sums = loss_of(policy, batch, settings, old=torch.zeros(3)).statistics.sums
+    assert sums[Sum.CLIPPED_HIGH] == 1
+    assert sums[Sum.CLIPPED_LOW] == 1
+    assert sums[Sum.DUAL_CLIPPED] == 1
+    assert sums[Sum.TOKEN_MASKED] == 1
+    assert sums[Sum.SEQUENCE_MASKED] == 1
+    assert sums[Sum.WEIGHT] == 2
+
+
+def test_later_mini_batch_takes_the_ratio_to_the_policy_before_the_step() -> None:
+    policy = torch.tensor([-1.0 + math.log(1.5)], requires_grad=True)
+    found = loss_of(policy, micro_batch([-1.0]), old=torch.tensor([-1.0]))
+    assert found.loss.item() == pytest.approx(-1.2)
+    assert gradient(found, policy) == [0.0]
+
+
+def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> None:
+    # behavior -> proximal 1.5 (the weight), proximal -> policy 1.1 (the ratio).
+    policy = torch.tensor([-1.0 + math.log(1.1)], requires_grad=True)
+    batch = micro_batch([-1.0 - math.log(1.5)])
+    found = loss_of(policy, batch, old=torch.tensor([-1.0]))
+    assert found.loss.item() == pytest.approx(-1.5 * 1.1)
+    assert gradient(found, policy) == pytest.approx([-1.5 * 1.1])
+
+
+def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> None:
+    """Learner and sampler differ before the first step: taking one for the other clips nothing."""
+    policy = torch.tensor([-1.0 + math.log(1.5), -1.0], requires_grad=True)
+    batch = micro_batch([-1.0, -1.0])
+    found = loss_of(policy, batch, algorithm(**BEHAVIOR))
+    assert found.loss.item() == pytest.approx(-1.2 - 1.0)
+    assert gradient(found, policy) == pytest.approx([0.0, -1.0])
+    assert found.statistics.sums[Sum.WEIGHT] == 2
+    assert found.statistics.sums[Sum.CAPPED] == 0
+    proximal = loss_of(policy, batch, algorithm(correction={"weight": "none"}))
+    assert gradient(proximal, policy) == pytest.approx([-1.0, -1.0])
+
+
+def test_reinforce_is_weighted_by_the_present_policy_in_later_mini_batches_too() -> None:
+    policy = torch.tensor([math.log(1.5)], requires_grad=True)
+    settings = algorithm(loss="reinforce")
+    found = loss_of(policy, micro_batch([0.0]), settings, old=torch.tensor([math.log(0.1)]))
+    assert gradient(found, policy) == pytest.approx([-1.5])
+
+
+def test_divergence_in_the_loss_pulls_towards_the_reference_with_the_same_weight() -> None:
+    # Weight 1.5; k2 = (log 2)^2 / 2 with slope log 2. No advantage: only the divergence acts.
+    policy = torch.tensor([-1.0, -1.0], requires_grad=True)
+    reference = [-1.0 - math.log(2), -1.0 + math.log(2)]
+    batch = micro_batch([-1.0 - math.log(1.5)] * 2, [0.0, 0.0], reference=reference)
+    settings = algorithm(kl={"coefficient": 0.1, "estimator": "k2"})
+    found = loss_of(policy, batch, settings)
+    assert found.loss.item() == pytest.approx(2 * 0.1 * 1.5 * math.log(2) ** 2 / 2)
+    pull = 0.1 * 1.5 * math.log(2)
+    assert gradient(found, policy) == pytest.approx([pull, -pull])
+
+
+def test_divergence_in_the_reward_is_no_part_of_the_loss() -> None:
+    policy = torch.tensor([-1.0], requires_grad=True)
+    batch = micro_batch([-1.0], reference=[-3.0])
+    settings = algorithm(kl={"coefficient": 0.1, "placement": "reward", "estimator": "k1"})
+    assert gradient(loss_of(policy, batch, settings), policy) == [-1.0]
+
+
+def test_entropy_bonus_raises_the_entropy() -> None:
+    """One step down the gradient of the loss, with nothing but the bonus in it."""
+    logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
+
+    def entropy() -> tuple[Tensor, Tensor]:
+        logprobs = logits.log_softmax(-1)
+        return logprobs[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+    policy, before = entropy()
+    batch = micro_batch(policy.tolist(), [0.0])
+    found = loss_of(policy, batch, algorithm(entropy_coefficient=0.5), entropy=before)
+    assert found.loss.item() == pytest.approx(-0.5 * before.item())
+    found.loss.backward()
+    assert logits.grad is not None
+    with torch.no_grad():
+        logits -= 0.1 * logits.grad
+    assert entropy()[1].item() > before.item()
+
+
+def test_weights_of_the_aggregation_multiply_every_part_of_the_loss() -> None:
+    policy = torch.tensor([-1.0, -1.0])
+    settings = algorithm(entropy_coefficient=0.5, kl={"coefficient": 1.0, "estimator": "k2"})
+    plain = micro_batch([-1.0, -1.0], reference=[-2.0, -2.0])
+    heavy = micro_batch([-1.0, -1.0], reference=[-2.0, -2.0], loss_weights=[3.0, 0.0])
+    single = loss_of(policy, plain, settings).loss.item() / 2
+    assert single == pytest.approx(-1 + 0.5 - 0.5)
+    assert loss_of(policy, heavy, settings).loss.item() == pytest.approx(3 * single)
+
+
+def test_placeholders_at_context_tokens_change_nothing() -> None:
+    """Log-probabilities of what nobody sampled are whatever they are, and are never trained."""
+    mask = [True, False]
+    policy = torch.tensor([-1.0, -7.0], requires_grad=True)
+    found = [
+        loss_of(policy, micro_batch([-1.5, placeholder], [1.0, advantage], mask))
+        for placeholder, advantage in ((0.0, 0.0), (-100.0, 5.0))
+    ]
+    assert found[0].loss.item() == found[1].loss.item()
+    slopes = [gradient(one, policy) for one in found]
+    assert slopes[0] == slopes[1]
+    assert slopes[0][1] == 0.0
+    assert torch.equal(found[0].statistics.sums, found[1].statistics.sums)
+
+
+@pytest.mark.parametrize("settings", [USUAL, algorithm(**BEHAVIOR)])
+@pytest.mark.parametrize("gap", [-1e3, 1e3])
+def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(
+    gap: float, settings: AlgorithmSection
+) -> None:
+    batch = micro_batch([0.0], [-1.0], reference=[0.0])
+    for old in (None, torch.zeros(1)):
+        policy = torch.tensor([gap], requires_grad=True)
+        found = loss_of(policy, batch, settings, old=old)
+        everything = [*gradient(found, policy), *found.statistics.sums.tolist()]
+        assert all(math.isfinite(value) for value in everything)
+
+
+def test_micro_batch_without_trained_tokens_has_no_loss_and_no_gradient() -> None:
+    policy = torch.tensor([-3.0, -2.0], requires_grad=True)
+    batch = micro_batch([0.0, 0.0], [1.0, 1.0], [False, False])
+    found = loss_of(policy, batch)
+    assert gradient(found, policy) == [0.0, 0.0]
+    assert found.statistics.sums.tolist() == [0.0] * len(Sum)
+    assert found.statistics.gaps.sum() == 0
+    assert found.statistics.maxima.tolist() == [0.0, 0.0]
+
+
+def test_loss_and_gradient_equal_a_dense_computation_of_the_same_formula() -> None:
+    torch.manual_seed(1)
+    number = 200
+    policy = (torch.randn(number) - 2).requires_grad_()
+    old, behavior = policy.detach() + 0.3 * torch.randn(number), torch.randn(number) - 2
+    advantages, mask = torch.randn(number), torch.rand(number) < 0.6
+    batch = micro_batch(behavior.tolist(), advantages.tolist(), mask.tolist())
+    found = gradient(loss_of(policy, batch, old=old), policy)
+    (expected,) = torch.autograd.grad(dense(policy, old, behavior, advantages, mask), policy)
+    torch.testing.assert_close(torch.tensor(found), expected)
+
+
+def dense(
+    policy: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
+    total = torch.zeros(())
+    for i in mask.nonzero().flatten().tolist():
+        weight = min(math.exp(old[i] - behavior[i]), 2.0)
+        ratio = torch.exp(policy[i] - old[i])
+        clipped = torch.clamp(ratio, 0.8, 1.2)
+        total = total - weight * torch.minimum(ratio * advantages[i], clipped * advantages[i])
+    return total
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "sapo", "reinforce"])
+def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
+    """On `meta`, which refuses tensors of another device as a GPU does."""
+    settings = algorithm(
+        loss=loss,
+        entropy_coefficient=0.1,
+        kl={"coefficient": 0.1},
+        correction={"weight": "sequence", "token_band": [0.5, 2.0], "sequence_band": [0.5, 2.0]},
+    )
+    batch = micro_batch([-1.0] * 3, reference=[-1.0] * 3).map_tokens(lambda t: t.to("meta"))
+    policy = torch.zeros(3, device="meta", requires_grad=True)
+    found = policy_loss(policy, policy, policy.detach(), batch, settings, group=None)
+    found.loss.backward()
+    statistics = found.statistics
+    for tensor in (found.num_tokens, statistics.sums, statistics.gaps, statistics.maxima):
+        assert tensor.device.type == "meta"

@@ -1,0 +1,62 @@
+"""The index of a checkpoint is read without running what somebody put into it."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index  # noqa: E402
+from slipstream.protocol.errors import CheckpointError  # noqa: E402
+from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
+
+
+def call(module: str, name: str, argument: str) -> bytes:
+    """A pickle, protocol 0, that calls a function as it is loaded."""
+    return f"c{module}\n{name}\n(V{argument}\ntR.".encode()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch.distributed.checkpoint.metadata", "__import__"),
+        ("torch.distributed.checkpoint.filesystem", "os"),
+    ],
+)
+def test_a_call_is_refused_before_it_happens(tmp_path: Path, module: str, name: str) -> None:
+    canary = tmp_path / "canary"
+    path = tmp_path / ".metadata"
+    path.write_bytes(call(module, name, f"touch {canary}"))
+    with pytest.raises(CheckpointError, match=f"{module}.{name} has no place in the index"):
+        read_index(path)
+    assert not canary.exists()
+
+
+def test_a_plain_value_is_no_index(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"I1\n.")
+    with pytest.raises(CheckpointError, match="holds a int, not the index"):
+        read_index(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x05", struct.pack("<q", 7)])
+def test_a_torn_index_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_index(path)
+
+
+def test_an_index_of_torchs_own_writer_is_read(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3, dtype=torch.bfloat16), "b": {"c": torch.zeros(2, 2)}, "n": 3}
+    with pytest.warns(UserWarning, match="save in a single process"):
+        save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    index = read_index(tmp_path / ".metadata")
+    assert set(index.state_dict_metadata) == {"a", "b.c", "n"}
+    assert index.state_dict_metadata["b.c"].size == torch.Size([2, 2])

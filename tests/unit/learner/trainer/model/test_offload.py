@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from slipstream.learner.trainer.model.offload import HostMemory, Part
+from slipstream.protocol.config import OffloadSection
+
+
+def test_views_of_a_buffer_see_it_again_after_it_was_away() -> None:
+    buffer = torch.arange(6.0)
+    parameter = torch.nn.Parameter(buffer[2:4])
+    memory = HostMemory(OffloadSection(parameters=True))
+    memory.own({Part.PARAMETERS: lambda: [parameter, buffer[:2]]})
+    with memory.resident(Part.PARAMETERS):
+        pass
+    assert buffer.untyped_storage().nbytes() == 0
+    with memory.resident(Part.PARAMETERS):
+        assert buffer.tolist() == [0, 1, 2, 3, 4, 5]
+        with torch.no_grad():
+            parameter.fill_(9.0)
+        assert buffer.tolist() == [0, 1, 9, 9, 4, 5]
+    with memory.resident(Part.PARAMETERS):
+        assert parameter.tolist() == [9, 9]
+
+
+def test_part_leaves_with_the_last_of_its_users() -> None:
+    weight = torch.ones(3)
+    memory = HostMemory(OffloadSection(parameters=True))
+    memory.own({Part.PARAMETERS: lambda: [weight]})
+    with memory.resident(Part.PARAMETERS):
+        with memory.resident(Part.PARAMETERS):
+            pass
+        assert weight.tolist() == [1, 1, 1]
+    assert weight.untyped_storage().nbytes() == 0
+
+
+def test_only_the_parts_that_are_set_leave() -> None:
+    weight, moment = torch.ones(3), torch.ones(4)
+    memory = HostMemory(OffloadSection(optimizer=True))
+    memory.own({Part.PARAMETERS: lambda: [weight], Part.OPTIMIZER: lambda: [moment]})
+    with memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+        pass
+    assert weight.untyped_storage().nbytes() == 12
+    assert moment.untyped_storage().nbytes() == 0
+
+
+def test_gradients_come_back_as_zeros() -> None:
+    gradients = torch.ones(3)
+    memory = HostMemory(OffloadSection(gradients=True))
+    memory.own({Part.GRADIENTS: lambda: [gradients]})
+    with memory.resident(Part.GRADIENTS):
+        pass
+    with memory.resident(Part.GRADIENTS):
+        assert gradients.tolist() == [0, 0, 0]
+
+
+def test_failure_inside_leaves_the_memory_for_who_looks_into_it() -> None:
+    weight = torch.ones(3)
+    memory = HostMemory(OffloadSection(parameters=True))
+    memory.own({Part.PARAMETERS: lambda: [weight]})
+    with pytest.raises(ValueError, match="why"), memory.resident(Part.PARAMETERS):
+        raise ValueError("why")
+    assert weight.tolist() == [1, 1, 1]

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from slipstream.learner.trainer.model.precision import check_fp8, token_alignment
+from slipstream.learner.trainer.ranks import compat
+from slipstream.protocol.config import LearnerSection, OffloadSection
+from slipstream.protocol.errors import ConfigError
+
+FP8 = {"fp8": "e4m3", "fp8_param": True}
+
+
+def test_8_bit_products_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: False)
+    with pytest.raises(ConfigError, match=r"learner\.transformer\.fp8 'e4m3' needs Transformer"):
+        check_fp8(FP8, LearnerSection())
+    check_fp8({"fp8": None}, LearnerSection())
+
+
+def test_8_bit_parameters_cannot_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
+    check_fp8(FP8, LearnerSection())
+    learner = LearnerSection(offload=OffloadSection(parameters=True))
+    with pytest.raises(ConfigError, match=r"learner\.offload\.parameters cannot move 8-bit"):
+        check_fp8(FP8, learner)
+
+
+def test_8_bit_products_ask_for_multiples_of_tokens() -> None:
+    assert token_alignment(SimpleNamespace(fp8=None)) == 1
+    assert token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe="delayed")) == 16
+    assert token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe="mxfp8")) == 32

@@ -1,0 +1,67 @@
+"""What Megatron's objects are made of on machines with GPUs."""
+
+from __future__ import annotations
+
+import pytest
+from slipstream.learner.trainer.model import recipe
+from slipstream.protocol.config import Config, LearnerSection
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("learner", "reduce", "gather"),
+    [
+        ({}, False, False),
+        ({"use_distributed_optimizer": True}, False, False),
+        ({"world_size": 4, "parallel": {"tp": 2, "pp": 2}}, False, False),
+        ({"world_size": 2}, True, False),
+        ({"world_size": 2, "parallel": {"cp": 2}}, True, False),
+        ({"world_size": 4, "parallel": {"tp": 2}, "use_distributed_optimizer": True}, True, True),
+        ({"world_size": 2, "offload": {"parameters": True}}, False, False),
+        ({"world_size": 2, "offload": {"gradients": True}}, False, False),
+        ({"world_size": 2, "offload": {"optimizer": True}}, True, False),
+    ],
+)
+def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(
+    learner: dict, reduce: bool, gather: bool
+) -> None:
+    found = recipe._overlap(LearnerSection.model_validate(learner))
+    assert found == {"overlap_grad_reduce": reduce, "overlap_param_gather": gather}
+
+
+def sharing(cp: int, dtype: str) -> Config:
+    table = {
+        "run": {"name": "recipe", "steps": 1},
+        "model": {"path": "nowhere", "dtype": dtype},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 16},
+        "learner": {"world_size": cp, "parallel": {"cp": cp}},
+    }
+    return parse_config(table, source="test")
+
+
+@pytest.mark.parametrize("kind", [None, "p2p", "a2a", ["p2p", "a2a"]])
+def test_packed_sequences_are_shared_in_half_precision(kind: object) -> None:
+    recipe._check_shared_sequences(sharing(2, "bfloat16"), kind)
+    recipe._check_shared_sequences(sharing(1, "float32"), "all_gather")
+    with pytest.raises(ConfigError, match=r"model.dtype must be bfloat16 .*cp 2, got float32"):
+        recipe._check_shared_sequences(sharing(2, "float32"), kind)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "a2a+p2p", ["p2p", "all_gather"]])
+def test_ways_of_sharing_that_need_unpacked_sequences_are_refused(kind: object) -> None:
+    with pytest.raises(ConfigError, match="cp_comm_type must be p2p or a2a"):
+        recipe._check_shared_sequences(sharing(2, "bfloat16"), kind)
+
+
+def test_optimizer_on_the_host_is_refused_where_it_cannot_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a GPU, there is none"):
+        recipe._check_host_optimizer(sharing(1, "bfloat16"))
+    monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: True)
+    recipe._check_host_optimizer(sharing(1, "bfloat16"))
+    with pytest.raises(ConfigError, match="needs model.dtype bfloat16, got float32"):
+        recipe._check_host_optimizer(sharing(1, "float32"))

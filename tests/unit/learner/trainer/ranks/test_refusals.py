@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+from slipstream.learner.trainer.ranks import compat
+from slipstream.learner.trainer.ranks.parallel import Launch
+from slipstream.protocol.errors import ConfigError
+
+
+def test_another_version_of_megatron_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.check_versions()
+    monkeypatch.setitem(compat.TESTED_VERSIONS, "megatron-core", "9.9")
+    with pytest.raises(ConfigError, match=r"megatron-core must be 9\.9.*got 0\.16\.1"):
+        compat.check_versions()
+
+
+def test_missing_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.TESTED_VERSIONS, "megatron-absent", "1.0")
+    with pytest.raises(ConfigError, match=r"megatron-absent 1\.0 is required"):
+        compat.check_versions()
+
+
+def test_rank_without_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="must set WORLD_SIZE"):
+        Launch.from_environment()

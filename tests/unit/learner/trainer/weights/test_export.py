@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from slipstream.learner.trainer.weights.export import HfFolderWriter
+
+
+def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.Tensor]:
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"torch_dtype": "float32", "hidden_size": 4}))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "model.safetensors").write_text("old weights")
+    (source / "model.safetensors.index.json").write_text("old index")
+    tensors = {name: torch.full((4,), float(place)) for place, name in enumerate("abcde")}
+    writer = HfFolderWriter(source, folder, max_shard_bytes=max_shard_bytes)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.finish("bfloat16")
+    return tensors
+
+
+def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    tensors = write(tmp_path / "in", folder, 1 << 20)
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+    stored = load_file(folder / "model.safetensors")
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
+    assert json.loads((folder / "config.json").read_text()) == {
+        "dtype": "bfloat16",
+        "hidden_size": 4,
+    }
+
+
+def test_large_model_is_several_files_with_an_index(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    tensors = write(tmp_path / "in", folder, 32)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 80}
+    assert sorted(set(index["weight_map"].values())) == [
+        f"model-0000{place}-of-00003.safetensors" for place in (1, 2, 3)
+    ]
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(folder / file)[name], tensors[name])
+    assert len(list(folder.glob("*.safetensors"))) == 3

@@ -1,0 +1,188 @@
+"""Publishes over NCCL, without a GPU: all members are threads, and the library is a fake one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from fake_controller import FakeController, publish_order
+from fake_nccl import FakeNccl, Meeting
+from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.weights.nccl_sender import NcclWeightSender
+from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.weight_sender import WeightSenders
+from slipstream.learner.trainer.weights.weight_stream import WeightStream
+from slipstream.protocol.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.digests import bucket_digest, tensor_digest
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.nccl_group import NcclGroup
+from slipstream.v1 import trainer_pb2, weights_pb2
+from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
+
+SOON = WeightsSection(join_deadline_s=1.0, bucket_deadline_s=0.5)
+BUCKET_BYTES = 4_000
+TENSORS = {
+    TensorSpec(f"w{n}", "float32", (size,), sender): torch.arange(size, dtype=torch.float32) + n
+    for n, (size, sender) in enumerate([(900, 0), (901, 0), (902, 0), (999, 1), (5, 1), (998, 1)])
+}
+BUCKETS = plan_buckets(list(TENSORS), BUCKET_BYTES)
+EXPECTED = {spec.name: tensor_digest(tensor.numpy().data) for spec, tensor in TENSORS.items()}
+DIGESTS = [bucket_digest(EXPECTED[span.tensor.name] for span in b.spans) for b in BUCKETS]
+
+
+class HostStream:
+    """A lane is free when all that was sent is there."""
+
+    handle = 0
+
+    def __init__(self) -> None:
+        self.wait: Callable[[], None] = lambda: None
+
+    def follow(self) -> None:
+        """What the caller did is done."""
+
+    def release(self) -> Callable[[], None]:
+        return lambda: self.wait()
+
+
+class Fleet:
+    """Two senders, a controller, and one receiver that takes `num_buckets` of each publish."""
+
+    def __init__(self) -> None:
+        self.meetings: dict[bytes, Meeting] = {}
+        self.num_ids = 0
+        self.num_buckets = len(BUCKETS)
+        self.received: list[dict[str, bytes]] = []
+        self.controller = FakeController([], on_start_publish=self._start)
+        self.client = ControllerClient(
+            parse_config(
+                {
+                    "run": {"name": "publish", "steps": 1},
+                    "model": {"path": "model"},
+                    "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+                    "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+                    "controller": {"address": self.controller.address},
+                },
+                source="test",
+            )
+        )
+        self.senders = [self._sender() for _ in range(2)]
+        self._threads: list[threading.Thread] = []
+        self._group: NcclGroup | None = None
+
+    def _sender(self) -> WeightSenders:
+        senders = WeightSenders(SOON, torch.device("cpu"), largest_bucket=1)
+        stream = HostStream()
+        sender = NcclWeightSender(
+            SOON, FakeNccl(self.meetings), stream, make_unique_id=self._unique_id
+        )
+        stream.wait = lambda: sender._group.wait()
+        senders._made["nccl"] = sender
+        return senders
+
+    def _unique_id(self) -> bytes:
+        self.num_ids += 1
+        return b"id-%d" % self.num_ids
+
+    def _start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
+        thread = threading.Thread(target=self._receive, args=(start.communicator,))
+        thread.start()
+        self._threads.append(thread)
+        return [weights_pb2.Receiver(server_id="server", first_rank=2, num_workers=1)]
+
+    def _receive(self, where: weights_pb2.Communicator) -> None:
+        if where.unique_id:
+            self._group = NcclGroup.join(
+                FakeNccl(self.meetings), where.unique_id, rank=2, world_size=3, deadline_s=20.0
+            )
+        group, found = self._group, {}
+        assert group is not None
+        try:
+            for bucket in BUCKETS[: self.num_buckets]:
+                data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+                group.broadcast(data.data_ptr(), data.numel(), bucket.root, 0, deadline_s=20.0)
+                group.wait()
+                for span in bucket.spans:
+                    raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes]
+                    found[span.tensor.name] = tensor_digest(raw.numpy().data)
+        except WeightSyncError:
+            return
+        self.received.append(found)
+
+    def publish(self, *, new_communicator: bool) -> None:
+        order = publish_order(1, new_communicator=new_communicator, verify=False)[0].publish
+        order.communicator.transport = "nccl"
+
+        def on_rank(ranks: ThreadRanks) -> None:
+            filling = PlainFilling(TENSORS, ranks)
+            stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES)
+            senders = self.senders[ranks.rank]
+            publisher = WeightPublisher(stream, senders, ranks=ranks, client=self.client)
+            publisher.run(order, None)
+
+        run_ranks(2, on_rank)
+        for thread in self._threads:
+            thread.join(20)
+
+    def close(self) -> None:
+        for senders in self.senders:
+            senders.abort()
+        if self._group is not None:
+            self._group.abort()
+        self.client.close()
+
+
+@pytest.fixture
+def fleet():
+    fleet = Fleet()
+    with fleet.controller:
+        yield fleet
+        fleet.close()
+
+
+def test_two_senders_reach_the_receiver_and_keep_their_communicator(fleet: Fleet) -> None:
+    fleet.publish(new_communicator=True)
+    fleet.publish(new_communicator=False)
+    assert fleet.num_ids == 1
+    assert fleet.received == [EXPECTED, EXPECTED]
+    for result in fleet.controller.results:
+        assert result.error == ""
+        assert list(result.bucket_digests) == DIGESTS
+        assert result.wire_s > 0
+        assert result.wire_bytes == sum(bucket.num_bytes for bucket in BUCKETS[1:])
+    (first, second) = fleet.controller.starts
+    assert first.communicator.unique_id == b"id-1"
+    assert first.communicator.num_senders == 2
+    assert not second.communicator.unique_id
+
+
+def test_receiver_that_stops_costs_one_deadline_and_a_new_communicator(fleet: Fleet) -> None:
+    fleet.num_buckets = 2
+    started = time.monotonic()
+    fleet.publish(new_communicator=True)
+    assert time.monotonic() - started < 5 * SOON.bucket_deadline_s + 2
+    (result,) = fleet.controller.results
+    assert "was not done within 0.5 s" in result.error
+    assert [s.of("nccl").communicator_id for s in fleet.senders] == [None, None]
+    fleet.num_buckets = len(BUCKETS)
+    fleet.publish(new_communicator=True)
+    assert fleet.num_ids == 2
+    assert fleet.controller.results[1].error == ""
+    assert fleet.received[-1] == EXPECTED
+
+
+def test_sender_without_a_communicator_says_so() -> None:
+    sender = NcclWeightSender(SOON, FakeNccl({}), HostStream(), make_unique_id=lambda: b"id")
+    with pytest.raises(WeightSyncError, match="no communicator to send through"):
+        sender.send(BUCKETS[0], torch.zeros(BUCKETS[0].num_bytes, dtype=torch.uint8))
+    with pytest.raises(WeightSyncError, match="no communicator to send through"):
+        sender.finish()
+    where = sender.announce("members-1", num_senders=1, world_size=2)
+    with pytest.raises(WeightSyncError, match="did not meet within 1 s"):
+        sender.connect(where, 0)
+    assert sender.communicator_id is None
