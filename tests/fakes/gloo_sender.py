@@ -22,11 +22,19 @@ from torch._C import _distributed_c10d as c10d
 class GlooSender:
     """One communicator: the sender and `num_workers` receivers behind it."""
 
-    def __init__(self, communicator_id: str, *, num_workers: int = 1, deadline_s: float = 5.0):
+    def __init__(
+        self,
+        communicator_id: str,
+        *,
+        num_workers: int = 1,
+        deadline_s: float = 5.0,
+        join_deadline_s: float = 5.0,
+    ):
+        """`deadline_s`: of each bucket."""
         self._timeout = timedelta(seconds=deadline_s)
-        self._deadline_s = deadline_s
+        self._join_timeout = timedelta(seconds=join_deadline_s)
         self._store = c10d.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._timeout
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._join_timeout
         )
         self.communicator = weights_pb2.Communicator(
             communicator_id=communicator_id,
@@ -44,15 +52,15 @@ class GlooSender:
             version=version_to_pb(PolicyVersion(0, step)),
             communicator=self.communicator,
             new_communicator=self._group is None,
-            bucket_deadline_s=self._deadline_s,
-            join_deadline_s=self._deadline_s,
+            bucket_deadline_s=self._timeout.total_seconds(),
+            join_deadline_s=self._join_timeout.total_seconds(),
         )
 
     def join(self) -> None:
         """Waits for the receivers."""
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = self._timeout
+        options._timeout = self._join_timeout
         store = c10d.PrefixStore(self.communicator.communicator_id, self._store)
         self._group = c10d.ProcessGroupGloo(store, 0, self.communicator.world_size, options)
 

@@ -62,9 +62,20 @@ class Scene:
         same = all(torch.equal(p, expected[n]) for n, p in self._model.named_parameters())
         self.seen.append((result["by_plan"], same))
 
-    def meet_again(self) -> None:
-        """A new communicator at the next update."""
-        self._sender = GlooSender("second")
+    def meet_again(self, deadline_s: float = 5.0) -> None:
+        """A new communicator at the next update, with this deadline of a bucket."""
+        self._sender = GlooSender("second", deadline_s=deadline_s, join_deadline_s=30.0)
+
+    def slow_down_recording(self, seconds: float) -> None:
+        """The next call of the model's loader, which is recorded, takes longer."""
+        load_weights = self._model.load_weights
+
+        def slow(weights: Any) -> Any:
+            self._model.load_weights = load_weights
+            time.sleep(seconds)
+            return load_weights(weights)
+
+        self._model.load_weights = slow
 
 
 def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
@@ -85,6 +96,15 @@ def updates_while_experts_move(rank: int, folder: Path, shape: str) -> list[Any]
     scene = Scene(folder, shape, stage=False, moving=True)
     for weights in (scene.first, scene.second):
         scene.publish(weights, SMALL)
+    return scene.seen
+
+
+def first_update_with_slow_recording(rank: int, folder: Path, shape: str) -> list[Any]:
+    """The loader takes longer to be recorded than a bucket may take."""
+    scene = Scene(folder, shape, stage=False)
+    scene.slow_down_recording(seconds=2.0)
+    scene.meet_again(deadline_s=1.0)
+    scene.publish(scene.first, LARGE)
     return scene.seen
 
 

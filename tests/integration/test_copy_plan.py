@@ -10,7 +10,11 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from loader_ranks import SHAPES, Outcome, in_ranks, outcomes  # noqa: E402
-from receiver_worker import updates, updates_while_experts_move  # noqa: E402
+from receiver_worker import (  # noqa: E402
+    first_update_with_slow_recording,
+    updates,
+    updates_while_experts_move,
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +80,8 @@ def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> N
 def test_a_plan_is_not_made_where_experts_change_their_places(folder: Path) -> None:
     (seen,) = in_ranks(1, updates_while_experts_move, folder, "llama_tied")
     assert seen == [(False, True), (False, True)]
+
+
+def test_recording_a_plan_takes_nothing_of_the_time_of_a_bucket(folder: Path) -> None:
+    (seen,) = in_ranks(1, first_update_with_slow_recording, folder, "llama_tied")
+    assert seen == [(False, True)]

@@ -115,17 +115,24 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         )
         self._joining = Joining(membership, self.device)
 
-    def prepare(self, order: weights_pb2.PublishOrder, layout: bytes, *, stage: bool) -> None:
-        """Takes the announcement of an update; records a plan when the `WeightLayout` is new.
+    def learn(self, layout: bytes) -> None:
+        """Takes the `WeightLayout` of the updates that follow; records a plan when it is new.
+
+        That may take longer than a bucket may: a member of a communicator would hold up the others.
+        """
+        if layout == self._layout:
+            return
+        self._layout = layout
+        self._buckets = tuple(layout_from_pb(weights_pb2.WeightLayout.FromString(layout)))
+        self._plan = self._replay = None
+        with set_current_vllm_config(self.vllm_config):
+            self._plan = self._record(self._buckets)
+
+    def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
+        """Takes the announcement of an update of the layout that was learnt.
 
         `stage`: receive it beside the live weights, if there is a plan to copy it by.
         """
-        if layout != self._layout:
-            self._layout = layout
-            self._buckets = tuple(layout_from_pb(weights_pb2.WeightLayout.FromString(layout)))
-            self._plan = self._replay = None
-            with set_current_vllm_config(self.vllm_config):
-                self._plan = self._record(self._buckets)
         if self._joining is None or self._joining.communicator_id != _id_of(order):
             raise WeightSyncError(f"not a member of communicator {_id_of(order)!r}")
         self._incoming = Incoming(

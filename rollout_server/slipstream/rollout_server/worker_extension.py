@@ -36,10 +36,15 @@ class WorkerExtension:
 
         def prepare() -> bool:
             parsed = weights_pb2.PublishOrder.FromString(order)
+            engine = self.weight_transfer_engine
+            if parsed.new_communicator:
+                engine.shutdown()
+            # First: as soon as all have joined, each bucket has its deadline.
+            engine.learn(layout)
             if parsed.new_communicator:
                 self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
-            self.weight_transfer_engine.prepare(parsed, layout, stage=stage)
-            return self.weight_transfer_engine.is_ready()
+            engine.prepare(parsed, stage=stage)
+            return engine.is_ready()
 
         return _answer(prepare)
 
