@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.nccl_group import Room
 
 
 @dataclass
@@ -27,6 +28,7 @@ class FakeNccl:
     def __init__(self, meetings: dict[bytes, Meeting]) -> None:
         self._meetings = meetings
         self.made: list[FakeCommunicator] = []
+        self._room = ctypes.create_string_buffer(8)
 
     def use(self) -> None:
         """Nothing to choose from."""
@@ -43,6 +45,9 @@ class FakeNccl:
         self.made.append(made)
         return made
 
+    def warm_up_room(self) -> Room:
+        return Room(ctypes.addressof(self._room), len(self._room), stream=0)
+
     def mark(self, stream: int) -> FakeMark:
         return FakeMark(self.made[-1], len(self.made[-1].targets))
 
@@ -55,6 +60,9 @@ class FakeCommunicator:
         self.targets: list[tuple[int, int]] = []
         self.copied = 0
         self.num_aborts = 0
+        # Closed: `abort` does not come back.
+        self.abort_gate = threading.Event()
+        self.abort_gate.set()
         # Closed: `broadcast` itself waits, as NCCL does for connections.
         self.gate = threading.Event()
         self.gate.set()
@@ -76,6 +84,7 @@ class FakeCommunicator:
     def abort(self) -> None:
         self.num_aborts += 1
         self.gate.set()
+        self.abort_gate.wait()
 
     def progress(self) -> int:
         """Broadcasts that all members take part in; copies what they brought."""

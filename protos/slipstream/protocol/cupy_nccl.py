@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.nccl_group import Mark
+from slipstream.protocol.nccl_group import Mark, Room
 
 # What a warm-up broadcasts.
 _WARM_UP_BYTES = 16
@@ -23,6 +23,7 @@ class CupyNccl:
 
     def __init__(self, device: int) -> None:
         self._device = device
+        self._kept: tuple[Any, Any] | None = None
 
     def use(self) -> None:
         """See `NcclBackend`."""
@@ -31,29 +32,23 @@ class CupyNccl:
         cupy.cuda.Device(self._device).use()
 
     def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> CupyCommunicator:
-        """See `NcclBackend`.
-
-        A first broadcast opens the connections, which NCCL leaves to the first collective: it would
-        wait for a dead member inside the call, where no abort reaches it.
-        """
-        import cupy
+        """See `NcclBackend`."""
         from cupy.cuda import nccl
 
         self.use()
         try:
-            communicator = CupyCommunicator(nccl.NcclCommunicator(world_size, unique_id, rank))
+            return CupyCommunicator(nccl.NcclCommunicator(world_size, unique_id, rank))
         except nccl.NcclError as error:
             raise WeightSyncError(f"no communicator of {world_size} members: {error}") from error
-        try:
-            stream = cupy.cuda.Stream(non_blocking=True)
-            memory = cupy.cuda.alloc(_WARM_UP_BYTES)
-            communicator.broadcast(memory.ptr, _WARM_UP_BYTES, 0, stream.ptr)
-            stream.synchronize()
-        except BaseException:
-            # Its finaliser destroys it, which waits for the others: one of them may be dead.
-            communicator.abort()
-            raise
-        return communicator
+
+    def warm_up_room(self) -> Room:
+        """See `NcclBackend`."""
+        import cupy
+
+        if self._kept is None:
+            self._kept = (cupy.cuda.alloc(_WARM_UP_BYTES), cupy.cuda.Stream(non_blocking=True))
+        memory, stream = self._kept
+        return Room(memory.ptr, _WARM_UP_BYTES, stream.ptr)
 
     def mark(self, stream: int) -> CudaMark:
         """See `NcclBackend`."""
@@ -81,7 +76,12 @@ class CupyCommunicator:
 
     def abort(self) -> None:
         """See `Communicator`."""
-        self._communicator.abort()
+        from cupy.cuda import nccl
+
+        try:
+            self._communicator.abort()
+        except nccl.NcclError as error:
+            raise WeightSyncError(f"the abort: {error}") from error
 
 
 class CudaMark:

@@ -2,7 +2,8 @@
 
 NCCL itself waits for ever: a broadcast whose peer died is enqueued like any other and its stream
 never completes. So a thread of ours watches the collectives, and aborts the communicator when none
-of them ends in time; that releases the streams, and the GPU stays usable.
+of them ends in time; that releases the streams, and the GPU stays usable. It alone aborts, whoever
+asks for it: an abort that blocks holds nobody else for long.
 
 Pointers and streams are CUDA's handles, as integers. A group has one user thread; `abort` may be
 called by any. `cupy_nccl.CupyNccl` is the backend; its calls let other threads run.
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 _WATCH_PERIOD_S = 0.005
 _WAIT_PERIOD_S = 0.0001
+# A thread that began a call this long ago is inside NCCL, where an abort reaches it. Before, the
+# communicator could be freed under it.
+_ENTER_LIMIT_S = 0.2
+# How long `abort` waits for the thread that aborts.
+_ABORT_LIMIT_S = 5.0
 
 
 class Communicator(Protocol):
@@ -58,6 +64,10 @@ class NcclBackend(Protocol):
         """Waits for all members without a limit; WeightSyncError when NCCL fails."""
         ...
 
+    def warm_up_room(self) -> Room:
+        """For a first broadcast, which opens the connections between the members."""
+        ...
+
     def mark(self, stream: int) -> Mark:
         """Marks what `stream` was given so far."""
         ...
@@ -65,6 +75,15 @@ class NcclBackend(Protocol):
     def use(self) -> None:
         """Makes the device the calling thread's."""
         ...
+
+
+@dataclass(frozen=True)
+class Room:
+    """Some memory and a stream of its own."""
+
+    pointer: int
+    num_bytes: int
+    stream: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +124,9 @@ class NcclGroup:
         self._since_s = 0.0
         # None: the next broadcast is the first one.
         self._wire: Wire | None = None
-        self._stopped = threading.Event()
+        # When the call began that is in NCCL now.
+        self._calling_since_s: float | None = None
+        self._stopped, self._gone = threading.Event(), threading.Event()
         atexit.register(self.abort)
         threading.Thread(target=self._watch, name="nccl-watchdog", daemon=True).start()
 
@@ -122,42 +143,40 @@ class NcclGroup:
         """Waits for all members; WeightSyncError after the deadline.
 
         A constructor that waits cannot be interrupted: its thread is left behind, and aborts the
-        communicator should it still come about.
+        communicator should it still come about. From then on the group knows it: a member may die
+        before the first broadcast, which NCCL needs to open the connections.
         """
-        answers: queue.Queue[Communicator | WeightSyncError] = queue.Queue(maxsize=1)
-        lock, given_up = threading.Lock(), threading.Event()
+        answers: queue.Queue[NcclGroup | WeightSyncError] = queue.Queue(maxsize=1)
+        lock, made = threading.Lock(), list[NcclGroup]()
+        is_given_up = False
 
         def connect() -> None:
             backend.use()
             try:
-                answer: Communicator | WeightSyncError = backend.connect(
-                    unique_id, rank=rank, world_size=world_size
-                )
+                group = cls(backend, backend.connect(unique_id, rank=rank, world_size=world_size))
+                with lock:
+                    made.append(group)
+                    if is_given_up:
+                        group.abort()
+                group._warm_up(deadline_s)
+                answers.put(group)
             except WeightSyncError as error:
-                answer = error
-            with lock:
-                if not given_up.is_set():
-                    answers.put(answer)
-                    return
-            if not isinstance(answer, WeightSyncError):
-                answer.abort()
+                answers.put(error)
 
         threading.Thread(target=connect, name="nccl-join", daemon=True).start()
         try:
             answer = answers.get(timeout=deadline_s)
         except queue.Empty:
             with lock:
-                given_up.set()
-                late = None if answers.empty() else answers.get_nowait()
-            if late is None:
-                raise WeightSyncError(
-                    f"the {world_size} members of a communicator did not meet "
-                    f"within {deadline_s:g} s"
-                ) from None
-            answer = late
+                is_given_up = True
+            for group in made:
+                group.abort()
+            raise WeightSyncError(
+                f"the {world_size} members of a communicator did not meet within {deadline_s:g} s"
+            ) from None
         if isinstance(answer, WeightSyncError):
             raise answer
-        return cls(backend, answer)
+        return answer
 
     def broadcast(
         self, pointer: int, num_bytes: int, root: int, stream: int, *, deadline_s: float
@@ -175,7 +194,12 @@ class NcclGroup:
             if not self._pending:
                 self._since_s = time.monotonic()
             self._pending.append(pending)
-        self._communicator.broadcast(pointer, num_bytes, root, stream)
+            self._calling_since_s = time.monotonic()
+        try:
+            self._communicator.broadcast(pointer, num_bytes, root, stream)
+        finally:
+            with self._lock:
+                self._calling_since_s = None
         with self._lock:
             self._check()
             pending.end = self._backend.mark(stream)
@@ -204,7 +228,19 @@ class NcclGroup:
     def abort(self) -> None:
         """Leaves; streams that wait for a broadcast of it go on, with whatever lies there."""
         with self._lock:
-            self._abort("it was aborted")
+            self._end("it was aborted")
+        if not self._gone.wait(_ABORT_LIMIT_S):
+            logger.warning("a communicator is not aborted after %g s: left behind", _ABORT_LIMIT_S)
+
+    def _warm_up(self, deadline_s: float) -> None:
+        room = self._backend.warm_up_room()
+        try:
+            self.broadcast(room.pointer, room.num_bytes, 0, room.stream, deadline_s=deadline_s)
+            self.wait()
+        except WeightSyncError as error:
+            self.abort()
+            raise WeightSyncError(f"a member was lost when all had met: {error}") from error
+        self.take_wire()
 
     def _check(self) -> None:
         if self._is_aborted:
@@ -224,17 +260,39 @@ class NcclGroup:
                 self._wire = Wire(seconds, self._wire.num_bytes + oldest.num_bytes)
             self._since_s = time.monotonic()
 
-    def _abort(self, cause: str) -> None:
-        """Once; the caller holds the lock."""
+    def _end(self, cause: str) -> None:
+        """Lets the watchdog abort, once; no call begins any more. The caller holds the lock."""
         if self._is_aborted:
             return
         self._is_aborted, self._cause = True, cause
         self._pending.clear()
         self._stopped.set()
+
+    def _abort(self) -> None:
+        """In the watchdog's thread, as its last act."""
+        while True:
+            with self._lock:
+                since_s = self._calling_since_s
+            if since_s is None or time.monotonic() - since_s > _ENTER_LIMIT_S:
+                break
+            time.sleep(_WAIT_PERIOD_S)
+        try:
+            self._communicator.abort()
+        except WeightSyncError as error:
+            logger.warning("a communicator could not be aborted: %s", error)
+        self._gone.set()
         atexit.unregister(self.abort)
-        self._communicator.abort()
 
     def _watch(self) -> None:
+        try:
+            self._abort_late_ones()
+        finally:
+            # Also when the device fails.
+            with self._lock:
+                self._end("its watchdog failed")
+            self._abort()
+
+    def _abort_late_ones(self) -> None:
         self._backend.use()
         while not self._stopped.wait(_WATCH_PERIOD_S):
             with self._lock:
@@ -245,4 +303,4 @@ class NcclGroup:
                 if time.monotonic() - self._since_s > oldest.deadline_s:
                     cause = f"{oldest.what} was not done within {oldest.deadline_s:g} s"
                     logger.warning("aborting a communicator: %s", cause)
-                    self._abort(cause)
+                    self._end(cause)

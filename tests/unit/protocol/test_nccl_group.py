@@ -8,16 +8,33 @@ import time
 
 import pytest
 from fake_nccl import FakeCommunicator, FakeNccl, Meeting
+from slipstream.protocol import nccl_group
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.nccl_group import NcclGroup, Wire
 
 # Without the watchdog some of them would wait for ever.
 pytestmark = pytest.mark.timeout(60)
 LONG_S = 30.0
+# Who joins and the watchdog have the same deadline.
+LOST = "did not meet|was lost when all had met"
+MEMBER_1 = {"rank": 1, "world_size": 2}
 
 
 def buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(data, len(data))
+
+
+class Refusing(FakeNccl):
+    """Makes communicators and takes no broadcast."""
+
+    def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> FakeCommunicator:
+        made = super().connect(unique_id, rank=rank, world_size=world_size)
+
+        def broadcast(*_: object) -> None:
+            raise WeightSyncError("refused")
+
+        made.broadcast = broadcast
+        return made
 
 
 def join_all(num_members: int) -> tuple[list[NcclGroup], list[FakeCommunicator]]:
@@ -85,6 +102,60 @@ def test_communicator_that_comes_about_too_late_is_aborted() -> None:
     until(lambda: early.made and early.made[0].num_aborts == 1)
 
 
+def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_deadline() -> None:
+    meetings: dict[bytes, Meeting] = {}
+    backend, dead = FakeNccl(meetings), FakeNccl(meetings)
+    joining = threading.Thread(target=dead.connect, args=(b"id",), kwargs=MEMBER_1)
+    joining.start()
+    with pytest.raises(WeightSyncError, match=LOST):
+        NcclGroup.join(backend, b"id", rank=0, world_size=2, deadline_s=0.3)
+    joining.join()
+    # Else its kernel would wait on the device for ever.
+    assert [communicator.num_aborts for communicator in backend.made] == [1]
+
+
+def test_first_broadcast_that_nccl_refuses_aborts_the_communicator() -> None:
+    backend = Refusing({})
+    with pytest.raises(WeightSyncError, match="refused"):
+        NcclGroup.join(backend, b"id", rank=0, world_size=1, deadline_s=LONG_S)
+    assert backend.made[0].num_aborts == 1
+
+
+def test_abort_that_does_not_come_back_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_group, "_ABORT_LIMIT_S", 0.1)
+    (group, _), (communicator, _) = join_all(2)
+    communicator.abort_gate.clear()
+    memory = buffer(b"data")
+    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="not done within"):
+        group.wait()
+    group.abort()
+    assert time.monotonic() - started < 10
+    assert communicator.num_aborts == 1
+    communicator.abort_gate.set()
+
+
+def test_communicator_is_not_freed_under_a_call_that_is_about_to_enter_it() -> None:
+    (group, _), (communicator, _) = join_all(2)
+    entering, seen = threading.Event(), list[int]()
+
+    def slow(*_: object) -> None:
+        entering.set()
+        time.sleep(0.05)
+        seen.append(communicator.num_aborts)
+
+    communicator.broadcast = slow
+    memory = buffer(b"data")
+    aborting = threading.Thread(target=lambda: entering.wait(LONG_S) and group.abort())
+    aborting.start()
+    with pytest.raises(WeightSyncError, match="it was aborted"):
+        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=LONG_S)
+    aborting.join()
+    assert seen == [0]
+    assert communicator.num_aborts == 1
+
+
 def test_what_nccl_refuses_is_an_error_at_once() -> None:
     meetings = {b"id": Meeting(3)}
     with pytest.raises(WeightSyncError, match="disagree"):
@@ -98,7 +169,7 @@ def test_broadcast_that_nobody_else_joins_is_aborted_after_its_deadline() -> Non
     with pytest.raises(WeightSyncError, match=r"4 bytes from rank 0 was not done within 0\.1 s"):
         group.wait()
     assert group.is_aborted
-    assert communicator.num_aborts == 1
+    until(lambda: communicator.num_aborts == 1)
     with pytest.raises(WeightSyncError, match="communicator is gone"):
         group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
     group.abort()
