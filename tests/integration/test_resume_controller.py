@@ -52,7 +52,9 @@ class Crashes:
                 return
             if (self.config.run_dir / "journal" / "journal.log").exists():
                 copy = self.folder / f"crash-{len(self.found)}"
-                shutil.copytree(self.config.run_dir, copy / "r")
+                # A thread may be about to rename one of these.
+                partial = shutil.ignore_patterns("*.partial")
+                shutil.copytree(self.config.run_dir, copy / "r", ignore=partial)
                 self.found.append((copy, self.trainer.newest_checkpoint))
 
 
