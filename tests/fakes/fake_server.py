@@ -144,10 +144,13 @@ class FakeServer:
                 self.tasks.create_task(self._load(message.environment.spec))
             case "lease":
                 self.leases.append(message.lease)
+                episodes = []
                 for member in message.lease.members:
                     key = f"{message.lease.group_id}.{member}"
                     task = self.tasks.create_task(self._episode(message.lease, member))
                     self.running[key] = task
+                    episodes.append(task)
+                self.tasks.create_task(self._close(message.lease.group_id, episodes))
             case "cancel":
                 for key, task in self.running.items():
                     if key.startswith(message.cancel.group_id + "."):
@@ -169,6 +172,12 @@ class FakeServer:
                 self.version = None
             case "drain":
                 await self._drain()
+
+    async def _close(self, group_id: str, episodes: list[asyncio.Task]) -> None:
+        await asyncio.gather(*episodes, return_exceptions=True)
+        if not self.killed:
+            report = fleet_pb2.LeaseReport(group_id=group_id, closed=True)
+            await self.outbox.put(fleet_pb2.ServerMessage(lease=report))
 
     async def _load(self, spec) -> None:
         if spec.name == self.slow_environment:

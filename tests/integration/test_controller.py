@@ -8,7 +8,7 @@ import statistics
 
 import grpc.aio
 import pytest
-from controller_runs import make_config, play
+from controller_runs import make_config, play, with_evaluations
 from fake_server import OPEN, FakeServer, environment_failure
 from fake_trainer import FakeTrainer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -260,6 +260,43 @@ async def test_leases_just_in_time_keep_the_lag_of_a_fast_fleet_low(tmp_path):
     ]
     # As early as may be it would be 6.
     assert statistics.fmean(lags) < 4
+
+
+async def test_a_queue_that_holds_one_batch_makes_leases_wait_and_trains_every_step(tmp_path):
+    # 4 groups of 4 trajectories of at most 2048 + 64 * 24 bytes.
+    one_batch = 16 * 3584
+    config = make_config(tmp_path, queue__max_bytes=one_batch)
+    address = config.controller.address
+    trainer = FakeTrainer(address, step_s=0.02)
+    servers = [FakeServer(address, f"s{i}", delay_s=0.02, queue_bytes=one_batch) for i in range(2)]
+    reserved, waits = [], set()
+
+    async def look(controller, tasks):
+        while trainer.version.step < 10:
+            if controller._progress.trainer_registered:
+                reserved.append(controller._scheduler.reserved_bytes)
+                waits.add(controller._scheduler.lease_wait)
+            await asyncio.sleep(0)
+
+    summary = await play(config, *servers, trainer=trainer, during=look)
+    assert summary["steps"] == 12
+    assert summary["ledger"]["difference"] == 0
+    assert one_batch - 4 * 3584 < max(reserved) <= one_batch
+    assert "room in the queue (queue.max_bytes)" in waits
+    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["lease_queue_wait_s"] > 0
+
+
+async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path):
+    one_batch = 16 * 3584
+    config = make_config(tmp_path, run__steps=6, queue__max_bytes=one_batch)
+    config = with_evaluations(config, {"name": "held", "num_episodes": 40, "every_steps": 3})
+    address = config.controller.address
+    server = FakeServer(address, queue_bytes=one_batch)
+    summary = await play(config, server, trainer=FakeTrainer(address))
+    assert summary["steps"] == 6
+    assert summary["ledger"]["evaluated"] == 3 * 40 * 5
+    assert summary["ledger"]["difference"] == 0
 
 
 async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):

@@ -73,9 +73,12 @@ def status_lines(run: RunStatus) -> list[str]:
     lines.append(f"version {run.step} of {run.num_steps}, up for {run.uptime_s:.0f} s")
     if run.waiting_for:
         lines.append(f"waits for {run.waiting_for}")
+    if run.lease_wait:
+        lines.append(f"the next lease waits for {run.lease_wait}")
     lines.append(
         f"{run.leased_groups} groups leased, {run.complete_groups} of them complete, "
-        f"{run.queued_bytes:,} bytes queued, max_staleness {run.max_staleness}"
+        f"{run.queued_bytes:,} bytes queued, {run.reserved_bytes:,} reserved, "
+        f"max_staleness {run.max_staleness}"
     )
     ledger = run.ledger
     lines.append(

@@ -88,6 +88,10 @@ class RunStatus:
     ledger: Ledger
     # Of the newest finished step.
     metrics: dict[str, float]
+    # What the next lease waits for; empty: nothing.
+    lease_wait: str
+    # Of the queue: used, and what leased episodes may still need.
+    reserved_bytes: int
 
     @property
     def is_over(self) -> bool:
@@ -159,6 +163,8 @@ def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
             difference=ledger.difference,
         ),
         metrics=dict(message.metrics),
+        lease_wait=message.lease_wait,
+        reserved_bytes=message.reserved_bytes,
     )
 
 

@@ -17,6 +17,7 @@ from slipstream.protocol.measurement_sections import (
     TrackingSection,
 )
 from slipstream.protocol.parallel_rules import replay_problems, table_problems, world_problems
+from slipstream.protocol.reservation import smallest_queue
 from slipstream.protocol.role_sections import (
     CriticSection,
     ReferenceSection,
@@ -122,12 +123,11 @@ class Config(Section):
                 f"trajectories too large to send"
             )
         algorithm = self.algorithm
-        groups = (algorithm.max_staleness + 1) * algorithm.groups_per_step
-        needed = groups * algorithm.group_size * num_bytes
+        needed = smallest_queue(algorithm.groups_per_step, algorithm.group_size, num_bytes)
         if self.queue.max_bytes < needed:
             raise ValueError(
-                f"queue.max_bytes must hold (max_staleness + 1) * groups_per_step * group_size "
-                f"trajectories, {needed} bytes, got {self.queue.max_bytes}"
+                f"queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of "
+                f"{num_bytes} bytes, {needed} bytes, got {self.queue.max_bytes}"
             )
 
     @property

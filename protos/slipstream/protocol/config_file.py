@@ -94,6 +94,18 @@ def check_sizes(config: Config) -> list[str]:
     ]
 
 
+def largest_trajectory_bytes(config: Config) -> int:
+    """Upper bound of one trajectory in a queue; ConfigError without a model where it decides."""
+    if config.algorithm.router_replay == "off":
+        return config.max_trajectory_bytes
+    per_token = _routing_bytes(read_model_sizes(config.model.path))
+    return config.trajectory_bytes(routing_bytes_per_token=per_token)
+
+
+def _routing_bytes(sizes: ModelSizes) -> int:
+    return routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)
+
+
 def _missing_checkpoint(config: Config) -> list[str]:
     files = config.checkpoint.load
     if files is None or any((files / p / "metadata.json").is_file() for p in ("", "state")):
@@ -121,7 +133,7 @@ def _check_routing(config: Config, sizes: ModelSizes) -> None:
             f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
             f"experts, {config.model.path} holds a dense model"
         )
-    per_token = routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)
+    per_token = _routing_bytes(sizes)
     try:
         config.check_trajectory_bytes(config.trajectory_bytes(routing_bytes_per_token=per_token))
     except ValueError as error:

@@ -226,6 +226,7 @@ class QueueSection(Section):
     # A file with the password, which then need not stand in `redis_url`.
     redis_password_file: Path | None = None
     # Bytes that may wait: of each server (grpc), of all together (redis). Beyond it servers wait.
+    # Leases of all servers together reserve no more.
     max_bytes: Positive = 256 << 20
 
 

@@ -87,7 +87,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("run_id", "state", "cause", "step", "num_steps", "max_staleness", "waiting_for", "servers", "environments", "ledger", "leased_groups", "complete_groups", "queued_bytes", "uptime_s", "metrics")
+    __slots__ = ("run_id", "state", "cause", "step", "num_steps", "max_staleness", "waiting_for", "servers", "environments", "ledger", "leased_groups", "complete_groups", "queued_bytes", "uptime_s", "metrics", "lease_wait", "reserved_bytes")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,8 @@ class RunStatus(_message.Message):
     QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_WAIT_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     state: RunState
     cause: str
@@ -125,7 +127,9 @@ class RunStatus(_message.Message):
     queued_bytes: int
     uptime_s: float
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., cause: _Optional[str] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., max_staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., environments: _Optional[_Iterable[_Union[_environment_pb2.EnvironmentStatus, _Mapping]]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., leased_groups: _Optional[int] = ..., complete_groups: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    lease_wait: str
+    reserved_bytes: int
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., cause: _Optional[str] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., max_staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., environments: _Optional[_Iterable[_Union[_environment_pb2.EnvironmentStatus, _Mapping]]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., leased_groups: _Optional[int] = ..., complete_groups: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., lease_wait: _Optional[str] = ..., reserved_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("after",)

@@ -10,6 +10,7 @@ from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import (
     check_model,
     dump_config,
+    largest_trajectory_bytes,
     load_config,
     parse_config,
 )
@@ -146,9 +147,9 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
         ),
         (
             "queue.max_bytes",
-            344_063,
-            "queue.max_bytes must hold (max_staleness + 1) * groups_per_step * group_size "
-            "trajectories, 344064 bytes, got 344063",
+            114_687,
+            "queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of "
+            "3584 bytes, 114688 bytes, got 114687",
         ),
         (
             "controller.heartbeat_s",
@@ -444,12 +445,16 @@ def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_to
     check_model(config_with(replay, ("model.path", str(mixture))))
     with pytest.raises(ConfigError, match=r"router_replay = 'rollout' needs a mixture of experts"):
         check_model(config_with(replay, ("model.path", str(dense))))
-    # 3 * 8 * 4 trajectories of 2048 + 64 * (24 + 384) bytes
-    room, needed = ("queue.max_bytes", 1_000_000), 96 * (2048 + 64 * 408)
+    # 8 * 4 trajectories of 2048 + 64 * (24 + 384) bytes
+    largest = 2048 + 64 * 408
+    room, needed = ("queue.max_bytes", 500_000), 32 * largest
     check_model(config_with(("model.path", str(mixture)), room))
-    with pytest.raises(ConfigError, match=rf"{needed} bytes, got 1000000; .* adds 384 bytes"):
+    with pytest.raises(ConfigError, match=rf"{needed} bytes, got 500000; .* adds 384 bytes"):
         check_model(config_with(replay, ("model.path", str(mixture)), room))
-    check_model(config_with(replay, ("model.path", str(mixture)), ("queue.max_bytes", needed)))
+    enough = config_with(replay, ("model.path", str(mixture)), ("queue.max_bytes", needed))
+    check_model(enough)
+    assert largest_trajectory_bytes(enough) == largest
+    assert largest_trajectory_bytes(config_with()) == 2048 + 64 * 24
     long = [("sampling.max_episode_tokens", 100_000), ("learner.micro_batch_tokens", 100_000)]
     with pytest.raises(ConfigError, match="too large to send"):
         check_model(

@@ -215,9 +215,17 @@ def test_the_bound_is_kept_and_nothing_gets_stuck_in_many_random_schedules() -> 
 
 
 def explore(
-    groups_per_step: int, max_staleness: int, num_steps: int, invariant: Invariant
+    groups_per_step: int,
+    max_staleness: int,
+    num_steps: int,
+    invariant: Invariant,
+    room: int | None = None,
 ) -> tuple[str, int]:
-    """Goes through all that two lagging servers and a controller can do; the verdict and states."""
+    """Goes through all that two lagging servers and a controller can do; the verdict and states.
+
+    `room`: groups that the queue holds; None: as many as the promise could ever allow and one more.
+    """
+    places = groups_per_step * (max_staleness + 1) + 1 if room is None else room
     start = (0, (0, 0), ())
     seen, todo = {start}, [start]
     while todo:
@@ -226,12 +234,12 @@ def explore(
             return "expired", len(seen)
         if step == num_steps:
             continue
-        following = []
+        following, given_up = [], []
         for server, version in product(range(2), range(step + 1)):
             if version > served[server]:
                 newer = tuple(version if i == server else v for i, v in enumerate(served))
                 following.append((step, newer, leased))
-        if len(leased) <= groups_per_step * (max_staleness + 1):
+        if len(leased) < places:
             for version in set(served):
                 last = deadline(version, max_staleness, num_steps)
                 if invariant([*(d for d, _ in leased), last], step, groups_per_step):
@@ -239,7 +247,7 @@ def explore(
         for index, (d, complete) in enumerate(leased):
             # Filtered, set aside, or lost with its server.
             rest = (*leased[:index], *leased[index + 1 :])
-            following.append((step, served, rest))
+            given_up.append((step, served, rest))
             if not complete:
                 following.append((step, served, tuple(sorted((*rest, (d, True))))))
         complete = [index for index, group in enumerate(leased) if group[1]]
@@ -253,8 +261,9 @@ def explore(
             known = [LeasedGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]
             assert (choose_batch(known, step, groups_per_step) is not None) == bool(trained)
         if not following:
+            # Nothing may have to be given up to go on.
             return "stuck", len(seen)
-        for state in following:
+        for state in (*following, *given_up):
             if state not in seen:
                 seen.add(state)
                 todo.append(state)
@@ -271,6 +280,24 @@ def test_the_bound_is_kept_and_nothing_gets_stuck_in_all_small_runs(
     verdict, num_states = explore(groups_per_step, max_staleness, num_steps, holds)
     assert verdict == "kept"
     assert num_states > 300
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize(
+    ("groups_per_step", "max_staleness", "num_steps"), [(1, 2, 8), (2, 1, 7), (2, 2, 6), (3, 2, 5)]
+)
+def test_a_queue_that_holds_one_batch_is_enough_in_all_small_runs(
+    groups_per_step: int, max_staleness: int, num_steps: int, more: int
+) -> None:
+    room = groups_per_step + more
+    verdict, num_states = explore(groups_per_step, max_staleness, num_steps, holds, room)
+    assert verdict == "kept"
+    assert num_states > 100
+
+
+def test_the_check_notices_a_queue_that_holds_less_than_one_batch() -> None:
+    verdict, _ = explore(2, 1, 4, holds, 1)
+    assert verdict == "stuck"
 
 
 @pytest.mark.parametrize(("groups_per_step", "max_staleness"), [(1, 1), (2, 1)])

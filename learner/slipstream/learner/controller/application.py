@@ -29,6 +29,7 @@ from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.learner.controller.metrics import Ending, RunRecorder
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
+from slipstream.learner.controller.queue_account import AccountedReceiver
 from slipstream.learner.controller.receivers import open_receiver
 from slipstream.learner.controller.restoration import (
     RestoredParts,
@@ -43,12 +44,12 @@ from slipstream.learner.controller.status_service import StatusServicer
 from slipstream.learner.controller.trackers.opening import open_trackers
 from slipstream.learner.controller.trainer_service import TrainerServicer
 from slipstream.protocol.config import Config
-from slipstream.protocol.queue.base import TrajectoryReceiver
 from slipstream.protocol.security import (
     Credentials,
     bind,
     create_server,
 )
+from slipstream.protocol.types import GroupId
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -101,7 +102,9 @@ class Controller:
             stack.callback(self._recorder.close)
             server = create_server(self._credentials)
             stack.push_async_callback(server.stop, GRACE_S)
-            receiver = await open_receiver(stack, server, journal, history, self._progress)
+            receiver = AccountedReceiver(
+                await open_receiver(stack, server, journal, history, self._progress)
+            )
             async with asyncio.TaskGroup() as tasks:
                 self._assemble(journal, receiver, server, tasks)
                 restore(self._parts, history, self._progress)
@@ -133,7 +136,7 @@ class Controller:
     def _assemble(
         self,
         journal: Journal,
-        receiver: TrajectoryReceiver,
+        receiver: AccountedReceiver,
         server: grpc.aio.Server,
         tasks: asyncio.TaskGroup,
     ) -> None:
@@ -141,7 +144,7 @@ class Controller:
         environments, ledger = self._environments, self._ledger
         self._intake = Intake(progress, book, environments, fleet, journal, ledger, receiver)
         self._publisher = Publisher(fleet, progress, tasks)
-        self._scheduler = Scheduler(progress, book, environments, fleet, journal, self._intake)
+        self._scheduler = Scheduler(progress, book, environments, fleet, journal, receiver)
         self._evaluator = Evaluator(
             progress,
             book,
@@ -192,7 +195,7 @@ class Controller:
             reported=self._server_reported,
             environment=self._environment_servicer.reported,
             publish=self._publisher.report,
-            lease=lambda session, report: None,
+            lease=self._lease_reported,
         )
         self._add_services(server)
 
@@ -203,6 +206,7 @@ class Controller:
             self._environments,
             self._fleet,
             self._ledger,
+            self._scheduler,
             newest_metrics=lambda: self._recorder.rows[-1] if self._recorder.rows else {},
         )
         fleet = FleetService(FleetServicer(self._fleet, self._progress), self._environment_servicer)
@@ -239,6 +243,11 @@ class Controller:
         self._ledger.report(session.key, report)
         self._recorder.server_report(report)
 
+    def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
+        if report.closed:
+            self._book.closed(GroupId(report.group_id), session.key)
+            self._progress.signal.notify()
+
     def _stepped(self, journal: Journal, trained: Trained, report: trainer_pb2.StepReport) -> None:
         journal_servers(journal, self._ledger)
         batch, now = trained.batch, time.time()
@@ -259,6 +268,7 @@ class Controller:
                 "skipped_tasks": float(self._environments.tasks_skipped),
                 **self._publisher.totals.gauges(),
                 **self._fleet.gauges(),
+                **self._scheduler.gauges(),
             },
         )
         journal_busy(journal, self._recorder.facts.busy.of_this_start())

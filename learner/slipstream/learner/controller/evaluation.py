@@ -205,7 +205,8 @@ class Evaluator:
         return tasks
 
     def _lease(self, round_: Round) -> None:
-        while round_.waiting and self._scheduler.room(round_.session) > 0:
+        scheduler = self._scheduler
+        while round_.waiting and scheduler.room(round_.session) > 0 and scheduler.may_send(1):
             name, task_index = round_.waiting.pop()
             key, step = round_.session.key, round_.version.step
             # The seed is the task's number: every round, and every sample, sees the same task.

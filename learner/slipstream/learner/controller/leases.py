@@ -5,6 +5,7 @@ Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,6 +37,8 @@ class Group:
     holder: ServerKey | None
     finished: dict[int, Trajectory] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    # Members that are missing and that the holder will not run again.
+    ended: set[int] = field(default_factory=set)
     # When it was leased, by the clock of its scheduler; None: by an earlier controller.
     leased_s: float | None = None
 
@@ -50,6 +53,11 @@ class Group:
         return [member for member in range(self.size) if member not in self.finished]
 
     @property
+    def running(self) -> list[int]:
+        """The members that its holder still runs, or is to run."""
+        return [member for member in self.missing if member not in self.ended]
+
+    @property
     def next_attempt(self) -> int:
         """The first attempt number that no holder has used."""
         return max(self.attempts.values(), default=-1) + 1
@@ -57,6 +65,15 @@ class Group:
     def in_order(self) -> list[Trajectory]:
         """The trajectories by member."""
         return [self.finished[member] for member in sorted(self.finished)]
+
+
+@dataclass(eq=False)
+class ClosingLease:
+    """A lease that is over while its server still ends the episodes."""
+
+    environment: str
+    holder: ServerKey
+    members: set[int]
 
 
 class Fate(Enum):
@@ -88,6 +105,8 @@ class LeaseBook:
         # The step whose batch is being formed.
         self.step = 0
         self.groups: dict[GroupId, Group] = {}
+        # They keep their slots and their bytes until the server says that they are closed.
+        self.closing: dict[GroupId, ClosingLease] = {}
         self._next_number = 0
         # Evaluations are not restored: their names tell the lives of a controller apart.
         self._life = 1
@@ -124,8 +143,23 @@ class LeaseBook:
         return [g for g in self.groups.values() if g.holder is None and not g.is_complete]
 
     def open_episodes(self, holder: ServerKey) -> int:
-        """Members that a server still owes."""
-        return sum(len(group.missing) for group in self.held_by(holder))
+        """Members that a server still runs, or is to run."""
+        ending = sum(len(c.members) for c in self.closing.values() if c.holder == holder)
+        return ending + sum(len(group.running) for group in self.held_by(holder))
+
+    def episodes_by_environment(self) -> Counter[str]:
+        """Members that are not back, those of closing leases included."""
+        episodes: Counter[str] = Counter()
+        for group in self.groups.values():
+            episodes[group.environment] += len(group.missing)
+        for lease in self.closing.values():
+            episodes[lease.environment] += len(lease.members)
+        return episodes
+
+    @property
+    def promised_episodes(self) -> int:
+        """Episodes that may still be sent to the queue, whoever will run them."""
+        return self.episodes_by_environment().total()
 
     def may_lease(self, served_step: int) -> bool:
         """Whether a server of version `served_step` may start one more group."""
@@ -158,9 +192,11 @@ class LeaseBook:
     def reassign(self, group: Group, holder: ServerKey) -> None:
         """Gives an orphan to another server."""
         group.holder = holder
+        group.ended.clear()
 
     def orphan(self, holder: ServerKey) -> list[Group]:
         """A server is gone: its unfinished groups wait for another one and keep what is back."""
+        self.closing = {g: lease for g, lease in self.closing.items() if lease.holder != holder}
         lost = [group for group in self.held_by(holder) if not group.is_complete]
         for group in lost:
             group.holder = None
@@ -168,6 +204,7 @@ class LeaseBook:
 
     def add(self, trajectory: Trajectory) -> Fate:
         """Files a trajectory; says what became of it."""
+        self._end_member(trajectory.group_id, trajectory.member)
         group = self.groups.get(trajectory.group_id)
         if group is None or trajectory.member >= group.size or trajectory.member in group.finished:
             return Fate.SUPERSEDED
@@ -176,13 +213,32 @@ class LeaseBook:
         if trajectory.has_reward:
             group.finished[member] = trajectory
             return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
-        if trajectory.failure is None:
-            return Fate.CANCELLED
-        return Fate.RETRIED if trajectory.will_retry else Fate.SET_ASIDE
+        if trajectory.failure is not None and trajectory.will_retry:
+            return Fate.RETRIED
+        group.ended.add(member)
+        return Fate.CANCELLED if trajectory.failure is None else Fate.SET_ASIDE
 
     def remove(self, group_id: GroupId) -> Group | None:
         """Forgets a group, whatever its state; None when it is not there."""
-        return self.groups.pop(group_id, None)
+        group = self.groups.pop(group_id, None)
+        if group is not None and group.holder is not None and group.running:
+            self.closing[group_id] = ClosingLease(
+                group.environment, group.holder, set(group.running)
+            )
+        return group
+
+    def closed(self, group_id: GroupId, holder: ServerKey) -> None:
+        """The server runs no member of this lease any more."""
+        lease = self.closing.get(group_id)
+        if lease is not None and lease.holder == holder:
+            del self.closing[group_id]
+
+    def _end_member(self, group_id: GroupId, member: int) -> None:
+        lease = self.closing.get(group_id)
+        if lease is not None:
+            lease.members.discard(member)
+            if not lease.members:
+                del self.closing[group_id]
 
     @property
     def has_whole_batch(self) -> bool:

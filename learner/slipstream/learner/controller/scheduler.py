@@ -13,11 +13,14 @@ import time
 
 from slipstream.learner.controller.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.learner.controller.fleet import Fleet, ServerSession
-from slipstream.learner.controller.intake import Intake
 from slipstream.learner.controller.journal import Journal
+from slipstream.learner.controller.lease_waits import WORDS, LeaseWait, WaitTimer
 from slipstream.learner.controller.leases import Group, LeaseBook, ServerKey
 from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.queue_account import AccountedReceiver
+from slipstream.protocol import reservation
 from slipstream.protocol.config import Config
+from slipstream.protocol.config_file import largest_trajectory_bytes
 from slipstream.protocol.types import Purpose
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
@@ -35,15 +38,18 @@ class Scheduler:
         environments: EnvironmentBook,
         fleet: Fleet,
         journal: Journal,
-        intake: Intake,
+        queue: AccountedReceiver,
     ) -> None:
         self._progress = progress
         self._config = progress.config
+        self._queue = queue
+        self._largest_bytes = largest_trajectory_bytes(self._config)
         self._book = book
         self._environments = environments
         self._fleet = fleet
         self._journal = journal
-        self._intake = intake
+        self._wait = LeaseWait.NOTHING
+        self._queue_waits = WaitTimer(LeaseWait.QUEUE)
         # Episodes that an evaluation is about to start on a server: training leaves them room.
         self.reserved: dict[ServerKey, int] = {}
 
@@ -53,6 +59,8 @@ class Scheduler:
             may_lease = not self._progress.is_over and not self._progress.solved
             if self._progress.trainer_registered and may_lease:
                 self.lease_all()
+            else:
+                self._note(LeaseWait.NOTHING)
             await self._progress.signal.wait(self._recheck_s())
 
     async def watch_forever(self) -> None:
@@ -84,8 +92,9 @@ class Scheduler:
                 ):
                     self._book.reassign(group, session.key)
                     granted.append((session, group, -1))
-        while (lease := self._next_lease()) is not None:
+        while not isinstance(lease := self._next_lease(), LeaseWait):
             granted.append(lease)
+        self._note(lease)
         if not granted:
             return
         for session, group, number in granted:
@@ -168,30 +177,78 @@ class Scheduler:
     def _by_room(self) -> list[ServerSession]:
         return sorted(self._fleet.serving(), key=self._room, reverse=True)
 
-    def _next_lease(self) -> tuple[ServerSession, Group, int] | None:
-        """A new group, with its number among those of its environment."""
+    def may_send(self, episodes: int) -> bool:
+        """Whether the queue has room for so many more episodes, beside all that was promised."""
+        return reservation.may_promise(self._free_bytes(), episodes, self._largest_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the queue that are used, and that leased episodes may still need."""
+        return self._config.queue.max_bytes - self._free_bytes()
+
+    @property
+    def lease_wait(self) -> str:
+        """What the next lease waits for, in words; empty: none is wanted."""
+        return WORDS[self._wait]
+
+    def gauges(self) -> dict[str, float]:
+        """Numbers of the leases; docs/metrics.md says what each name means."""
+        return {
+            "reserved_bytes": float(self.reserved_bytes),
+            "lease_queue_wait_s": self._queue_waits.total_s(time.monotonic()),
+        }
+
+    def _free_bytes(self) -> int:
+        return reservation.free_bytes(
+            self._config.queue.max_bytes,
+            self._queue.waiting_bytes,
+            self._book.promised_episodes,
+            self._largest_bytes,
+        )
+
+    def _note(self, wait: LeaseWait) -> None:
+        self._wait = wait
+        self._queue_waits.note(wait, time.monotonic())
+
+    def _next_lease(self) -> tuple[ServerSession, Group, int] | LeaseWait:
+        """A new group, with its number among those of its environment; or why there is none."""
+        sessions = self._by_room()
+        if not sessions:
+            return LeaseWait.SERVER
         if not self._is_time():
-            return None
+            return LeaseWait.PACE
+        wait = LeaseWait.SLOTS
         group_size = self._book.group_size
-        open_episodes: dict[str, int] = {}
-        for group in self._book.groups.values():
-            missing = open_episodes.get(group.environment, 0) + len(group.missing)
-            open_episodes[group.environment] = missing
-        for session in self._by_room():
+        open_episodes = self._book.episodes_by_environment()
+        for session in sessions:
             version = session.version
             assert version is not None
-            if self._room(session) < group_size or not self._book.may_lease(version.step):
+            if self._room(session) < group_size:
+                continue
+            if not self._book.may_lease(version.step):
+                wait = max(wait, LeaseWait.STALENESS)
                 continue
             entry = self._environments.next_for(session.key, open_episodes, group_size)
             if entry is None:
+                wait = max(wait, LeaseWait.ENVIRONMENT)
                 continue
+            if not self.may_send(group_size + self._evaluated_soon()):
+                return LeaseWait.QUEUE
             number = entry.next_number
             task_index, seed = self._environments.next_task(entry)
             entry.groups_leased += 1
             name = entry.spec.name
             group = self._book.lease(name, task_index, seed, session.key, version.step)
             return session, group, number
-        return None
+        return wait
+
+    def _evaluated_soon(self) -> int:
+        """Episodes of evaluations that would start now if the queue had room."""
+        return sum(
+            min(waiting, session.hello.max_episodes)
+            for key, waiting in self.reserved.items()
+            if (session := self._fleet.find(key)) is not None
+        )
 
     def _is_time(self) -> bool:
         """Whether the pace of the run has room for one more group."""

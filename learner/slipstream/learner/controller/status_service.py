@@ -12,6 +12,7 @@ from slipstream.learner.controller.fleet import Fleet, describe
 from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.scheduler import Scheduler
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -26,6 +27,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         environments: EnvironmentBook,
         fleet: Fleet,
         ledger: TokenLedger,
+        scheduler: Scheduler,
         newest_metrics: Callable[[], dict[str, float]],
     ) -> None:
         self._progress = progress
@@ -33,6 +35,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self._environments = environments
         self._fleet = fleet
         self._ledger = ledger
+        self._scheduler = scheduler
         self._newest_metrics = newest_metrics
 
     async def GetStatus(  # noqa: N802
@@ -58,6 +61,8 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             queued_bytes=sum(s.report.queued_bytes for s in self._fleet.sessions.values()),
             uptime_s=time.monotonic() - progress.started_s,
             metrics=self._newest_metrics(),
+            lease_wait="" if progress.is_over else self._scheduler.lease_wait,
+            reserved_bytes=self._scheduler.reserved_bytes,
         )
 
     async def Watch(  # noqa: N802

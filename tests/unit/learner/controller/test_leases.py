@@ -130,3 +130,58 @@ def test_evaluation_leases_do_not_count_for_the_invariant():
         book.lease_evaluation("e", 0, 0, A, 0)
     assert book.may_lease(0)
     assert book.training_groups() == []
+
+
+def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_closed_it():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    assert (book.open_episodes(A), book.promised_episodes) == (1, 1)
+    book.remove(group.group_id)
+    assert (book.open_episodes(A), book.promised_episodes) == (1, 1)
+    assert book.episodes_by_environment() == {"e": 1}
+    book.closed(group.group_id, B)
+    assert book.open_episodes(A) == 1
+    book.closed(group.group_id, A)
+    assert (book.open_episodes(A), book.promised_episodes) == (0, 0)
+
+
+def test_each_cancelled_episode_that_comes_back_frees_its_slot():
+    book = make_book(group_size=3)
+    group = lease(book)
+    book.remove(group.group_id)
+    assert book.open_episodes(A) == 3
+    assert book.add(reply(group, 1, status=Status.CANCELLED)) is Fate.SUPERSEDED
+    assert (book.open_episodes(A), book.promised_episodes) == (2, 2)
+    for member in (0, 2):
+        book.add(reply(group, member, status=Status.CANCELLED))
+    assert book.closing == {}
+
+
+def test_a_lost_server_closes_what_it_was_ending():
+    book = make_book()
+    book.remove(lease(book).group_id)
+    book.remove(lease(book, server=B).group_id)
+    book.orphan(A)
+    assert (book.open_episodes(A), book.open_episodes(B)) == (0, 2)
+
+
+def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has():
+    book = make_book()
+    group = lease(book)
+    failure = Failure(FailureKind.ENVIRONMENT, "x")
+    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
+    assert book.open_episodes(A) == 2
+    book.add(reply(group, 0, attempt=1, status=Status.FAILED, failure=failure))
+    assert book.open_episodes(A) == 1
+    book.remove(group.group_id)
+    assert book.open_episodes(A) == 1
+
+
+def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need():
+    book = make_book()
+    group = lease(book)
+    book.orphan(A)
+    assert (book.open_episodes(A), book.promised_episodes) == (0, 2)
+    book.reassign(group, B)
+    assert (book.open_episodes(B), book.promised_episodes) == (2, 2)
