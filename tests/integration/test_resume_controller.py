@@ -291,8 +291,9 @@ async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(t
 
 async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_path):
     """Delivered to a controller that died before it could acknowledge, and sent twice, too."""
-    async with EmbeddedServer(tmp_path / "valkey") as redis_server:
-        url = redis_server.url
+    users = {"administrator": "~* &* +@all"}
+    async with EmbeddedServer(tmp_path / "valkey", users) as redis_server:
+        url = redis_server.url("administrator")
         queue = {"queue__kind": "redis", "queue__redis_url": url}
         config = run_config(tmp_path / "whole", **queue)
         address = config.controller.address

@@ -55,6 +55,20 @@ def batches(run: Path) -> list[trainer_pb2.RecordedBatch]:
     ]
 
 
+def test_passwords_of_the_queue_stand_in_their_own_files_alone(run: Path) -> None:
+    files = set((run / "redis").glob("*.password"))
+    assert {file.name for file in files} == {
+        "valkey.controller.password",
+        "valkey.rollout.password",
+    }
+    passwords = [file.read_bytes() for file in files]
+    others = [path for path in run.rglob("*") if path.is_file() and path not in files]
+    assert run / "config.toml" in others
+    assert run / "logs" / "server-0.log" in others
+    told = [path for path in others if any(word in path.read_bytes() for word in passwords)]
+    assert not told
+
+
 def test_each_batch_holds_the_groups_that_were_leased_for_it(
     run: Path, batches: list[trainer_pb2.RecordedBatch]
 ) -> None:

@@ -35,6 +35,8 @@ from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import dump_config, load_config, parse_config
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
+from slipstream.protocol.queue.redis_rights import ROLES
+from slipstream.protocol.sections import QueueEnd
 from slipstream.protocol.tracking import check_trackers
 
 REPLAY = "slipstream.learner.trainer.replay"
@@ -44,7 +46,8 @@ EXPORT = "slipstream.learner.trainer.export_checkpoint"
 async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     config = load_config(path, overrides)
-    credentials = check_settings(config, dry_run=dry_run)
+    ends: tuple[QueueEnd, ...] = ("controller", "rollout_server")
+    credentials = check_settings(config, dry_run=dry_run, queue_ends=ends)
     check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
     check_trackers(config.tracking)
     check_run_folder(config)
@@ -62,7 +65,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     async with AsyncExitStack() as stack:
         queue = await _start_queue(stack, config)
         if queue is not None:
-            config = _with_queue(config, queue.url)
+            config = _with_queue(config, queue)
         session = await stack.enter_async_context(Session(config, credentials, placement))
         if queue is not None:
             session.keep_queue(queue)
@@ -84,7 +87,8 @@ async def run_learner(
     config = load_config(path, [*master_overrides, *overrides])
     # Trainer ranks have no part in the queue; the controller on node 0 has.
     has_controller = node_rank == 0
-    credentials = check_settings(config, dry_run=dry_run, opens_queue=has_controller)
+    ends: tuple[QueueEnd, ...] = ("controller",) if has_controller else ()
+    credentials = check_settings(config, dry_run=dry_run, queue_ends=ends)
     check_installed("torch", "megatron.core", *(_queue_packages(config) if has_controller else ()))
     per_node = config.learner.ranks_per_node or config.learner.world_size
     num_nodes = config.learner.world_size // per_node
@@ -126,7 +130,7 @@ async def run_rollout_server(
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides)
-    credentials = check_settings(config)
+    credentials = check_settings(config, queue_ends=("rollout_server",))
     check_installed("vllm", *_queue_packages(config))
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
@@ -164,7 +168,7 @@ async def run_replay(folder: Path) -> int:
     """`slipstream replay`: the trainer ranks alone train the journaled batches again."""
     path = folder / "config.toml"
     config = load_config(path)
-    check_settings(config, opens_queue=False)
+    check_settings(config)
     check_installed("torch", "megatron.core")
     if not (folder / "journal").is_dir():
         raise ConfigError(f"{folder} has no journal")
@@ -193,7 +197,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     """`slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder."""
     path = folder / "config.toml"
     config = load_config(path)
-    check_settings(config, opens_queue=False)
+    check_settings(config)
     check_installed("torch", "megatron.core")
     steps = complete_steps(folder / "checkpoints")
     if not steps:
@@ -243,7 +247,11 @@ async def _start_queue(stack: AsyncExitStack, config: Config) -> EmbeddedServer 
     return await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
 
 
-def _with_queue(config: Config, url: str) -> Config:
+def _with_queue(config: Config, server: EmbeddedServer) -> Config:
+    """The settings with our own server: each end has a user, and finds its password in a file."""
     table = config.model_dump(mode="json", exclude_none=True)
-    table["queue"]["redis_url"] = url
+    table["queue"]["redis_url"] = server.address
+    for end, role in ROLES.items():
+        file = str(server.password_file(role.user))
+        table["queue"][end] = {"user": role.user, "password_file": file}
     return parse_config(table, source="queue")

@@ -11,6 +11,7 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -20,12 +21,13 @@ from slipstream.protocol.config_changes import check_resumable
 from slipstream.protocol.config_file import check_model, check_sizes, dump_config, load_config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.roles import role_settings
+from slipstream.protocol.sections import QueueEnd
 from slipstream.protocol.security import (
     Credentials,
     call_metadata,
     check_address,
     open_channel,
-    redis_url_with_password,
+    redis_url_of,
 )
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -46,12 +48,12 @@ NEEDED_BY = {
 
 
 def check_settings(
-    config: Config, *, dry_run: bool = False, opens_queue: bool = True
+    config: Config, *, dry_run: bool = False, queue_ends: Sequence[QueueEnd] = ()
 ) -> Credentials:
     """Checks what can be checked without starting anything; ConfigError.
 
-    For a dry run the model's config.json is enough. A machine that does not open the queue needs
-    no password for it.
+    For a dry run the model's config.json is enough. `queue_ends` open the queue on this machine,
+    which needs their passwords.
     """
     if dry_run:
         check_sizes(config)
@@ -59,8 +61,9 @@ def check_settings(
         check_model(config)
     credentials = Credentials.load(config.security)
     check_address(config.controller.address, credentials, what="controller.address")
-    if opens_queue and config.queue.kind == "redis" and config.queue.redis_url is not None:
-        redis_url_with_password(config.queue)
+    if config.queue.kind == "redis" and config.queue.redis_url is not None:
+        for end in queue_ends:
+            redis_url_of(config.queue, end)
     return credentials
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.protocol.measurement_sections import ProfileSection
 from slipstream.protocol.section import Address, Positive, Reference, Seconds, Section
+
+QueueEnd: TypeAlias = Literal["controller", "rollout_server"]
 
 
 class RunSection(Section):
@@ -216,6 +219,15 @@ class RolloutServerSection(Section):
     start_timeout_s: Seconds = 600.0
 
 
+class QueueUserSection(Section):
+    """The user as which one end of the queue enters Redis, in place of the one in `redis_url`."""
+
+    # Name of the user; docs/security.md has the rights that it needs.
+    user: Annotated[str, Field(min_length=1)]
+    # A file with its password.
+    password_file: Path
+
+
 class QueueSection(Section):
     """Where finished trajectories wait for the journal."""
 
@@ -225,9 +237,33 @@ class QueueSection(Section):
     redis_url: str | None = None
     # A file with the password, which then need not stand in `redis_url`.
     redis_password_file: Path | None = None
+    # A table of its own, below: the controller's user.
+    controller: QueueUserSection | None = None
+    # A table of its own, below: the rollout servers' user.
+    rollout_server: QueueUserSection | None = None
     # Bytes that may wait: of each server (grpc), of all together (redis). Beyond it servers wait.
     # Leases of all servers together reserve no more.
     max_bytes: Positive = 256 << 20
+
+    def user_of(self, end: QueueEnd) -> QueueUserSection | None:
+        """The table of one end."""
+        return self.controller if end == "controller" else self.rollout_server
+
+    @model_validator(mode="after")
+    def _users(self) -> QueueSection:
+        tables = [end for end in ("controller", "rollout_server") if self.user_of(end) is not None]
+        if not tables:
+            return self
+        if self.redis_url is None:
+            raise ValueError(
+                f"the table {tables[0]} needs redis_url: a server of our own makes its users itself"
+            )
+        if self.redis_password_file is not None or "@" in urlsplit(self.redis_url).netloc:
+            raise ValueError(
+                f"the table {tables[0]} names a user: leave redis_password_file out, "
+                "and the user in redis_url"
+            )
+        return self
 
 
 class WeightsSection(Section):

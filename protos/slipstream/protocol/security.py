@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import grpc
 import grpc.aio
 from slipstream.protocol.config import QueueSection, SecuritySection, address_parts
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.sections import QueueEnd
 
 # grpc's classes are generic in their type stubs only.
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ else:
 MIN_TOKEN_CHARACTERS = 32
 MAX_MESSAGE_BYTES = 64 << 20
 TOKEN_KEY = "authorization"
+# What redis-py takes for no.
+_NO = ("0", "f", "false", "n", "no")
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -148,21 +151,39 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
     return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-def redis_url_with_password(queue: QueueSection) -> str:
-    """`redis_url` with the password of `redis_password_file`; ConfigError when one is missing.
+def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
+    """`redis_url` with user and password of one end of the queue; ConfigError without its table.
 
-    ConfigError too for an address that is not loopback without TLS.
+    ConfigError too for a password file that is missing or empty, and for an address that is not
+    loopback without TLS.
     """
     if queue.redis_url is None:
         raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
     parts = urlsplit(queue.redis_url)
     if parts.scheme == "redis" and not is_loopback(f"{parts.hostname}:0"):
         raise ConfigError(f"queue.redis_url: {parts.hostname} is not loopback: use rediss://")
-    if queue.redis_password_file is None:
+    query = dict(parse_qsl(parts.query.lower()))
+    for option, weak in (("ssl_cert_reqs", ("none", "optional")), ("ssl_check_hostname", _NO)):
+        if query.get(option) in weak and not is_loopback(f"{parts.hostname}:0"):
+            raise ConfigError(
+                f"queue.redis_url: {option}={query[option]} would let anybody answer as "
+                f"{parts.hostname}: leave it out"
+            )
+    user, other = queue.user_of(end), queue.controller or queue.rollout_server
+    if user is None and other is not None:
+        raise ConfigError(f"queue.{end} is needed: the other end's user is not for this one")
+    file, what = queue.redis_password_file, "queue.redis_password_file"
+    entries = {}
+    if user is not None:
+        file, what = user.password_file, f"queue.{end}.password_file"
+        entries["username"] = user.user
+    if file is None:
         return queue.redis_url
-    password = _read(queue.redis_password_file, "queue.redis_password_file").decode().strip()
-    between = "&" if "?" in queue.redis_url else "?"
-    return f"{queue.redis_url}{between}password={quote(password, safe='')}"
+    entries["password"] = _read(file, what).decode().strip()
+    if not entries["password"]:
+        raise ConfigError(f"{what}: {file} is empty")
+    between = "&" if parts.query else "?"
+    return f"{queue.redis_url}{between}{urlencode(entries)}"
 
 
 def call_metadata(credentials: Credentials) -> tuple[tuple[str, str], ...]:

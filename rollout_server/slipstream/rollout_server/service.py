@@ -22,7 +22,7 @@ from slipstream.protocol.security import (
     Credentials,
     call_metadata,
     open_channel,
-    redis_url_with_password,
+    redis_url_of,
 )
 from slipstream.protocol.types import ServerId
 from slipstream.rollout_server.dispatcher import Identity
@@ -170,7 +170,7 @@ class RolloutServer:
         if queue.kind == "redis":
             from slipstream.protocol.queue.redis import RedisSender
 
-            url = redis_url_with_password(queue)
+            url = redis_url_of(queue, "rollout_server")
             return await stack.enter_async_context(RedisSender(url, run_id, queue.max_bytes))
         from slipstream.protocol.queue.grpc import GrpcSender
 

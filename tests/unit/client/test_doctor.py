@@ -8,16 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 from slipstream.client.cli import main
 from slipstream.client.doctor import examine as examination
 from slipstream.client.doctor import machine, packages
 from slipstream.client.doctor.examine import ask_program, conclusion
 from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, problem, table
-from slipstream.client.doctor.setup import check_queue, check_setup
+from slipstream.client.doctor.queue import check_queue
+from slipstream.client.doctor.setup import check_setup
 from slipstream.client.preflight import free_port
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
-from slipstream.protocol.queue.redis import EmbeddedServer
+from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 
 
 def config_of(tmp_path: Path, **sections: dict) -> Config:
@@ -148,13 +150,56 @@ def test_weights_host_of_another_machine_is_a_hint(tmp_path: Path) -> None:
     assert found(config, "weights").verdict is Verdict.ADVICE
 
 
+def queue_of(server: EmbeddedServer, controller: str, rollout_server: str) -> dict:
+    """Settings of a Redis that is the user's own, with a user for each end."""
+    users = {"controller": controller, "rollout_server": rollout_server}
+    tables = {
+        end: {"user": user, "password_file": str(server.password_file(user))}
+        for end, user in users.items()
+    }
+    return {"kind": "redis", "redis_url": server.address, **tables}
+
+
 async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue") as server:
-        config = config_of(tmp_path, queue={"kind": "redis", "redis_url": server.url})
-        finding = await check_queue(config)
-        assert finding.verdict is Verdict.OK, finding
+        config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
+        findings = await check_queue(config)
+        assert [finding.verdict for finding in findings] == [Verdict.OK] * 2, findings
+        assert [
+            f"user {user} has the rights it needs alone" in finding.seen
+            for user, finding in zip(USERS, findings, strict=True)
+        ] == [True, True]
     gone = await check_queue(config)
-    assert gone.verdict is Verdict.PROBLEM
+    assert [finding.verdict for finding in gone] == [Verdict.PROBLEM] * 2
+
+
+async def test_rights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path / "queue", USERS | {"all": "~* &* +@all"}) as server:
+        swapped = config_of(tmp_path, queue=queue_of(server, "rollout", "controller"))
+        controller, rollout_server = await check_queue(swapped)
+        assert controller.verdict is rollout_server.verdict is Verdict.PROBLEM
+        assert "user rollout may not config|get, " in controller.seen
+        assert "xdel slipstream:RUN:trajectories" in controller.seen
+        assert "user controller may not watch slipstream:RUN:mark:MARK:added, " in (
+            rollout_server.seen
+        )
+        powerful = config_of(tmp_path, queue=queue_of(server, "all", "all"))
+        for finding in await check_queue(powerful):
+            assert finding.verdict is Verdict.ADVICE
+            assert "user all has more rights than it needs: flushall, keys" in finding.seen
+        # Trying rights leaves nothing behind.
+        async with redis.asyncio.Redis.from_url(server.url("all")) as client:
+            assert await client.dbsize() == 0
+
+
+async def test_password_of_another_host_is_no_problem(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path / "queue") as server:
+        config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
+        server.password_file("rollout").unlink()
+        controller, rollout_server = await check_queue(config)
+    assert controller.verdict is Verdict.OK
+    assert rollout_server.verdict is Verdict.ADVICE
+    assert "is not here: user rollout was not tried" in rollout_server.seen
 
 
 async def test_program_that_fails_is_one_finding() -> None:

@@ -16,16 +16,21 @@ import pytest
 import redis.asyncio
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue import redis_connection
+from slipstream.protocol.queue.embedded import USERS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.types import TrajectoryId
 
 LIMIT_S = 20.0
+ADMINISTRATOR = {"administrator": "~* &* +@all"}
 STREAM, MARK = "slipstream:run:trajectories", "slipstream:run:mark"
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
-    async with EmbeddedServer(tmp_path / "valkey") as server:
+    """One with an administrator, on which a controller has opened the queue of the run."""
+    async with EmbeddedServer(tmp_path / "valkey", USERS | ADMINISTRATOR) as server:
+        async with RedisReceiver(server.url(), "run"):
+            pass
         yield server
 
 
@@ -86,8 +91,8 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
             await receiver.acknowledge([TrajectoryId(trajectory_id)])
 
     async with (
-        RedisSender(server.url, "run", 100_000) as sender,
-        RedisReceiver(server.url, "run") as receiver,
+        RedisSender(server.url("rollout"), "run", 100_000) as sender,
+        RedisReceiver(server.url(), "run") as receiver,
         asyncio.TaskGroup() as group,
     ):
         producers = [group.create_task(produce(sender, start)) for start in (0, 1_000_000)]
@@ -105,21 +110,21 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
             while not answered <= arrived or sender.queued_bytes:
                 await asyncio.sleep(0.01)
         consumer.cancel()
-    async with redis.asyncio.Redis.from_url(server.url) as client:
+    async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
         await becomes_empty(client)
         assert (await client.xpending(STREAM, "controller"))["pending"] == 0
 
 
 async def test_what_a_dead_controller_had_read_comes_again(server: EmbeddedServer) -> None:
-    async with RedisSender(server.url, "run", 100_000) as sender:
-        async with RedisReceiver(server.url, "run") as first:
+    async with RedisSender(server.url("rollout"), "run", 100_000) as sender:
+        async with RedisReceiver(server.url(), "run") as first:
             for number in range(50):
                 await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
             assert await get(first) == name(0)
-        async with RedisReceiver(server.url, "run") as second:
+        async with RedisReceiver(server.url(), "run") as second:
             assert [await get(second) for _ in range(50)] == [name(n) for n in range(50)]
             await second.acknowledge(name(n) for n in range(50))
-        async with redis.asyncio.Redis.from_url(server.url) as client:
+        async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
             assert await client.xlen(STREAM) == 0
 
 
@@ -127,9 +132,9 @@ async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice
     server: EmbeddedServer,
 ) -> None:
     async with (
-        RedisReceiver(server.url, "run") as receiver,
-        RedisSender(server.url, "run", 1_000) as sender,
-        redis.asyncio.Redis.from_url(server.url) as client,
+        RedisReceiver(server.url(), "run") as receiver,
+        RedisSender(server.url("rollout"), "run", 1_000) as sender,
+        redis.asyncio.Redis.from_url(server.url("administrator")) as client,
     ):
         for number in (1, 1, 2):
             await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
@@ -145,10 +150,10 @@ async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice
 
 async def test_senders_share_one_bound(server: EmbeddedServer) -> None:
     async with (
-        RedisReceiver(server.url, "run") as receiver,
-        RedisSender(server.url, "run", 1_000) as first,
-        RedisSender(server.url, "run", 1_000) as second,
-        redis.asyncio.Redis.from_url(server.url) as client,
+        RedisReceiver(server.url(), "run") as receiver,
+        RedisSender(server.url("rollout"), "run", 1_000) as first,
+        RedisSender(server.url("rollout"), "run", 1_000) as second,
+        redis.asyncio.Redis.from_url(server.url("administrator")) as client,
     ):
         most = 0
 
@@ -169,8 +174,8 @@ async def test_senders_share_one_bound(server: EmbeddedServer) -> None:
 
 async def test_runs_on_one_server_do_not_see_each_other(server: EmbeddedServer) -> None:
     async with (
-        RedisReceiver(server.url, "other") as receiver,
-        RedisSender(server.url, "run", 1_000) as sender,
+        RedisReceiver(server.url(), "other") as receiver,
+        RedisSender(server.url("rollout"), "run", 1_000) as sender,
     ):
         await sender.put(name(1), b"x", timeout_s=LIMIT_S)
         with pytest.raises(TimeoutError):
@@ -187,13 +192,15 @@ async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(
         await server.start()
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisReceiver(server.url, "run") as receiver:
+        async with RedisReceiver(server.url(), "run") as receiver:
             await lose_everything()
             await get(receiver)
     (cause,) = causes(caught.value)
     assert "came back empty: what waited there is lost" in cause
+    async with RedisReceiver(server.url(), "run"):
+        pass
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisSender(server.url, "run", 1_000) as sender:
+        async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
             await sender.put(name(0), b"x", timeout_s=LIMIT_S)
             await lose_everything()
             await sender.put(name(1), b"x", timeout_s=LIMIT_S)
@@ -206,25 +213,25 @@ async def test_a_redis_that_was_emptied_and_used_again_stops_the_old_sender(
 ) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         async with (
-            redis.asyncio.Redis.from_url(server.url) as client,
-            RedisSender(server.url, "run", 1_000) as sender,
+            redis.asyncio.Redis.from_url(server.url("administrator")) as client,
+            RedisSender(server.url("rollout"), "run", 1_000) as sender,
         ):
             await client.flushall()
-            async with RedisReceiver(server.url, "run"):
+            async with RedisReceiver(server.url(), "run"):
                 await sender.put(name(1), b"x", timeout_s=LIMIT_S)
     (cause,) = causes(caught.value)
     assert "holds the data of another start" in cause
 
 
 async def test_a_mark_that_was_kept_tells_that_redis_was_emptied(server: EmbeddedServer) -> None:
-    async with RedisReceiver(server.url, "run") as receiver:
+    async with RedisReceiver(server.url(), "run") as receiver:
         mark = receiver.mark
-    async with RedisReceiver(server.url, "run", mark=mark):
+    async with RedisReceiver(server.url(), "run", mark=mark):
         pass
-    async with redis.asyncio.Redis.from_url(server.url) as client:
+    async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
         await client.flushall()
     with pytest.raises(QueueError, match="holds the data of another start"):
-        async with RedisReceiver(server.url, "run", mark=mark):
+        async with RedisReceiver(server.url(), "run", mark=mark):
             pass
 
 
@@ -233,19 +240,19 @@ async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its
 ) -> None:
     monkeypatch.setattr(redis_connection, "RECONNECT_TIMEOUT_S", 0.3)
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisReceiver(server.url, "run") as receiver:
+        async with RedisReceiver(server.url(), "run") as receiver:
             await kill(server)
             await get(receiver)
     (message,) = causes(caught.value)
     assert "valkey.sock does not answer within 0.3 s" in message
-    assert server.url.rpartition("=")[2] not in message
+    assert server.password_file("controller").read_text() not in message
     with pytest.raises(QueueError, match="does not answer within 0.3 s"):
-        async with RedisSender(server.url, "run", 1_000):
+        async with RedisSender(server.url("rollout"), "run", 1_000):
             pass
 
 
 async def test_put_names_a_lost_redis_rather_than_a_full_queue(server: EmbeddedServer) -> None:
-    async with RedisSender(server.url, "run", 1_000) as sender:
+    async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
         await kill(server)
         with pytest.raises(QueueError, match="does not answer within 0.2 s"):
             await sender.put(name(0), b"x", timeout_s=0.2)
@@ -257,32 +264,80 @@ async def test_put_names_a_lost_redis_rather_than_a_full_queue(server: EmbeddedS
 async def test_a_redis_that_may_lose_entries_is_refused(
     server: EmbeddedServer, setting: str, value: str
 ) -> None:
-    async with redis.asyncio.Redis.from_url(server.url) as client:
+    async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
         await client.config_set(setting, value)
     with pytest.raises(QueueError, match=rf"{setting} must be \w+ .*, got {value}"):
-        async with RedisSender(server.url, "run", 1_000):
+        async with RedisReceiver(server.url(), "run"):
             pass
+
+
+async def set_user(server: EmbeddedServer, *rules: str) -> str:
+    """A user with these rights; the address for it."""
+    async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
+        await client.execute_command("ACL", "SETUSER", "other", "on", ">secret", *rules)
+    return f"{server.address}?username=other&password=secret"
 
 
 async def test_a_redis_that_hides_its_settings_is_used_with_a_warning(
     server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with redis.asyncio.Redis.from_url(server.url) as client:
-        await client.execute_command(
-            "ACL", "SETUSER", "sender", "on", ">secret", "~slipstream:*", "+@all", "-config"
-        )
-    path, _, _ = server.url.partition("?")
-    url = path.replace("unix://", "unix://sender@") + "?password=secret"
+    url = await set_user(server, "~slipstream:*", "+@all", "-config")
     with caplog.at_level(logging.WARNING):
-        async with RedisSender(url, "run", 1_000) as sender:
+        async with RedisReceiver(url, "run"), RedisSender(url, "run", 1_000) as sender:
             await sender.put(name(0), b"x", timeout_s=LIMIT_S)
     assert "does not show its settings" in caplog.text
     assert "secret" not in caplog.text
 
 
-async def test_a_wrong_password_is_reported_at_once(server: EmbeddedServer) -> None:
-    with pytest.raises(QueueError, match="valkey.sock: invalid username-password pair"):
-        async with RedisSender(server.url + "x", "run", 1_000):
+async def test_a_wrong_password_is_reported_at_once_with_the_user(server: EmbeddedServer) -> None:
+    with pytest.raises(QueueError) as caught:
+        async with RedisSender(server.url("rollout") + "x", "run", 1_000):
+            pass
+    assert str(caught.value) == (
+        f"redis at {server.address}: user rollout: "
+        "invalid username-password pair or user is disabled."
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "lacks"),
+    [
+        (("~*", "+@all", "-xadd"), "xadd"),
+        # Rights on keys: the server's own message names neither command nor key.
+        (("+@all", "resetkeys", "~*:mark*"), "xadd"),
+        (("~*", "+@all", "-watch"), "watch"),
+        (("~*", "+@all", "-get"), "get"),
+    ],
+)
+async def test_a_missing_right_ends_a_sender_with_user_and_command(
+    server: EmbeddedServer, rules: tuple[str, ...], lacks: str
+) -> None:
+    url = await set_user(server, *rules)
+    secret = b"what the model said"
+    with pytest.raises((QueueError, BaseExceptionGroup)) as caught:
+        async with RedisSender(url, "run", 1_000) as sender:
+            await sender.put(name(0), secret, timeout_s=LIMIT_S)
+    (cause,) = causes(caught.value)
+    assert cause == (
+        f"redis at {server.address}: user other lacks the right to {lacks} on the keys of run run; "
+        "`slipstream doctor` names all that are missing"
+    )
+
+
+async def test_a_missing_right_ends_a_receiver_with_user_and_command(
+    server: EmbeddedServer,
+) -> None:
+    url = await set_user(server, "~*", "+@all", "-xreadgroup")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with RedisReceiver(url, "run") as receiver:
+            await get(receiver)
+    (cause,) = causes(caught.value)
+    assert "user other lacks the right to xreadgroup on the keys of run run" in cause
+
+
+async def test_a_sender_does_not_begin_before_the_controller_has(server: EmbeddedServer) -> None:
+    with pytest.raises(QueueError, match="does not know run new: the controller opens its queue"):
+        async with RedisSender(server.url("rollout"), "new", 1_000):
             pass
 
 
@@ -291,18 +346,23 @@ async def test_a_url_of_another_kind_is_refused() -> None:
         RedisSender("http://localhost", "run", 1_000)
 
 
-async def test_the_embedded_server_needs_its_password_and_keeps_it(tmp_path: Path) -> None:
+async def test_the_embedded_server_needs_a_password_and_keeps_it(tmp_path: Path) -> None:
     folder = tmp_path / "valkey"
     async with EmbeddedServer(folder) as server:
-        url = server.url
-        path, _, _ = url.partition("?")
-        async with redis.asyncio.Redis.from_url(path, protocol=2) as client:
+        urls = [server.url(user) for user in USERS]
+        async with redis.asyncio.Redis.from_url(server.address, protocol=2) as client:
             with pytest.raises(redis.exceptions.ConnectionError, match="Authentication required"):
                 await client.ping()
         assert (folder / "valkey.sock").stat().st_mode & 0o777 == 0o700
-        assert (folder / "valkey.password").stat().st_mode & 0o777 == 0o600
+        for file in ("valkey.controller.password", "valkey.rollout.password", "valkey.acl"):
+            assert (folder / file).stat().st_mode & 0o777 == 0o600
+        passwords = {server.password_file(user).read_text() for user in USERS}
+        assert len(passwords) == 2
+        assert all(len(password) == 64 for password in passwords)
+        for file in ("valkey.acl", "valkey.conf", "valkey.log"):
+            assert not any(password in (folder / file).read_text() for password in passwords)
     async with EmbeddedServer(folder) as server:
-        assert server.url == url
+        assert [server.url(user) for user in USERS] == urls
 
 
 async def test_the_embedded_server_takes_a_short_socket_path_for_a_deep_folder(
@@ -310,7 +370,8 @@ async def test_the_embedded_server_takes_a_short_socket_path_for_a_deep_folder(
 ) -> None:
     async with (
         EmbeddedServer(tmp_path / ("deep" * 20) / "valkey") as server,
-        RedisSender(server.url, "run", 1_000) as sender,
+        RedisReceiver(server.url(), "run"),
+        RedisSender(server.url("rollout"), "run", 1_000) as sender,
     ):
         await sender.put(name(0), b"x", timeout_s=LIMIT_S)
 

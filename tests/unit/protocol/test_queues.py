@@ -72,15 +72,15 @@ class GrpcPlace:
 
 
 class RedisPlace:
-    def __init__(self, url: str, max_bytes: int) -> None:
-        self.url = url
+    def __init__(self, server: EmbeddedServer, max_bytes: int) -> None:
+        self.server = server
         self.max_bytes = max_bytes
 
     def sender(self) -> AbstractAsyncContextManager[TrajectorySender]:
-        return RedisSender(self.url, "run", self.max_bytes)
+        return RedisSender(self.server.url("rollout"), "run", self.max_bytes)
 
     def receiver(self) -> AbstractAsyncContextManager[TrajectoryReceiver]:
-        return RedisReceiver(self.url, "run")
+        return RedisReceiver(self.server.url(), "run")
 
 
 @pytest.fixture(params=["memory", "grpc", "redis"])
@@ -95,7 +95,10 @@ async def make_place(
             yield GrpcPlace
         case _:
             async with EmbeddedServer(tmp_path / "valkey") as server:
-                yield partial(RedisPlace, server.url)
+                # The controller opens the queue before rollout servers do.
+                async with RedisReceiver(server.url(), "run"):
+                    pass
+                yield partial(RedisPlace, server)
 
 
 def name(number: int) -> TrajectoryId:

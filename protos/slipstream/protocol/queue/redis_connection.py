@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -40,6 +41,10 @@ CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSErro
 ID, DATA = b"id", b"data"
 REFUSALS = (AuthenticationError, AuthorizationError)
 
+# What the server, or the client library around it, says of a command without rights.
+REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
+COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+)")
+
 REQUIRED_SETTINGS = {
     "appendonly": "yes",
     "appendfsync": "always",
@@ -56,10 +61,11 @@ class RedisConnection:
 
     def __init__(self, url: str, run_id: str) -> None:
         self.name = _without_password(url)
+        self._run_id = run_id
         prefix = f"slipstream:{run_id}"
         self.stream = f"{prefix}:trajectories"
         self.mark_key = f"{prefix}:mark"
-        # Drawn by whoever comes first; another or none later means that the data are gone.
+        # Drawn by the controller; another or none later means that the data are gone.
         self.mark: str | None = None
         # Why the last call failed, until one succeeds.
         self.trouble: str | None = None
@@ -75,6 +81,7 @@ class RedisConnection:
             )
         except ValueError as error:
             raise QueueError(f"queue.redis_url {self.name}: {error}") from error
+        self.user = str(self.client.connection_pool.connection_kwargs.get("username") or "default")
 
     @property
     def added_key(self) -> str:
@@ -86,13 +93,11 @@ class RedisConnection:
         """Bytes that were ever acknowledged; belongs to the mark."""
         return f"{self.mark_key}:{self.mark}:removed"
 
-    async def open(self, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Checks how durable the server is, finds or draws the mark, then prepares."""
+    async def open(self, *steps: Callable[[], Awaitable[None]]) -> None:
+        """Takes the steps one after another, each as `persistently`; closes when one fails."""
         try:
-            await self.persistently(self._check_settings)
-            await self.persistently(self._draw_mark)
-            if prepare is not None:
-                await self.persistently(prepare)
+            for step in steps:
+                await self.persistently(step)
         except BaseException:
             await self.client.aclose()
             raise
@@ -113,9 +118,8 @@ class RedisConnection:
             try:
                 result = await self.once(call)
             except CONNECTION_ERRORS as error:
-                refusal = error if isinstance(error, REFUSALS) else error.__cause__
-                if isinstance(refusal, REFUSALS):
-                    raise QueueError(f"redis at {self.name}: {refusal}") from error
+                if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
+                    raise self.failure(error) from error
                 if asyncio.get_running_loop().time() + backoff_s > deadline:
                     raise QueueError(
                         f"redis at {self.name} does not answer within "
@@ -125,7 +129,7 @@ class RedisConnection:
                     logger.warning("redis at %s was lost: %s", self.name, error)
                 self.trouble = str(error)
             except RedisError as error:
-                raise QueueError(f"redis at {self.name}: {error}") from error
+                raise self.failure(error) from error
             else:
                 if self.trouble is not None:
                     logger.warning("redis at %s answers again", self.name)
@@ -151,7 +155,29 @@ class RedisConnection:
                 "was it restarted without its append-only file?"
             )
 
-    async def _check_settings(self) -> None:
+    def failure(self, error: BaseException) -> QueueError:
+        """One line with server and user, for rights that are missing with the command."""
+        if isinstance(error.__cause__, REFUSALS):
+            error = error.__cause__
+        if isinstance(error, NoPermissionError):
+            text = str(error)
+            found = REFUSED_COMMAND.search(text) or COMMAND_OF_PIPELINE.search(text)
+            # The rest of a pipeline's message holds what was sent.
+            lacks = (
+                f"lacks the right to {found[1].lower()} on the keys of run {self._run_id}"
+                if found is not None
+                else f"lacks a right on the keys of run {self._run_id}"
+            )
+            return QueueError(
+                f"redis at {self.name}: user {self.user} {lacks}; "
+                "`slipstream doctor` names all that are missing"
+            )
+        if isinstance(error, REFUSALS):
+            return QueueError(f"redis at {self.name}: user {self.user}: {error}")
+        return QueueError(f"redis at {self.name}: {error}")
+
+    async def check_settings(self) -> None:
+        """QueueError when the server may lose what it has acknowledged."""
         try:
             found = await self.client.config_get(*REQUIRED_SETTINGS)
         except (NoPermissionError, ResponseError) as error:
@@ -171,30 +197,22 @@ class RedisConnection:
                     f"got {value}"
                 )
 
-    async def _draw_mark(self) -> None:
+    async def draw_mark(self) -> None:
+        """Marks the data of the run, unless they are; QueueError when they are others."""
         await self.client.set(self.mark_key, secrets.token_hex(8), nx=True)
+        await self.find_mark()
+
+    async def find_mark(self) -> None:
+        """Remembers the mark; QueueError when there is none, or another than before."""
         found = await self.client.get(self.mark_key)
-        if self.mark is None and found is not None:
+        if self.mark is None:
+            if found is None:
+                raise QueueError(
+                    f"redis at {self.name} does not know run {self._run_id}: the controller opens "
+                    "its queue first; was it emptied since, or is it another server?"
+                )
             self.mark = _text(found)
         self.check_mark(found)
-
-
-async def examine(url: str, *, limit_s: float) -> str:
-    """The version of a server that can hold a queue; QueueError names what keeps it from that."""
-    connection = RedisConnection(url, "examination")
-    try:
-        async with asyncio.timeout(limit_s):
-            await connection._check_settings()
-            facts = await connection.client.info("server")
-    except TimeoutError:
-        raise QueueError(
-            f"redis at {connection.name} does not answer within {limit_s:g} s"
-        ) from None
-    except (RedisError, OSError) as error:
-        raise QueueError(f"redis at {connection.name}: {error}") from error
-    finally:
-        await connection.client.aclose()
-    return _text(facts["redis_version"])
 
 
 def _text(value: object) -> str:

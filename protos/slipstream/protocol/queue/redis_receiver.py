@@ -62,7 +62,8 @@ class RedisReceiver:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> RedisReceiver:
-        await self._connection.open(self._create_group)
+        connection = self._connection
+        await connection.open(connection.check_settings, connection.draw_mark, self._create_group)
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._tasks = [group.create_task(self._read()), group.create_task(self._forget())]
         return self
@@ -131,7 +132,7 @@ class RedisReceiver:
             except CONNECTION_ERRORS as error:
                 logger.warning("redis at %s: %s", connection.name, error)
             except RedisError as error:
-                raise QueueError(f"redis at {connection.name}: {error}") from error
+                raise connection.failure(error) from error
 
     async def _fetch(self, after: bytes) -> Entries:
         """Pending entries after an id, or new ones."""

@@ -116,6 +116,15 @@ def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
         queue__redis_url="redis://:hunter2@127.0.0.1:6379",
         security__token_file="secrets/token",
     )
+    secrets = {"user": "someone", "password_file": "secrets/password"}
+    users = make_config(
+        tmp_path,
+        queue__kind="redis",
+        queue__redis_url="redis://127.0.0.1",
+        queue__controller=secrets,
+        queue__rollout_server=secrets,
+    )
+    assert not any("secrets" in str(value) for value in told_settings(users).values())
     told = told_settings(config)
     assert told["algorithm.max_staleness"] == 2
     assert told["queue.kind"] == "redis"

@@ -11,7 +11,13 @@ from pydantic import JsonValue
 from slipstream.protocol.config import Config
 
 # Secrets, and where they lie: nothing that a tracking service should hold.
-_UNTOLD = ("queue.redis_url", "queue.redis_password_file", "security")
+_UNTOLD = (
+    "queue.redis_url",
+    "queue.redis_password_file",
+    "queue.controller",
+    "queue.rollout_server",
+    "security",
+)
 
 
 class Tracker(Protocol):

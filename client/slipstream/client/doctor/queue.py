@@ -1,0 +1,50 @@
+"""The queue of a configuration: whether its server answers, keeps data, and knows its users."""
+
+from __future__ import annotations
+
+from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.protocol.config import Config
+from slipstream.protocol.errors import ConfigError, QueueError
+from slipstream.protocol.queue.redis_rights import ROLES
+from slipstream.protocol.sections import QueueEnd
+from slipstream.protocol.security import redis_url_of
+
+LIMIT_S = 3.0
+LINES = "docs/security.md has the ACL SETUSER line"
+
+
+async def check_queue(config: Config) -> list[Finding]:
+    """One finding, or with a Redis of the user's one for each end whose password is here."""
+    if config.queue.kind != "redis":
+        return [ok("queue", "gRPC: trajectories wait in the memory of the rollout servers")]
+    if config.queue.redis_url is None:
+        return [ok("queue", "`slipstream run` starts a Valkey server of its own")]
+    return [await _check_end(config, end) for end in ROLES]
+
+
+async def _check_end(config: Config, end: QueueEnd) -> Finding:
+    area, role, own = f"queue, {end.replace('_', ' ')}", ROLES[end], config.queue.user_of(end)
+    if own is not None and not own.password_file.exists():
+        # Each host has the passwords of its own role only.
+        return advice(
+            area,
+            f"{own.password_file} is not here: user {own.user} was not tried",
+            f"nothing, unless a {end.replace('_', ' ')} starts here",
+        )
+    try:
+        from slipstream.protocol.queue.redis_examination import examine
+
+        found = await examine(redis_url_of(config.queue, end), role, limit_s=LIMIT_S)
+    except ModuleNotFoundError:
+        return problem(area, "queue.kind is redis", "install redis and hiredis")
+    except (QueueError, ConfigError) as error:
+        return problem(area, str(error), f"check queue.redis_url and the server; {LINES}")
+    if found.missing:
+        return problem(area, f"user {found.user} may not {', '.join(found.missing)}", LINES)
+    if found.excessive:
+        return advice(
+            area,
+            f"user {found.user} has more rights than it needs: {', '.join(found.excessive)}",
+            LINES,
+        )
+    return ok(area, f"version {found.version}, user {found.user} has the rights it needs alone")

@@ -1,0 +1,100 @@
+"""What `slipstream doctor` asks a Redis: does it answer, is it durable, who may do what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import redis.asyncio
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from slipstream.protocol.errors import QueueError
+from slipstream.protocol.queue.redis_connection import RedisConnection
+from slipstream.protocol.queue.redis_rights import CONTROLLER, Command, QueueRole, right_of
+
+
+@dataclass(frozen=True)
+class Examination:
+    """A server as one user sees it; rights as `right_of` writes them."""
+
+    version: str
+    user: str
+    missing: tuple[str, ...]
+    excessive: tuple[str, ...]
+
+
+async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
+    """Enters as the user of `url`; QueueError when the server cannot hold a queue.
+
+    Nothing is written: rights are tried inside a transaction that is discarded.
+    """
+    connection = RedisConnection(url, "examination")
+    try:
+        async with asyncio.timeout(limit_s):
+            version = await _version(connection.client)
+            if role is CONTROLLER:
+                await connection.check_settings()
+            missing = [
+                command
+                for command, allowed in await _try_rights(connection, role.needed)
+                if not allowed
+            ]
+            excessive = [
+                command
+                for command, allowed in await _try_rights(connection, role.forbidden)
+                if allowed
+            ]
+    except TimeoutError:
+        raise QueueError(
+            f"redis at {connection.name} does not answer within {limit_s:g} s"
+        ) from None
+    except (RedisError, OSError) as error:
+        raise connection.failure(error) from error
+    finally:
+        await connection.client.aclose()
+    return Examination(
+        version,
+        connection.user,
+        tuple(map(right_of, missing)),
+        tuple(map(right_of, excessive)),
+    )
+
+
+async def _version(client: redis.asyncio.Redis) -> str:
+    hello = client.execute_command("HELLO", "2")  # type: ignore[no-untyped-call]
+    facts: list[bytes] = await hello
+    return facts[facts.index(b"version") + 1].decode()
+
+
+async def _try_rights(
+    connection: RedisConnection, commands: Sequence[Command]
+) -> list[tuple[Command, bool]]:
+    """Whether each is allowed; the server decides that when a transaction takes the command."""
+    pool = connection.client.connection_pool
+    line = await pool.get_connection()  # type: ignore[no-untyped-call]
+    is_open = False
+    try:
+        tried: list[tuple[Command, bool]] = []
+        # Transactions take every command but this one.
+        for command in sorted(commands, key=lambda command: command[0] != "WATCH"):
+            if command[0] != "WATCH" and not is_open:
+                await line.send_command("MULTI")
+                await line.read_response()
+                is_open = True
+            await line.send_command(*command)
+            try:
+                await line.read_response()
+            except NoPermissionError:
+                tried.append((command, False))
+            except ResponseError as error:
+                # An older server does not know the command: it is not allowed, then.
+                if "unknown" not in str(error).lower():
+                    raise
+                tried.append((command, False))
+            else:
+                tried.append((command, True))
+    finally:
+        # Ends the transaction, whatever came.
+        await line.disconnect()
+        await pool.release(line)
+    return tried
