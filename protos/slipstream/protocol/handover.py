@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.protocol.callers import HELLO_LIMIT_S, LINE_BYTES, Call, Callers
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 
 _NUMBER = struct.Struct("<Q")
-_LINE_BYTES = 65536
 # What a receiver says: first that it has opened all, then of each bucket that it was read.
 _OPENED, _FIRST = 0, 1
 _RULE = "weights.transport ipc works within one host, set nccl"
@@ -114,21 +114,21 @@ class HandoverSender:
         """
         until_s = time.monotonic() + deadline_s
         waiting = set(ranks)
-        while waiting:
-            try:
-                self._listener.settimeout(max(until_s - time.monotonic(), 1e-3))
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                missing = ", ".join(map(str, sorted(waiting)))
-                raise WeightSyncError(
-                    f"receivers {missing} of {self._communicator_id} did not come "
-                    f"within {deadline_s:g} s"
-                ) from None
-            except OSError as error:
-                raise WeightSyncError(f"{self._communicator_id} is closed: {error}") from error
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not self._welcome(connection, waiting, offer, until_s):
-                connection.close()
+        try:
+            with Callers(self._listener) as callers:
+                while waiting:
+                    call = callers.next(until_s)
+                    if not self._welcome(call, waiting, offer):
+                        call.connection.close()
+        except TimeoutError:
+            missing = ", ".join(map(str, sorted(waiting)))
+            raise WeightSyncError(
+                f"receivers {missing} of {self._communicator_id} did not come "
+                f"within {deadline_s:g} s"
+            ) from None
+        except (OSError, ValueError) as error:
+            # ValueError: it was closed before it could be waited for.
+            raise WeightSyncError(f"{self._communicator_id} is closed: {error}") from error
         self._wait(_OPENED, until_s)
 
     def filled(self, number: int) -> None:
@@ -152,13 +152,11 @@ class HandoverSender:
         for peer in self._peers.values():
             peer.wait(count, max(until_s - time.monotonic(), 0.0))
 
-    def _welcome(
-        self, connection: socket.socket, waiting: set[int], offer: Offer, until_s: float
-    ) -> bool:
+    def _welcome(self, call: Call, waiting: set[int], offer: Offer) -> bool:
         """Tells a receiver that belongs here what is offered; False for others."""
+        connection = call.connection
         try:
-            line, rest = _read_line(connection, until_s)
-            hello = json.loads(line)
+            hello = json.loads(call.line)
             rank, host = hello["rank"], hello["host"]
             if hello["communicator_id"] != self._communicator_id or rank not in waiting:
                 return False
@@ -166,6 +164,8 @@ class HandoverSender:
             refusal = "" if host == host_id() else f"receiver {rank} runs on another host: {_RULE}"
             if refusal:
                 answer = {"refusal": refusal}
+            connection.settimeout(HELLO_LIMIT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(json.dumps(answer).encode() + b"\n")
         except (OSError, ValueError, KeyError, TypeError):
             return False
@@ -173,7 +173,7 @@ class HandoverSender:
             connection.close()
             raise WeightSyncError(refusal)
         waiting.remove(rank)
-        self._peers[rank] = _Peer(connection, f"receiver {rank}", received=bytearray(rest))
+        self._peers[rank] = _Peer(connection, f"receiver {rank}", received=bytearray(call.rest))
         return True
 
 
@@ -238,7 +238,7 @@ def _read_line(connection: socket.socket, until_s: float) -> tuple[bytes, bytes]
     while b"\n" not in data:
         connection.settimeout(max(until_s - time.monotonic(), 1e-3))
         more = connection.recv(4096)
-        if not more or len(data) > _LINE_BYTES:
+        if not more or len(data) > LINE_BYTES:
             raise OSError("the connection ended before its first line")
         data += more
     line, _, rest = data.partition(b"\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import queue
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import handover_ends
 import numpy as np
 import pytest
+from slipstream.protocol import callers
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.handover import HandoverReceiver, HandoverSender, Offer, host_id
 from slipstream.protocol.shared_buffers import HostBuffers, open_buffers
@@ -174,6 +176,42 @@ def test_strangers_are_left_out(sender: HandoverSender) -> None:
         assert connection.recv(1) == b""
         connection.close()
     member.close()
+
+
+def test_whoever_says_nothing_holds_up_nobody(sender: HandoverSender) -> None:
+    silent = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
+    slow = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
+    slow.sendall(b'{"communicator_id": ')
+    member = hello(sender)
+    member.sendall(bytes(8))
+    started_s = time.monotonic()
+    sender.accept([1], Offer(("a",), 7), LONG_S)
+    assert time.monotonic() - started_s < LONG_S / 2
+    for connection in (silent, slow):
+        assert connection.recv(1) == b""
+        connection.close()
+    member.close()
+
+
+def test_whoever_says_nothing_is_left_out_while_others_are_waited_for(
+    sender: HandoverSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "HELLO_LIMIT_S", 0.1)
+    errors = queue.Queue[str]()
+
+    def accept() -> None:
+        with pytest.raises(WeightSyncError) as raised:
+            sender.accept([1], Offer((), 0), LONG_S)
+        errors.put(str(raised.value))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    with socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S) as silent:
+        assert silent.recv(1) == b""
+    assert errors.empty()
+    sender.close()
+    assert "members-1 is closed" in errors.get(timeout=LONG_S / 2)
+    thread.join(20)
 
 
 def test_another_host_is_refused_on_both_sides(

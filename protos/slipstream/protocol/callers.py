@@ -1,0 +1,116 @@
+"""Connections that come to a listener, each with the line that it begins with.
+
+All of them are heard at the same time: whoever connects and says nothing holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from types import TracebackType
+from typing import NamedTuple
+
+HELLO_LIMIT_S = 5.0
+LINE_BYTES = 65536
+# Silent ones beyond this many push out the one that came first.
+_MOST_SILENT = 64
+# A listener that another thread closes does not wake who waits for it.
+_LOOK_PERIOD_S = 0.1
+
+
+class Call(NamedTuple):
+    """A connection that said who it is; `rest`: what has come behind the line."""
+
+    connection: socket.socket
+    line: bytes
+    rest: bytes
+
+
+class Callers:
+    """One thread uses it; within `with`, after which no connection is left that said nothing."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        # What each has said so far, and until when it may go on.
+        self._silent: dict[socket.socket, tuple[bytearray, float]] = {}
+
+    def __enter__(self) -> Callers:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for connection in list(self._silent):
+            self._leave(connection)
+        self._selector.close()
+
+    def next(self, until_s: float) -> Call:
+        """The next one to finish its line; TimeoutError at `until_s` on the monotonic clock.
+
+        OSError when the listener was closed.
+        """
+        while True:
+            self._drop_late()
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            ready = self._selector.select(min(left_s, _LOOK_PERIOD_S))
+            if self._listener.fileno() < 0:
+                raise OSError("the listener was closed")
+            for key, _ in ready:
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is self._listener:
+                    self._accept()
+                elif connection in self._silent:
+                    call = self._hear(connection)
+                    if call is not None:
+                        return call
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            if len(self._silent) == _MOST_SILENT:
+                self._leave(next(iter(self._silent)))
+            self._silent[connection] = bytearray(), time.monotonic() + HELLO_LIMIT_S
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: socket.socket) -> Call | None:
+        said, _ = self._silent[connection]
+        try:
+            data = connection.recv(4096)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        said += data
+        if b"\n" in said:
+            self._forget(connection)
+            line, _, rest = bytes(said).partition(b"\n")
+            return Call(connection, line, rest)
+        if not data or len(said) > LINE_BYTES:
+            self._leave(connection)
+        return None
+
+    def _drop_late(self) -> None:
+        now_s = time.monotonic()
+        for connection, (_, until_s) in list(self._silent.items()):
+            if now_s > until_s:
+                self._leave(connection)
+
+    def _leave(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._silent[connection]
+        self._selector.unregister(connection)
