@@ -19,13 +19,11 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from broadcast_programs import NativeTransfer, RawBroadcast
-from measure import RESULTS, Spread, note, part, progress, table, write_result
+from broadcast_tables import Found, Row, stages, summary
+from measure import RESULTS, note, part, progress, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
@@ -38,19 +36,6 @@ PAUSE_TARGETS = {"8B": "at most 3 wire times", "0.6B": "at most 40 ms idle"}
 START_LIMIT_S = 400.0
 CALM_LIMIT_S = 60.0
 REPLY_TOKENS = 600
-Row = dict[str, Any]
-
-
-@dataclass
-class Found:
-    """Everything that was measured, in the order in which it was."""
-
-    num_bytes: int = 0
-    ours: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
-    native: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
-    raw: list[float] = field(default_factory=list)
-    starts: dict[str, float] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
@@ -233,75 +218,6 @@ class Measurement:
         progress(f"{what} {repeat}: {shown}")
         if rows is not None and repeat:
             rows.append(row)
-
-
-def summary(found: Found) -> tuple[list[str], dict[str, float]]:
-    """The table, and the ratios that are the claim."""
-    header = ["what", "wire, ms", "GB/s", "end to end, ms", "of raw", "pause, ms", "in wire times"]
-    raw = Spread.of(found.raw) if found.raw else None
-    ratios: dict[str, float] = {}
-    rows: list[list[object]] = []
-
-    def add(name: str, wire: list[float], whole: list[float], pause: list[float]) -> None:
-        wires = Spread.of(wire) if wire and min(wire) > 0 else None
-        wholes, pauses = Spread.of(whole), Spread.of(pause)
-        ratios[f"{name}: pause_s"] = pauses.median
-        cells = ["", "", wholes.text(1, 1000), "", pauses.text(1, 1000), ""]
-        if wires is not None:
-            ratios[f"{name}: pause in wire times"] = multiple = pauses.median / wires.median
-            cells[0] = wires.text(2, 1000)
-            cells[1] = f"{found.num_bytes / wires.median / 1e9:.1f}"
-            cells[5] = f"{multiple:.1f}"
-        if raw is not None:
-            ratios[f"{name}: end to end of raw"] = share = raw.median / wholes.median
-            cells[3] = f"{share:.2f}"
-            if wires is not None:
-                ratios[f"{name}: wire of raw"] = raw.median / wires.median
-        rows.append([name, *cells])
-
-    for load, measured in found.ours.items():
-        if measured:
-            wire = [wire_seconds(row["trainer"]) for row in measured]
-            whole = [row["serving_s"] for row in measured]
-            add(f"ours, {load}", wire, whole, [row["paused_s"] for row in measured])
-    for load, measured in found.native.items():
-        if measured:
-            whole = [row["whole_s"] for row in measured]
-            add(f"vLLM's transfer, {load}", [], whole, [row["paused_s"] for row in measured])
-    if raw is not None:
-        speed = f"{found.num_bytes / raw.median / 1e9:.1f}"
-        rows.append(["one buffer (limit)", raw.text(2, 1000), speed, "", "", "", ""])
-    return table(header, rows), ratios
-
-
-def wire_seconds(trainer: Mapping[str, float]) -> float:
-    """What all bytes take at the rate of the broadcasts that were timed.
-
-    The first one is not: in it the sender waits for the servers' pause.
-    """
-    timed = trainer.get("wire_bytes", 0.0)
-    return trainer["wire_s"] * trainer["bytes_sent"] / timed if timed else 0.0
-
-
-def stages(found: Found) -> list[str]:
-    """Where the time of a publish goes, as trainer and servers measured it."""
-    rows = []
-    for load, measured in found.ours.items():
-        values: dict[str, list[float]] = {}
-        for row in measured:
-            for name in ("started_s", "sent_s", "loaded_s", "serving_s"):
-                values.setdefault(f"controller: {name}", []).append(row[name])
-            for name, value in row["trainer"].items():
-                values.setdefault(f"trainer: {name}", []).append(value)
-            for server in row["servers"].values():
-                for name, value in server.items():
-                    values.setdefault(f"server: {name}", []).append(value)
-        for name, seconds in values.items():
-            if name.endswith("_s"):
-                rows.append([load, name, Spread.of(seconds).text(2, 1000)])
-        loads = [server.get("copied", 0) for row in measured for server in row["servers"].values()]
-        rows.append([load, "server: loads by copy plan", f"{sum(loads):.0f} of {len(loads)}"])
-    return table(["engine", "stage", "ms"], rows)
 
 
 def main() -> None:

@@ -135,7 +135,7 @@ class FakeEngine:
         await asyncio.sleep(0)
         if self.weights_error is not None:
             raise WeightSyncError(self.weights_error)
-        return LoadedWeights(bucket_digests=(b"digest",), by_plan=True, receive_s=0.25, load_s=0.5)
+        return LoadedWeights((b"digest",), by_plan=True, receive_s=0.25, load_s=0.5, wire_s=0.125)
 
     async def resume(self, version: PolicyVersion) -> None:
         self.version = version

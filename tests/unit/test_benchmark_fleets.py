@@ -51,20 +51,25 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
         "sent_s": 0.006,
         "loaded_s": 0.008,
         "paused_s": 0.012,
-        "trainer": {"wire_s": 0.004, "wire_bytes": 8e8, "bytes_sent": 1e9},
-        "servers": {"server-0": {"paused_s": 0.012}},
+        # The trainer waited for the servers, and the first of these for the second.
+        "trainer": {"wire_s": 0.009, "wire_bytes": 1e9, "bytes_sent": 1e9},
+        "servers": {
+            "server-0": {"paused_s": 0.012, "wire_s": 0.006, "receive_s": 0.0064},
+            "server-1": {"paused_s": 0.011, "wire_s": 0.005, "receive_s": 0.0054},
+        },
     }
     found = weight_broadcast.Found(num_bytes=1_000_000_000, raw=[0.004, 0.004, 0.005])
     found.ours["idle"] = [row]
     lines, ratios = weight_broadcast.summary(found)
     assert lines[2] == (
-        "| ours, idle | 5.00 (5.00-5.00) | 200.0 | 10.0 (10.0-10.0) | 0.40 "
-        "| 12.0 (12.0-12.0) | 2.4 |"
+        "| ours, idle | 5.00 (5.00-5.00) | 200.0 | 0.80 | 6.40 (6.40-6.40) | 0.62 "
+        "| 10.0 (10.0-10.0) | 0.40 | 12.0 (12.0-12.0) | 2.4 |"
     )
     assert ratios["ours, idle: wire of raw"] == pytest.approx(0.8)
     assert ratios["ours, idle: end to end of raw"] == pytest.approx(0.4)
     assert ratios["ours, idle: pause in wire times"] == pytest.approx(2.4)
-    assert lines[-1] == "| one buffer (limit) | 4.00 (4.00-5.00) | 250.0 |  |  |  |  |"
+    assert ratios["ours, idle: receive of raw"] == pytest.approx(0.625)
+    assert lines[-1] == "| one buffer (limit) | 4.00 (4.00-5.00) | 250.0 |  |  |  |  |  |  |  |"
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("8B", 8.19)])

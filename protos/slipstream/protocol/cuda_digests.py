@@ -147,8 +147,9 @@ class CudaDigests:
         import cupy
 
         external = cupy.cuda.ExternalStream(stream)
-        sums = self._sums.get(stream=external)
+        # An abort of a communicator releases who waits for a stream, not surely a copy behind it.
         external.synchronize()
+        sums = self._sums.get(stream=external)
         rows = [row.astype("<u8").tobytes() for row in sums]
         ends = self._ends.tolist()
         return [rows[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]

@@ -88,9 +88,10 @@ class Room:
 
 @dataclass(frozen=True)
 class Wire:
-    """Broadcasts that are done: their time on the device, and their bytes.
+    """Broadcasts that are done: device time from the first one's start to the last one's end.
 
-    Without the first one, in which the sender also waits until all others have come.
+    In the first one this member also waits until all others have come: the shortest time of all
+    members is that since the last one came.
     """
 
     seconds: float = 0.0
@@ -122,8 +123,8 @@ class NcclGroup:
         self._pending: deque[_Pending] = deque()
         # When the oldest pending collective became that.
         self._since_s = 0.0
-        # None: the next broadcast is the first one.
-        self._wire: Wire | None = None
+        # Of the broadcasts that are done: where the first began, where the last ended, their bytes.
+        self._done: tuple[Mark, Mark, int] | None = None
         # When the call began that is in NCCL now.
         self._calling_since_s: float | None = None
         self._stopped, self._gone = threading.Event(), threading.Event()
@@ -217,8 +218,11 @@ class NcclGroup:
     def take_wire(self) -> Wire:
         """Of the broadcasts since the last call."""
         with self._lock:
-            found, self._wire = self._wire, None
-        return found or Wire()
+            done, self._done = self._done, None
+        if done is None:
+            return Wire()
+        first, last, num_bytes = done
+        return Wire(last.seconds_since(first), num_bytes)
 
     @property
     def is_aborted(self) -> bool:
@@ -253,11 +257,8 @@ class NcclGroup:
             if oldest.end is None or not oldest.end.is_done():
                 return
             self._pending.popleft()
-            if self._wire is None:
-                self._wire = Wire()
-            else:
-                seconds = self._wire.seconds + oldest.end.seconds_since(oldest.begin)
-                self._wire = Wire(seconds, self._wire.num_bytes + oldest.num_bytes)
+            first, _, num_bytes = self._done or (oldest.begin, None, 0)
+            self._done = (first, oldest.end, num_bytes + oldest.num_bytes)
             self._since_s = time.monotonic()
 
     def _end(self, cause: str) -> None:

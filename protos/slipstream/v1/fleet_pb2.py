@@ -27,17 +27,17 @@ from slipstream.v1 import trajectory_pb2 as slipstream_dot_v1_dot_trajectory__pb
 from slipstream.v1 import weights_pb2 as slipstream_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19slipstream/v1/fleet.proto\x12\rslipstream.v1\x1a\x1fslipstream/v1/environment.proto\x1a\x1eslipstream/v1/trajectory.proto\x1a\x1bslipstream/v1/weights.proto\"\xbd\x01\n\x10SamplingSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x18\n\x10max_reply_tokens\x18\x04 \x01(\r\x12\x11\n\tmax_turns\x18\x05 \x01(\r\x12\x1a\n\x12max_episode_tokens\x18\x06 \x01(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x19\n\x11max_prompt_tokens\x18\x08 \x01(\r\"\x9b\x02\n\x05Lease\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x12\n\ntask_index\x18\x03 \x01(\x04\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\x0f\n\x07members\x18\x05 \x03(\r\x12\x15\n\rdeadline_step\x18\x06 \x01(\r\x12.\n\x07purpose\x18\x07 \x01(\x0e\x32\x1d.slipstream.v1.EpisodePurpose\x12\x31\n\x08sampling\x18\x08 \x01(\x0b\x32\x1f.slipstream.v1.SamplingSettings\x12\x14\n\x0cmax_attempts\x18\t \x01(\r\x12\x15\n\rfirst_attempt\x18\n \x01(\r\x12\x11\n\ttimeout_s\x18\x0b \x01(\x01\"\xe3\x01\n\x0bServerHello\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x14\n\x0cmax_episodes\x18\x04 \x01(\r\x12\x16\n\x0e\x65ngine_workers\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x08 \x01(\t\x12\x13\n\x0bqueue_bytes\x18\t \x01(\x04\x12#\n\x05place\x18\n \x01(\x0b\x32\x14.slipstream.v1.PlaceJ\x04\x08\x07\x10\x08\".\n\x0c\x42usyInterval\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\"\xa0\x02\n\x0cServerReport\x12\x18\n\x10generated_tokens\x18\x01 \x01(\x04\x12\x18\n\x10in_flight_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x65nded_tokens\x18\x03 \x01(\x04\x12\x15\n\ropen_episodes\x18\x04 \x01(\r\x12\x18\n\x10waiting_episodes\x18\x05 \x01(\r\x12\x14\n\x0cqueued_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x07 \x01(\x01\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\x10\n\x08paused_s\x18\t \x01(\x01\x12\x33\n\x0e\x62usy_intervals\x18\n \x03(\x0b\x32\x1b.slipstream.v1.BusyInterval\x12\x16\n\x0eresident_bytes\x18\x0b \x01(\x04\"d\n\x11\x45nvironmentReport\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Failure\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\"\xd6\x01\n\rPublishReport\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12*\n\x05phase\x18\x02 \x01(\x0e\x32\x1b.slipstream.v1.PublishPhase\x12\x16\n\x0e\x62ucket_digests\x18\x03 \x03(\x0c\x12\x16\n\x0eprobe_logprobs\x18\x04 \x01(\x0c\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x10\n\x08paused_s\x18\x06 \x01(\x01\x12,\n\x06stages\x18\x08 \x01(\x0b\x32\x1c.slipstream.v1.PublishStagesJ\x04\x08\x07\x10\x08\"x\n\rPublishStages\x12\x11\n\tprepare_s\x18\x01 \x01(\x01\x12\x0f\n\x07pause_s\x18\x02 \x01(\x01\x12\x11\n\treceive_s\x18\x03 \x01(\x01\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x10\n\x08resume_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opied\x18\x06 \x01(\x08\"\xc0\x02\n\rServerMessage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.ServerHelloH\x00\x12\x30\n\theartbeat\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.ServerReportH\x00\x12\x37\n\x0b\x65nvironment\x18\x03 \x01(\x0b\x32 .slipstream.v1.EnvironmentReportH\x00\x12/\n\x07publish\x18\x04 \x01(\x0b\x32\x1c.slipstream.v1.PublishReportH\x00\x12.\n\x07\x64rained\x18\x05 \x01(\x0b\x32\x1b.slipstream.v1.ServerReportH\x00\x12+\n\x05lease\x18\x06 \x01(\x0b\x32\x1a.slipstream.v1.LeaseReportH\x00\x42\t\n\x07message\"/\n\x0bLeaseReport\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63losed\x18\x02 \x01(\x08\"K\n\x07Welcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x1b\n\x13heartbeat_timeout_s\x18\x03 \x01(\x01\"P\n\x10\x45nvironmentOrder\x12,\n\x04spec\x18\x01 \x01(\x0b\x32\x1e.slipstream.v1.EnvironmentSpec\x12\x0e\n\x06unload\x18\x02 \x01(\x08\"S\n\x0ePreparePublish\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\"}\n\x0eReceiveWeights\x12*\n\x05order\x18\x01 \x01(\x0b\x32\x1b.slipstream.v1.PublishOrder\x12+\n\x06layout\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.WeightLayout\x12\x12\n\nfirst_rank\x18\x03 \x01(\r\"w\n\rCommitPublish\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x14.slipstream.v1.Probe\"2\n\x0c\x41\x62ortPublish\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"C\n\x0cProbeVerdict\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12\x0e\n\x06passed\x18\x02 \x01(\x08\x12\x0f\n\x07message\x18\x03 \x01(\t\"/\n\x0b\x43\x61ncelLease\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xf5\x03\n\x11\x43ontrollerMessage\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.WelcomeH\x00\x12%\n\x05lease\x18\x02 \x01(\x0b\x32\x14.slipstream.v1.LeaseH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.CancelLeaseH\x00\x12\x36\n\x0b\x65nvironment\x18\x04 \x01(\x0b\x32\x1f.slipstream.v1.EnvironmentOrderH\x00\x12\x30\n\x07prepare\x18\x05 \x01(\x0b\x32\x1d.slipstream.v1.PreparePublishH\x00\x12\x30\n\x07receive\x18\x06 \x01(\x0b\x32\x1d.slipstream.v1.ReceiveWeightsH\x00\x12.\n\x06\x63ommit\x18\x07 \x01(\x0b\x32\x1c.slipstream.v1.CommitPublishH\x00\x12,\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x1b.slipstream.v1.AbortPublishH\x00\x12\x34\n\rprobe_verdict\x18\t \x01(\x0b\x32\x1b.slipstream.v1.ProbeVerdictH\x00\x12%\n\x05\x64rain\x18\n \x01(\x0b\x32\x14.slipstream.v1.DrainH\x00\x42\t\n\x07message\"U\n\x0f\x45nvironmentCall\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12-\n\x07\x63ommand\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.WorkerCommand\"B\n\x11\x45nvironmentAnswer\x12-\n\x07message\x18\x01 \x01(\x0b\x32\x1c.slipstream.v1.WorkerMessage*\xc3\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_JOINING\x10\x01\x12\x18\n\x14SERVER_STATE_LOADING\x10\x02\x12\x18\n\x14SERVER_STATE_SERVING\x10\x03\x12\x16\n\x12SERVER_STATE_STALE\x10\x04\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x05\x12\x15\n\x11SERVER_STATE_DEAD\x10\x06*\x95\x01\n\x0cPublishPhase\x12\x1d\n\x19PUBLISH_PHASE_UNSPECIFIED\x10\x00\x12\x17\n\x13PUBLISH_PHASE_READY\x10\x01\x12\x18\n\x14PUBLISH_PHASE_LOADED\x10\x02\x12\x19\n\x15PUBLISH_PHASE_SERVING\x10\x03\x12\x18\n\x14PUBLISH_PHASE_FAILED\x10\x04\x32\xb4\x01\n\x0c\x46leetService\x12J\n\x04Join\x12\x1c.slipstream.v1.ServerMessage\x1a .slipstream.v1.ControllerMessage(\x01\x30\x01\x12X\n\x10\x43\x61llEnvironments\x12\x1e.slipstream.v1.EnvironmentCall\x1a .slipstream.v1.EnvironmentAnswer(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19slipstream/v1/fleet.proto\x12\rslipstream.v1\x1a\x1fslipstream/v1/environment.proto\x1a\x1eslipstream/v1/trajectory.proto\x1a\x1bslipstream/v1/weights.proto\"\xbd\x01\n\x10SamplingSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x18\n\x10max_reply_tokens\x18\x04 \x01(\r\x12\x11\n\tmax_turns\x18\x05 \x01(\r\x12\x1a\n\x12max_episode_tokens\x18\x06 \x01(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x19\n\x11max_prompt_tokens\x18\x08 \x01(\r\"\x9b\x02\n\x05Lease\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x12\n\ntask_index\x18\x03 \x01(\x04\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\x0f\n\x07members\x18\x05 \x03(\r\x12\x15\n\rdeadline_step\x18\x06 \x01(\r\x12.\n\x07purpose\x18\x07 \x01(\x0e\x32\x1d.slipstream.v1.EpisodePurpose\x12\x31\n\x08sampling\x18\x08 \x01(\x0b\x32\x1f.slipstream.v1.SamplingSettings\x12\x14\n\x0cmax_attempts\x18\t \x01(\r\x12\x15\n\rfirst_attempt\x18\n \x01(\r\x12\x11\n\ttimeout_s\x18\x0b \x01(\x01\"\xe3\x01\n\x0bServerHello\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x14\n\x0cmax_episodes\x18\x04 \x01(\r\x12\x16\n\x0e\x65ngine_workers\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x08 \x01(\t\x12\x13\n\x0bqueue_bytes\x18\t \x01(\x04\x12#\n\x05place\x18\n \x01(\x0b\x32\x14.slipstream.v1.PlaceJ\x04\x08\x07\x10\x08\".\n\x0c\x42usyInterval\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\"\xa0\x02\n\x0cServerReport\x12\x18\n\x10generated_tokens\x18\x01 \x01(\x04\x12\x18\n\x10in_flight_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x65nded_tokens\x18\x03 \x01(\x04\x12\x15\n\ropen_episodes\x18\x04 \x01(\r\x12\x18\n\x10waiting_episodes\x18\x05 \x01(\r\x12\x14\n\x0cqueued_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x07 \x01(\x01\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\x10\n\x08paused_s\x18\t \x01(\x01\x12\x33\n\x0e\x62usy_intervals\x18\n \x03(\x0b\x32\x1b.slipstream.v1.BusyInterval\x12\x16\n\x0eresident_bytes\x18\x0b \x01(\x04\"d\n\x11\x45nvironmentReport\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Failure\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\"\xd6\x01\n\rPublishReport\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12*\n\x05phase\x18\x02 \x01(\x0e\x32\x1b.slipstream.v1.PublishPhase\x12\x16\n\x0e\x62ucket_digests\x18\x03 \x03(\x0c\x12\x16\n\x0eprobe_logprobs\x18\x04 \x01(\x0c\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x10\n\x08paused_s\x18\x06 \x01(\x01\x12,\n\x06stages\x18\x08 \x01(\x0b\x32\x1c.slipstream.v1.PublishStagesJ\x04\x08\x07\x10\x08\"\x88\x01\n\rPublishStages\x12\x11\n\tprepare_s\x18\x01 \x01(\x01\x12\x0f\n\x07pause_s\x18\x02 \x01(\x01\x12\x11\n\treceive_s\x18\x03 \x01(\x01\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x10\n\x08resume_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opied\x18\x06 \x01(\x08\x12\x0e\n\x06wire_s\x18\x07 \x01(\x01\"\xc0\x02\n\rServerMessage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.ServerHelloH\x00\x12\x30\n\theartbeat\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.ServerReportH\x00\x12\x37\n\x0b\x65nvironment\x18\x03 \x01(\x0b\x32 .slipstream.v1.EnvironmentReportH\x00\x12/\n\x07publish\x18\x04 \x01(\x0b\x32\x1c.slipstream.v1.PublishReportH\x00\x12.\n\x07\x64rained\x18\x05 \x01(\x0b\x32\x1b.slipstream.v1.ServerReportH\x00\x12+\n\x05lease\x18\x06 \x01(\x0b\x32\x1a.slipstream.v1.LeaseReportH\x00\x42\t\n\x07message\"/\n\x0bLeaseReport\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63losed\x18\x02 \x01(\x08\"K\n\x07Welcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x1b\n\x13heartbeat_timeout_s\x18\x03 \x01(\x01\"P\n\x10\x45nvironmentOrder\x12,\n\x04spec\x18\x01 \x01(\x0b\x32\x1e.slipstream.v1.EnvironmentSpec\x12\x0e\n\x06unload\x18\x02 \x01(\x08\"S\n\x0ePreparePublish\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\"}\n\x0eReceiveWeights\x12*\n\x05order\x18\x01 \x01(\x0b\x32\x1b.slipstream.v1.PublishOrder\x12+\n\x06layout\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.WeightLayout\x12\x12\n\nfirst_rank\x18\x03 \x01(\r\"w\n\rCommitPublish\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x14.slipstream.v1.Probe\"2\n\x0c\x41\x62ortPublish\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"C\n\x0cProbeVerdict\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12\x0e\n\x06passed\x18\x02 \x01(\x08\x12\x0f\n\x07message\x18\x03 \x01(\t\"/\n\x0b\x43\x61ncelLease\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xf5\x03\n\x11\x43ontrollerMessage\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.WelcomeH\x00\x12%\n\x05lease\x18\x02 \x01(\x0b\x32\x14.slipstream.v1.LeaseH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.CancelLeaseH\x00\x12\x36\n\x0b\x65nvironment\x18\x04 \x01(\x0b\x32\x1f.slipstream.v1.EnvironmentOrderH\x00\x12\x30\n\x07prepare\x18\x05 \x01(\x0b\x32\x1d.slipstream.v1.PreparePublishH\x00\x12\x30\n\x07receive\x18\x06 \x01(\x0b\x32\x1d.slipstream.v1.ReceiveWeightsH\x00\x12.\n\x06\x63ommit\x18\x07 \x01(\x0b\x32\x1c.slipstream.v1.CommitPublishH\x00\x12,\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x1b.slipstream.v1.AbortPublishH\x00\x12\x34\n\rprobe_verdict\x18\t \x01(\x0b\x32\x1b.slipstream.v1.ProbeVerdictH\x00\x12%\n\x05\x64rain\x18\n \x01(\x0b\x32\x14.slipstream.v1.DrainH\x00\x42\t\n\x07message\"U\n\x0f\x45nvironmentCall\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12-\n\x07\x63ommand\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.WorkerCommand\"B\n\x11\x45nvironmentAnswer\x12-\n\x07message\x18\x01 \x01(\x0b\x32\x1c.slipstream.v1.WorkerMessage*\xc3\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_JOINING\x10\x01\x12\x18\n\x14SERVER_STATE_LOADING\x10\x02\x12\x18\n\x14SERVER_STATE_SERVING\x10\x03\x12\x16\n\x12SERVER_STATE_STALE\x10\x04\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x05\x12\x15\n\x11SERVER_STATE_DEAD\x10\x06*\x95\x01\n\x0cPublishPhase\x12\x1d\n\x19PUBLISH_PHASE_UNSPECIFIED\x10\x00\x12\x17\n\x13PUBLISH_PHASE_READY\x10\x01\x12\x18\n\x14PUBLISH_PHASE_LOADED\x10\x02\x12\x19\n\x15PUBLISH_PHASE_SERVING\x10\x03\x12\x18\n\x14PUBLISH_PHASE_FAILED\x10\x04\x32\xb4\x01\n\x0c\x46leetService\x12J\n\x04Join\x12\x1c.slipstream.v1.ServerMessage\x1a .slipstream.v1.ControllerMessage(\x01\x30\x01\x12X\n\x10\x43\x61llEnvironments\x12\x1e.slipstream.v1.EnvironmentCall\x1a .slipstream.v1.EnvironmentAnswer(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVERSTATE']._serialized_start=3345
-  _globals['_SERVERSTATE']._serialized_end=3540
-  _globals['_PUBLISHPHASE']._serialized_start=3543
-  _globals['_PUBLISHPHASE']._serialized_end=3692
+  _globals['_SERVERSTATE']._serialized_start=3362
+  _globals['_SERVERSTATE']._serialized_end=3557
+  _globals['_PUBLISHPHASE']._serialized_start=3560
+  _globals['_PUBLISHPHASE']._serialized_end=3709
   _globals['_SAMPLINGSETTINGS']._serialized_start=139
   _globals['_SAMPLINGSETTINGS']._serialized_end=328
   _globals['_LEASE']._serialized_start=331
@@ -52,36 +52,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENVIRONMENTREPORT']._serialized_end=1285
   _globals['_PUBLISHREPORT']._serialized_start=1288
   _globals['_PUBLISHREPORT']._serialized_end=1502
-  _globals['_PUBLISHSTAGES']._serialized_start=1504
-  _globals['_PUBLISHSTAGES']._serialized_end=1624
-  _globals['_SERVERMESSAGE']._serialized_start=1627
-  _globals['_SERVERMESSAGE']._serialized_end=1947
-  _globals['_LEASEREPORT']._serialized_start=1949
-  _globals['_LEASEREPORT']._serialized_end=1996
-  _globals['_WELCOME']._serialized_start=1998
-  _globals['_WELCOME']._serialized_end=2073
-  _globals['_ENVIRONMENTORDER']._serialized_start=2075
-  _globals['_ENVIRONMENTORDER']._serialized_end=2155
-  _globals['_PREPAREPUBLISH']._serialized_start=2157
-  _globals['_PREPAREPUBLISH']._serialized_end=2240
-  _globals['_RECEIVEWEIGHTS']._serialized_start=2242
-  _globals['_RECEIVEWEIGHTS']._serialized_end=2367
-  _globals['_COMMITPUBLISH']._serialized_start=2369
-  _globals['_COMMITPUBLISH']._serialized_end=2488
-  _globals['_ABORTPUBLISH']._serialized_start=2490
-  _globals['_ABORTPUBLISH']._serialized_end=2540
-  _globals['_PROBEVERDICT']._serialized_start=2542
-  _globals['_PROBEVERDICT']._serialized_end=2609
-  _globals['_CANCELLEASE']._serialized_start=2611
-  _globals['_CANCELLEASE']._serialized_end=2658
-  _globals['_DRAIN']._serialized_start=2660
-  _globals['_DRAIN']._serialized_end=2683
-  _globals['_CONTROLLERMESSAGE']._serialized_start=2686
-  _globals['_CONTROLLERMESSAGE']._serialized_end=3187
-  _globals['_ENVIRONMENTCALL']._serialized_start=3189
-  _globals['_ENVIRONMENTCALL']._serialized_end=3274
-  _globals['_ENVIRONMENTANSWER']._serialized_start=3276
-  _globals['_ENVIRONMENTANSWER']._serialized_end=3342
-  _globals['_FLEETSERVICE']._serialized_start=3695
-  _globals['_FLEETSERVICE']._serialized_end=3875
+  _globals['_PUBLISHSTAGES']._serialized_start=1505
+  _globals['_PUBLISHSTAGES']._serialized_end=1641
+  _globals['_SERVERMESSAGE']._serialized_start=1644
+  _globals['_SERVERMESSAGE']._serialized_end=1964
+  _globals['_LEASEREPORT']._serialized_start=1966
+  _globals['_LEASEREPORT']._serialized_end=2013
+  _globals['_WELCOME']._serialized_start=2015
+  _globals['_WELCOME']._serialized_end=2090
+  _globals['_ENVIRONMENTORDER']._serialized_start=2092
+  _globals['_ENVIRONMENTORDER']._serialized_end=2172
+  _globals['_PREPAREPUBLISH']._serialized_start=2174
+  _globals['_PREPAREPUBLISH']._serialized_end=2257
+  _globals['_RECEIVEWEIGHTS']._serialized_start=2259
+  _globals['_RECEIVEWEIGHTS']._serialized_end=2384
+  _globals['_COMMITPUBLISH']._serialized_start=2386
+  _globals['_COMMITPUBLISH']._serialized_end=2505
+  _globals['_ABORTPUBLISH']._serialized_start=2507
+  _globals['_ABORTPUBLISH']._serialized_end=2557
+  _globals['_PROBEVERDICT']._serialized_start=2559
+  _globals['_PROBEVERDICT']._serialized_end=2626
+  _globals['_CANCELLEASE']._serialized_start=2628
+  _globals['_CANCELLEASE']._serialized_end=2675
+  _globals['_DRAIN']._serialized_start=2677
+  _globals['_DRAIN']._serialized_end=2700
+  _globals['_CONTROLLERMESSAGE']._serialized_start=2703
+  _globals['_CONTROLLERMESSAGE']._serialized_end=3204
+  _globals['_ENVIRONMENTCALL']._serialized_start=3206
+  _globals['_ENVIRONMENTCALL']._serialized_end=3291
+  _globals['_ENVIRONMENTANSWER']._serialized_start=3293
+  _globals['_ENVIRONMENTANSWER']._serialized_end=3359
+  _globals['_FLEETSERVICE']._serialized_start=3712
+  _globals['_FLEETSERVICE']._serialized_end=3892
 # @@protoc_insertion_point(module_scope)

@@ -171,20 +171,22 @@ class PublishReport(_message.Message):
     def __init__(self, publish_id: _Optional[str] = ..., phase: _Optional[_Union[PublishPhase, str]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[bytes] = ..., message: _Optional[str] = ..., paused_s: _Optional[float] = ..., stages: _Optional[_Union[PublishStages, _Mapping]] = ...) -> None: ...
 
 class PublishStages(_message.Message):
-    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied")
+    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied", "wire_s")
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     RESUME_S_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
+    WIRE_S_FIELD_NUMBER: _ClassVar[int]
     prepare_s: float
     pause_s: float
     receive_s: float
     load_s: float
     resume_s: float
     copied: bool
-    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ...) -> None: ...
+    wire_s: float
+    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
     __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease")

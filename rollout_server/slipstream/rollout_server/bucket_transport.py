@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from slipstream.protocol.buckets import Bucket
+from slipstream.protocol.nccl_group import Wire
 from slipstream.v1 import weights_pb2
 
 
@@ -54,6 +55,10 @@ class BucketTransport(Protocol):
 
     def digests(self) -> list[bytes]:
         """Of the buckets of the last `receive`, after its end; waits until all have arrived."""
+        ...
+
+    def take_wire(self) -> Wire:
+        """Of the last `receive`, after `digests`; of no time where broadcasts cannot be timed."""
         ...
 
     def close(self) -> None:

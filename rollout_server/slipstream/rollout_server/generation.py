@@ -93,13 +93,15 @@ class LoadedWeights:
 
     `by_plan`: copied as they came, not through vLLM's loader. Of the time that a worker took,
     `receive_s` went by until the last bucket had come, as far as nothing was loaded meanwhile;
-    `load_s` is the rest.
+    `load_s` is the rest. `wire_s`: from the first broadcast's start on the worker that came last to
+    the end of the last one; 0 where that cannot be timed.
     """
 
     bucket_digests: tuple[bytes, ...]
     by_plan: bool
     receive_s: float
     load_s: float
+    wire_s: float = 0.0
 
 
 class Engine(Protocol):

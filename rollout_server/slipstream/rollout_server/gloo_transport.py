@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from slipstream.protocol.digests import HostDigests, bucket_digest
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.nccl_group import Wire
 from slipstream.rollout_server.bucket_transport import Incoming, Membership
 from torch._C import _distributed_c10d as c10d
 
@@ -81,6 +82,10 @@ class GlooTransport:
         """See `BucketTransport`."""
         assert self._digests is not None
         return [bucket_digest(tensors) for tensors in self._digests.read()]
+
+    def take_wire(self) -> Wire:
+        """See `BucketTransport`: a bucket is taken when it is wanted."""
+        return Wire()
 
     def close(self) -> None:
         """See `BucketTransport`."""

@@ -15,6 +15,7 @@ from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.digests import BucketDigests, HostDigests, bucket_digest
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.handover import HandoverReceiver
+from slipstream.protocol.nccl_group import Wire
 from slipstream.protocol.shared_buffers import open_buffers
 from slipstream.rollout_server.bucket_transport import Incoming, Membership
 
@@ -90,6 +91,10 @@ class IpcTransport:
         """See `BucketTransport`."""
         assert self._digests is not None
         return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
+
+    def take_wire(self) -> Wire:
+        """See `BucketTransport`: nothing travels."""
+        return Wire()
 
     def close(self) -> None:
         """See `BucketTransport`; the engine computes with copies, nothing of it is left here."""

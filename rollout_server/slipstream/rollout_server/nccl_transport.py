@@ -13,7 +13,7 @@ from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.cuda_digests import CudaDigests
 from slipstream.protocol.cupy_nccl import CupyNccl
 from slipstream.protocol.digests import bucket_digest
-from slipstream.protocol.nccl_group import NcclGroup
+from slipstream.protocol.nccl_group import NcclGroup, Wire
 from slipstream.rollout_server.bucket_transport import Incoming, Membership
 
 # Buffers start at multiples of this.
@@ -101,9 +101,14 @@ class NcclTransport:
     def digests(self) -> list[bytes]:
         """See `BucketTransport`."""
         assert self._digests is not None
-        self._group.wait()
+        # The stream comes here behind the last bucket, or when the communicator is aborted.
         found = self._digests.read(torch.cuda.current_stream(self._device).cuda_stream)
+        self._group.wait()
         return [bucket_digest(tensors) for tensors in found]
+
+    def take_wire(self) -> Wire:
+        """See `BucketTransport`."""
+        return self._group.take_wire()
 
     def close(self) -> None:
         """See `BucketTransport`."""

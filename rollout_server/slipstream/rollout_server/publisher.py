@@ -125,6 +125,7 @@ class Publisher:
             receive_s=loaded.receive_s,
             load_s=loaded.load_s,
             copied=loaded.by_plan,
+            wire_s=loaded.wire_s,
         )
         self._answer(
             publish_id,

@@ -69,6 +69,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class LoadResult:
     """How a worker took an update; `receive_s` was spent waiting for buckets.
 
+    `wire_s`: from the first broadcast's start to the end of the last; 0 where it cannot be timed.
     `has_plan`: the next one of this layout is copied by a plan.
     """
 
@@ -77,6 +78,7 @@ class LoadResult:
     has_plan: bool
     receive_s: float
     load_s: float
+    wire_s: float
 
 
 class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]
@@ -199,6 +201,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             has_plan=True,
             receive_s=received_s - started_s,
             load_s=time.perf_counter() - received_s,
+            wire_s=transport.take_wire().seconds,
         )
         if self._staging is not None:
             # Views would keep its memory.
@@ -241,6 +244,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
                 self._proof.add(place, buffer)
             waiting_s = time.perf_counter()
         self._digests = transport.digests()
+        self._wire_s = transport.take_wire().seconds
         if self._missing:
             names = ", ".join(sorted(self._missing)[:3])
             raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
@@ -259,6 +263,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             has_plan=self.has_plan,
             receive_s=self._receive_s,
             load_s=time.perf_counter() - self._started_s - self._receive_s,
+            wire_s=self._wire_s,
         )
 
     def shutdown(self) -> None:

@@ -77,6 +77,8 @@ class WeightUpdate:
             by_plan=all(result["by_plan"] for result in results),
             receive_s=max(result["receive_s"] for result in results),
             load_s=max(result["load_s"] for result in results),
+            # The worker that came last waited for no other one.
+            wire_s=min(result["wire_s"] for result in results),
         )
 
     async def _get_ready(self, announcement: tuple[Any, ...]) -> None:

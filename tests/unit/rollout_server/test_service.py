@@ -276,6 +276,7 @@ async def test_a_publish_during_generation_stamps_both_spans(start_server) -> No
     assert beat.paused_s == pytest.approx(report.paused_s)
     stages = report.stages
     assert (stages.receive_s, stages.load_s, stages.copied) == (0.25, 0.5, True)
+    assert stages.wire_s == 0.125
     assert 0 < stages.pause_s + stages.resume_s <= report.paused_s
     assert stages.prepare_s > 0
 

@@ -14,13 +14,16 @@ ORDER = weights_pb2.PublishOrder(publish_id="p1", bucket_deadline_s=1.0, join_de
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
 
 
-def result(digest: str = "0a", receive_s: float = 0.5, *, has_plan: bool = True) -> dict[str, Any]:
+def result(
+    digest: str = "0a", receive_s: float = 0.5, *, has_plan: bool = True, wire_s: float = 0.1
+) -> dict[str, Any]:
     return {
         "digests": [digest],
         "by_plan": True,
         "has_plan": has_plan,
         "receive_s": receive_s,
         "load_s": 0.25,
+        "wire_s": wire_s,
     }
 
 
@@ -101,7 +104,11 @@ async def test_workers_stage_only_when_all_of_them_have_a_plan() -> None:
 
 
 async def test_the_slowest_worker_gives_the_times() -> None:
-    workers = Workers(both(True), [{"value": result()}, {"value": result(receive_s=2.0)}])
+    slow = result(receive_s=2.0, wire_s=0.3)
+    workers = Workers(both(True), [{"value": result()}, {"value": slow}])
     update = WeightUpdate(workers.ask, stage=False)
     await update.prepare(ORDER, LAYOUT, 1)
-    assert (await update.receive("p1")).receive_s == 2.0
+    loaded = await update.receive("p1")
+    assert loaded.receive_s == 2.0
+    # In the longer time one worker waited for the other.
+    assert loaded.wire_s == 0.1

@@ -1,0 +1,109 @@
+"""What `weight_broadcast.py` found, as tables and ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from measure import Spread, table
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Found:
+    """Everything that was measured, in the order in which it was."""
+
+    num_bytes: int = 0
+    ours: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
+    native: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
+    raw: list[float] = field(default_factory=list)
+    starts: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def summary(found: Found) -> tuple[list[str], dict[str, float]]:
+    """The table, and the ratios that are the claim."""
+    header = ["what", "wire, ms", "GB/s", "of raw", "receive, ms", "of raw", "end to end, ms"]
+    header += ["of raw", "pause, ms", "in wire times"]
+    raw = Spread.of(found.raw) if found.raw else None
+    ratios: dict[str, float] = {}
+    rows: list[list[object]] = []
+
+    def of_raw(name: str, spread: Spread) -> str:
+        if raw is None:
+            return ""
+        ratios[f"{name} of raw"] = share = raw.median / spread.median
+        return f"{share:.2f}"
+
+    def times(name: str, seconds: Sequence[float]) -> list[str]:
+        """Of what was timed every time."""
+        if not seconds or min(seconds) <= 0:
+            return ["", ""]
+        spread = Spread.of(seconds)
+        return [spread.text(2, 1000), of_raw(name, spread)]
+
+    def add(name: str, measured: list[Row], *, whole: str, is_ours: bool) -> None:
+        wire = [wire_seconds(row) for row in measured] if is_ours else []
+        receive = [receive_seconds(row) for row in measured] if is_ours else []
+        wholes = Spread.of([row[whole] for row in measured])
+        pauses = Spread.of([row["paused_s"] for row in measured])
+        ratios[f"{name}: pause_s"] = pauses.median
+        cells = times(f"{name}: wire", wire)
+        speed = multiple = ""
+        if cells[0]:
+            wire_s = Spread.of(wire).median
+            speed = f"{found.num_bytes / wire_s / 1e9:.1f}"
+            ratios[f"{name}: pause in wire times"] = pauses.median / wire_s
+            multiple = f"{pauses.median / wire_s:.1f}"
+        end_to_end = [wholes.text(1, 1000), of_raw(f"{name}: end to end", wholes)]
+        cells = [cells[0], speed, cells[1], *times(f"{name}: receive", receive), *end_to_end]
+        rows.append([name, *cells, pauses.text(1, 1000), multiple])
+
+    for load, measured in found.ours.items():
+        if measured:
+            add(f"ours, {load}", measured, whole="serving_s", is_ours=True)
+    for load, measured in found.native.items():
+        if measured:
+            add(f"vLLM's transfer, {load}", measured, whole="whole_s", is_ours=False)
+    if raw is not None:
+        speed = f"{found.num_bytes / raw.median / 1e9:.1f}"
+        rows.append(["one buffer (limit)", raw.text(2, 1000), speed, *[""] * 7])
+    return table(header, rows), ratios
+
+
+def wire_seconds(row: Row) -> float:
+    """From when all had come to the first broadcast to the end of the last; 0: it was not timed.
+
+    Trainer and servers each time it from their own start of the first one, in which they wait for
+    each other (the trainer for the servers' pause). The shortest time is that of who came last.
+    """
+    sides = [row["trainer"], *row["servers"].values()]
+    return min((side["wire_s"] for side in sides if side.get("wire_s")), default=0.0)
+
+
+def receive_seconds(row: Row) -> float:
+    """Of the slowest server: from its pause until all buckets lay checked in the parameters."""
+    return max((server.get("receive_s", 0.0) for server in row["servers"].values()), default=0.0)
+
+
+def stages(found: Found) -> list[str]:
+    """Where the time of a publish goes, as trainer and servers measured it."""
+    rows = []
+    for load, measured in found.ours.items():
+        values: dict[str, list[float]] = {}
+        for row in measured:
+            for name in ("started_s", "sent_s", "loaded_s", "serving_s"):
+                values.setdefault(f"controller: {name}", []).append(row[name])
+            for name, value in row["trainer"].items():
+                values.setdefault(f"trainer: {name}", []).append(value)
+            for server in row["servers"].values():
+                for name, value in server.items():
+                    values.setdefault(f"server: {name}", []).append(value)
+        for name, seconds in values.items():
+            if name.endswith("_s"):
+                rows.append([load, name, Spread.of(seconds).text(2, 1000)])
+        loads = [server.get("copied", 0) for row in measured for server in row["servers"].values()]
+        rows.append([load, "server: loads by copy plan", f"{sum(loads):.0f} of {len(loads)}"])
+    return table(["engine", "stage", "ms"], rows)
