@@ -42,6 +42,15 @@ class WeightPublisher:
 
         `probe` counts on rank 0.
         """
+        # Before any member waits for a bucket, which has its deadline.
+        with self._stream.resident():
+            self._carry_out(order, probe)
+
+    def abort(self) -> None:
+        """Leaves the communicator."""
+        self._senders.abort()
+
+    def _carry_out(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
         result = trainer_pb2.PublishResult(publish_id=order.publish_id)
         if order.new_communicator:
             # The one before may be of another transport.
@@ -64,10 +73,6 @@ class WeightPublisher:
                 if probe is not None:
                     result.probe.CopyFrom(probe)
         self._report(order, result, problem)
-
-    def abort(self) -> None:
-        """Leaves the communicator."""
-        self._senders.abort()
 
     def _agree(
         self, order: weights_pb2.PublishOrder, sender: WeightSender

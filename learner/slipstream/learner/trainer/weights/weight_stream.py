@@ -105,12 +105,18 @@ class WeightStream:
         """From which a receiver derives the same buckets."""
         return layout_to_pb(self._filling.tensors, self._bucket_bytes)
 
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """The parameters are on the device inside: a pass begins at once."""
+        with self._policy.memory.resident(Part.PARAMETERS):
+            yield
+
     @torch.no_grad()
     def run(self, send: Send | None = None) -> WeightDigests:
         """Puts every bucket together once, gives each to `send` on the senders, digests all."""
         releases: list[Release | None] = [None] * len(self._lanes)
         clock = _Clock(self._stream)
-        with self._policy.memory.resident(Part.PARAMETERS):
+        with self.resident():
             self._policy.gather_parameters()
             with self._on_stream():
                 self._filling.begin()

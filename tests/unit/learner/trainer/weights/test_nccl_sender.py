@@ -11,12 +11,13 @@ import torch
 from fake_controller import FakeController, publish_order
 from fake_nccl import FakeNccl, Meeting
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.model.offload import HostMemory, Part
 from slipstream.learner.trainer.weights.nccl_sender import NcclWeightSender
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.buckets import TensorSpec, plan_buckets
-from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.config import OffloadSection, WeightsSection
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.digests import bucket_digest, tensor_digest
 from slipstream.protocol.errors import WeightSyncError
@@ -50,6 +51,18 @@ class HostStream:
         return lambda: self.wait()
 
 
+class SlowMemory(HostMemory):
+    """Parameters that nobody uses are away, and take `bring_s` to come back."""
+
+    def __init__(self, bring_s: float) -> None:
+        super().__init__(OffloadSection())
+        self._bring_s = bring_s
+
+    def _bring(self, part: Part) -> None:
+        if self._users[part] == 1:
+            time.sleep(self._bring_s)
+
+
 class Fleet:
     """Two senders, a controller, and one receiver that takes `num_buckets` of each publish."""
 
@@ -57,6 +70,8 @@ class Fleet:
         self.meetings: dict[bytes, Meeting] = {}
         self.num_ids = 0
         self.num_buckets = len(BUCKETS)
+        self.receiver_deadline_s = 20.0
+        self.bring_s = 0.0
         self.received: list[dict[str, bytes]] = []
         self.controller = FakeController([], on_start_publish=self._start)
         self.client = ControllerClient(
@@ -105,7 +120,10 @@ class Fleet:
         try:
             for bucket in BUCKETS[: self.num_buckets]:
                 data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-                group.broadcast(data.data_ptr(), data.numel(), bucket.root, 0, deadline_s=20.0)
+                deadline_s = self.receiver_deadline_s
+                group.broadcast(
+                    data.data_ptr(), data.numel(), bucket.root, 0, deadline_s=deadline_s
+                )
                 group.wait()
                 for span in bucket.spans:
                     raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes]
@@ -120,7 +138,9 @@ class Fleet:
 
         def on_rank(ranks: ThreadRanks) -> None:
             filling = PlainFilling(TENSORS, ranks)
-            stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES)
+            model = PlainModel(ranks)
+            model.memory = SlowMemory(self.bring_s)
+            stream = WeightStream(model, filling, bucket_bytes=BUCKET_BYTES)
             senders = self.senders[ranks.rank]
             publisher = WeightPublisher(stream, senders, ranks=ranks, client=self.client)
             publisher.run(order, None)
@@ -174,6 +194,14 @@ def test_receiver_that_stops_costs_one_deadline_and_a_new_communicator(fleet: Fl
     assert fleet.num_ids == 2
     assert fleet.controller.results[1].error == ""
     assert fleet.received[-1] == EXPECTED
+
+
+def test_parameters_come_back_from_the_host_before_a_bucket_is_waited_for(fleet: Fleet) -> None:
+    fleet.receiver_deadline_s, fleet.bring_s = 0.8, 1.6
+    fleet.publish(new_communicator=True)
+    (result,) = fleet.controller.results
+    assert result.error == ""
+    assert fleet.received == [EXPECTED]
 
 
 def test_sender_without_a_communicator_says_so() -> None:
