@@ -22,6 +22,7 @@ import psutil
 import pytest
 import tomli_w
 from make_tiny_model import make_model, make_tokenizer
+from model_folders import write_loadable_files
 from slipstream.client import Client
 from slipstream.client.preflight import free_port
 from slipstream.client.status import Event, RunStatus
@@ -85,8 +86,7 @@ def empty_model(folder: Path) -> Path:
     """A model folder that passes all checks of its files, and that nothing can load."""
     model = folder / "empty-model"
     model.mkdir(parents=True)
-    for name in ("tokenizer_config.json", "model.safetensors"):
-        (model / name).write_text("{}")
+    write_loadable_files(model)
     (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     return model
 

@@ -16,7 +16,8 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.model_sizes import ModelSizes, missing_files, read_model_sizes
+from slipstream.protocol.model_files import missing_files
+from slipstream.protocol.model_sizes import ModelSizes, read_model_sizes
 from slipstream.protocol.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.roles import missing_weights, role_problems
 from slipstream.protocol.routed_experts import routing_bytes_per_token
@@ -32,11 +33,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     one.
     """
     try:
-        with path.open("rb") as file:
-            table: Table = tomllib.load(file)
+        # Some editors begin a file with a byte order mark.
+        table: Table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: TOML is UTF-8, byte {error.start} (0x{error.object[error.start]:02x}) is not"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
     for override in overrides:
         _apply_override(table, override)

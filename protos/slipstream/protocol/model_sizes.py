@@ -93,6 +93,7 @@ def read_model_sizes(folder: Path) -> ModelSizes:
     if not folder.is_dir():
         raise ConfigError(
             f"model.path must be a Hugging Face folder, got {folder}, which does not exist"
+            f"{_download(folder)}"
         )
     if not path.is_file():
         raise ConfigError(
@@ -107,13 +108,12 @@ def read_model_sizes(folder: Path) -> ModelSizes:
     return ModelSizes.of(values)
 
 
-def missing_files(folder: Path) -> list[str]:
-    """What a folder with config.json lacks to be loaded: one clause for each."""
-    missing = []
-    if not any(folder.glob("*.safetensors")):
-        missing.append(f"model.path must hold safetensors weights, but {folder} has none")
-    if not (folder / "tokenizer_config.json").is_file():
-        missing.append(
-            f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
-        )
-    return missing
+def _download(folder: Path) -> str:
+    """What to do when the path is rather a name on the Hugging Face Hub; empty: it is not."""
+    owner, *name = folder.parts
+    if len(name) != 1 or owner.startswith((".", "/", "~", "models")) or Path(owner).exists():
+        return ""
+    return (
+        f"; nothing is downloaded: hf download {folder} --local-dir models/{name[0]}, "
+        f"then model.path = models/{name[0]}"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from slipstream.protocol import model_files
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.model_sizes import ModelSizes, read_model_sizes
@@ -53,9 +54,10 @@ def named(config: Config, name: str) -> Iterator[None]:
 def missing_weights(config: Config) -> list[str]:
     """What folders of their own lack to be loaded: one clause for each."""
     return [
-        f"{name}.path must hold safetensors weights, but {role.path} has none"
+        problem
         for name, role in config.roles.items()
-        if role.path is not None and not any(role.path.glob("*.safetensors"))
+        if role.path is not None
+        for problem in model_files.missing_weights(role.path, f"{name}.path")
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+from model_folders import write_loadable_files
 from slipstream.client.cli import main
 from slipstream.client.doctor import examine as examination
 from slipstream.client.doctor import machine, packages
@@ -32,7 +33,7 @@ def config_of(tmp_path: Path, **sections: dict) -> Config:
         "num_hidden_layers": 2,
     }
     (model / "config.json").write_text(json.dumps(sizes | {"vocab_size": 64, "hidden_size": 64}))
-    (model / "tokenizer_config.json").write_text("{}")
+    write_loadable_files(model)
     header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 500], "data_offsets": [0, 0]}})
     raw = header.encode()
     (model / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)

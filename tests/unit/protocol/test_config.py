@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from model_folders import write_loadable_files
 from pydantic import JsonValue
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import (
@@ -50,8 +51,7 @@ def model_folder(folder: Path, **sizes: JsonValue) -> Path:
     (folder / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], **sizes})
     )
-    (folder / "model.safetensors").touch()
-    (folder / "tokenizer_config.json").touch()
+    write_loadable_files(folder)
     return folder
 
 
@@ -305,6 +305,18 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("[run\n")
     with pytest.raises(ConfigError, match=r"broken.toml: Expected ']'"):
         load_config(tmp_path / "broken.toml")
+    (tmp_path / "latin.toml").write_bytes(b"# caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin.toml: TOML is UTF-8, byte 5 \(0xe9\) is not"):
+        load_config(tmp_path / "latin.toml")
+    with pytest.raises(ConfigError, match="Is a directory$"):
+        load_config(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    config = parse_config(SMALLEST, source="x")
+    file.write_text(dump_config(config), encoding="utf-8-sig")
+    assert load_config(file) == config
 
 
 def test_all_settings_come_back_from_a_dump(tmp_path: Path) -> None:
@@ -358,10 +370,6 @@ def test_a_model_folder_must_be_whole(tmp_path: Path) -> None:
     assert problem() == f"{folder}/config.json must hold a table, got a list"
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert problem() == f"model.path must hold safetensors weights, but {folder} has none"
-    (folder / "model.safetensors").touch()
-    assert problem() == (
-        f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
-    )
     model_folder(folder, num_attention_heads=2)
     check_model(config)
 

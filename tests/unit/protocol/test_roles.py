@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from model_folders import write_loadable_files
 from pydantic import JsonValue
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import check_model, dump_config, load_config, parse_config
@@ -136,8 +137,7 @@ def model_folder(folder: Path, **changes: JsonValue) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(sizes | changes))
-    (folder / "model.safetensors").touch()
-    (folder / "tokenizer_config.json").touch()
+    write_loadable_files(folder)
     return folder
 
 

@@ -1,0 +1,98 @@
+"""Whether a Hugging Face folder holds all that a run loads from it, without loading any of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+# What holds a tokenizer's vocabulary, as transformers names it; one of them is enough.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+INDEX = "model.safetensors.index.json"
+# safetensors begin with the length of their header, 8 bytes; the format allows no longer header.
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a folder with config.json lacks to be loaded by a run: one clause for each."""
+    missing = missing_weights(folder, "model.path")
+    if not (folder / "tokenizer_config.json").is_file():
+        missing.append(
+            f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
+        )
+    elif not any((folder / name).is_file() for name in VOCABULARIES):
+        missing.append(
+            f"model.path must hold the tokenizer too, but {folder} has none of "
+            f"{', '.join(VOCABULARIES)}"
+        )
+    elif not _has_chat_template(folder):
+        missing.append(
+            f"model.path must hold a tokenizer with a chat template, but {folder} has neither "
+            "chat_template.jinja nor chat_template in tokenizer_config.json"
+        )
+    return missing
+
+
+def missing_weights(folder: Path, setting: str) -> list[str]:
+    """What is wrong with the weights of a folder that `setting` names: one clause for each.
+
+    Reads the headers alone. A download that was cut off is the usual cause.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return [f"{setting} must hold safetensors weights, but {folder} has none"]
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    return [f"{setting} must hold whole files: {each}" for each in _damages(folder, names)]
+
+
+def _damages(folder: Path, names: list[str]) -> Iterator[str]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            yield f"{index} is no index of safetensors ({type(error).__name__}: {error})"
+            return
+        for name in sorted(shards - set(names)):
+            yield f"{folder / name} is missing, which {INDEX} names"
+        names = [name for name in names if name in shards]
+    for name in names:
+        yield from _damage(folder / name)
+
+
+def _damage(path: Path) -> Iterator[str]:
+    size = path.stat().st_size
+    try:
+        needed = _bytes_needed(path, size)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        yield f"{path}, {size:,} bytes, does not begin as a safetensors file does"
+        return
+    if size < needed:
+        yield f"{path} has {size:,} of {needed:,} bytes"
+
+
+def _bytes_needed(path: Path, size: int) -> int:
+    """How long a file is by its own header; ValueError when there is none."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:
+            raise ValueError(path)
+        start = LENGTH_BYTES + length
+        if size < start:
+            return start
+        header = json.loads(file.read(length))
+    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    return start + max(ends, default=0)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    if (folder / "additional_chat_templates").is_dir():
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+    except ValueError:
+        # The tokenizer's own loader says what is wrong with it.
+        return True
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))
