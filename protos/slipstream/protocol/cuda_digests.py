@@ -115,16 +115,13 @@ class CudaDigests:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         import cupy
 
-        self._kernel = _kernel()
-        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+        device = cupy.cuda.runtime.getDevice()
+        self._kernel = load_kernel(device)
+        properties = cupy.cuda.runtime.getDeviceProperties(device)
         self._most_grids = _GRIDS_PER_PROCESSOR * int(properties["multiProcessorCount"])
         self._ends = np.cumsum([0, *(len(bucket.spans) for bucket in buckets)])
         self._tables = [_table(bucket) for bucket in buckets]
         self._sums = cupy.zeros((int(self._ends[-1]), 2), dtype=np.uint64)
-        # The first launch compiles the kernel and loads it, which may wait for the whole device:
-        # in `add` that might be a broadcast which waits for others.
-        no_span = (np.uint64(0), *_table(_NO_BUCKET)[0], np.int32(0), self._sums)
-        self._kernel((1,), (_THREADS,), no_span)
         # What was made above went to the current stream; the caller's streams do not wait for it.
         cupy.cuda.get_current_stream().synchronize()
 
@@ -167,7 +164,17 @@ def _table(bucket: Bucket) -> tuple[tuple[Any, Any, Any], int]:
 
 
 @functools.cache
-def _kernel() -> Any:  # noqa: ANN401 - cupy has no types
+def load_kernel(device: int) -> Any:  # noqa: ANN401 - cupy has no types
+    """Ready to run on `device`, which is the current one.
+
+    That takes seconds the first time, and may wait for the whole device: who is about to join a
+    communicator calls it before, for a broadcast may wait there for another member.
+    """
     import cupy
 
-    return cupy.RawKernel(_SOURCE, "digests")
+    kernel = cupy.RawKernel(_SOURCE, "digests")
+    # cupy compiles and loads at the first launch.
+    no_sums = cupy.zeros((0, 2), dtype=np.uint64)
+    kernel((1,), (_THREADS,), (np.uint64(0), *_table(_NO_BUCKET)[0], np.int32(0), no_sums))
+    cupy.cuda.get_current_stream().synchronize()
+    return kernel

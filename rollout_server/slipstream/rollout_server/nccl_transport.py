@@ -6,11 +6,12 @@ deadline of each bucket, the worker's thread waits once, in `digests`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 from slipstream.protocol.buckets import Bucket
-from slipstream.protocol.cuda_digests import CudaDigests
+from slipstream.protocol.cuda_digests import CudaDigests, load_kernel
 from slipstream.protocol.cupy_nccl import CupyNccl
 from slipstream.protocol.digests import bucket_digest
 from slipstream.protocol.nccl_group import NcclGroup, Wire
@@ -31,6 +32,9 @@ class NcclTransport:
         communicator = membership.communicator
         self._device = torch.device("cuda", index)
         self._backend = CupyNccl(index)
+        self._backend.use()
+        # Before the others wait for this member.
+        load_kernel(index)
         self._group = NcclGroup.join(
             self._backend,
             communicator.unique_id,
@@ -38,7 +42,7 @@ class NcclTransport:
             world_size=communicator.world_size,
             deadline_s=membership.join_deadline_s,
         )
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = _idle_stream(self._device)
         self._buffers: list[torch.Tensor] = []
         self._digests: CudaDigests | None = None
         self._digested: tuple[Bucket, ...] = ()
@@ -119,3 +123,22 @@ class NcclTransport:
         # Allocated for the consumer's stream, written on ours.
         room.record_stream(self._stream)
         return room
+
+
+@functools.cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Those that transports of this process have received on."""
+    return []
+
+
+def _idle_stream(device: torch.device) -> torch.cuda.Stream:
+    """One that has nothing to do: that of a communicator which could not be aborted is busy.
+
+    Torch has 32 in all; one for each communicator would sooner or later be somebody else's too.
+    """
+    streams = _streams(device)
+    for stream in streams:
+        if stream.query():
+            return stream
+    streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return streams[-1]

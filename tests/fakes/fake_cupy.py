@@ -1,0 +1,120 @@
+"""As much of cupy as the wire of weights uses, on a machine without it or a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from slipstream.protocol import cuda_digests
+
+
+class NcclError(RuntimeError):
+    """What cupy raises for NCCL."""
+
+
+class CUDARuntimeError(RuntimeError):
+    """What cupy raises for the driver."""
+
+
+class FakeCupy:
+    """What was asked of it, in `seen`; broadcasts are done as soon as they are enqueued."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.communicators: list[Communicator] = []
+        # What is raised by a broadcast, and whether it ever ends.
+        self.broadcast_error: NcclError | None = None
+        self.ends = True
+        # Handles of other processes' memory that cannot be opened, and those that are open.
+        self.closed_handles: set[bytes] = set()
+        self.open_pointers: set[int] = set()
+        self._pointers = itertools.count(1 << 20, 1 << 20)
+
+    def modules(self) -> dict[str, ModuleType]:
+        """For `sys.modules`."""
+        package, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+        runtime, stream = self._runtime(), SimpleNamespace(synchronize=lambda: None)
+        nccl = SimpleNamespace(NcclCommunicator=self._connect, NcclError=NcclError, NCCL_UINT8=1)
+        vars(cuda).update(
+            runtime=runtime,
+            nccl=nccl,
+            Device=lambda _: SimpleNamespace(use=lambda: None),
+            Event=lambda: SimpleNamespace(ptr=3, done=self.ends),
+            Stream=lambda *, non_blocking: SimpleNamespace(ptr=1),
+            alloc=lambda _: SimpleNamespace(ptr=2),
+            get_current_stream=lambda: stream,
+            get_elapsed_time=lambda begin, end: 1.0,
+        )
+        vars(package).update(cuda=cuda, RawKernel=self._kernel, asarray=np.asarray, zeros=np.zeros)
+        return {"cupy": package, "cupy.cuda": cuda}
+
+    def _connect(self, world_size: int, unique_id: bytes, rank: int) -> Communicator:
+        self.seen.append("join")
+        self.communicators.append(Communicator(self))
+        return self.communicators[-1]
+
+    def _kernel(self, source: str, name: str) -> Any:
+        assert f" {name}(" in source
+
+        def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+            *_, first_blocks, num_spans, _ = arguments
+            assert len(first_blocks) == num_spans + 1
+            self.seen.append(f"digest {num_spans} spans")
+
+        return launch
+
+    def _runtime(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            CUDARuntimeError=CUDARuntimeError,
+            getDevice=lambda: 0,
+            setDevice=lambda _: None,
+            getDeviceProperties=lambda _: {"multiProcessorCount": 132},
+            eventRecord=lambda event, stream: None,
+            ipcOpenMemHandle=self._open,
+            ipcCloseMemHandle=self.open_pointers.remove,
+        )
+
+    def _open(self, handle: bytes) -> int:
+        if handle in self.closed_handles:
+            raise CUDARuntimeError("invalid resource handle")
+        pointer = next(self._pointers)
+        self.open_pointers.add(pointer)
+        return pointer
+
+
+class Communicator:
+    """Of NCCL, as cupy wraps it."""
+
+    def __init__(self, cupy: FakeCupy) -> None:
+        self._cupy = cupy
+        self.num_aborts = 0
+
+    def broadcast(self, *_: object) -> None:
+        if self._cupy.broadcast_error is not None:
+            raise self._cupy.broadcast_error
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[FakeCupy]:
+    """In the place of cupy, which is not there; nothing of it is remembered afterwards."""
+    fake = FakeCupy()
+    uses = ("slipstream.protocol.card_buffers",)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in fake.modules().items():
+            patch.setitem(sys.modules, name, module)
+        for name in uses:
+            patch.delitem(sys.modules, name, raising=False)
+        cuda_digests.load_kernel.cache_clear()
+        yield fake
+    for name in uses:
+        sys.modules.pop(name, None)
+    cuda_digests.load_kernel.cache_clear()
