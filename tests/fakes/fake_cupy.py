@@ -31,8 +31,8 @@ class FakeCupy:
         # What is raised by a broadcast, and whether it ever ends.
         self.broadcast_error: NcclError | None = None
         self.ends = True
-        # Handles of other processes' memory that cannot be opened, and those that are open.
-        self.closed_handles: set[bytes] = set()
+        # "allocate", "open" or "share": memory of which the second piece cannot be had.
+        self.fails_second = ""
         self.open_pointers: set[int] = set()
         self._pointers = itertools.count(1 << 20, 1 << 20)
 
@@ -78,14 +78,31 @@ class FakeCupy:
             eventRecord=lambda event, stream: None,
             ipcOpenMemHandle=self._open,
             ipcCloseMemHandle=self.open_pointers.remove,
+            ipcGetMemHandle=self._handle_of,
+            malloc=self._allocate,
+            free=self.open_pointers.remove,
         )
 
+    def _allocate(self, num_bytes: int) -> int:
+        return self._take("allocate")
+
     def _open(self, handle: bytes) -> int:
-        if handle in self.closed_handles:
-            raise CUDARuntimeError("invalid resource handle")
+        return self._take("open")
+
+    def _handle_of(self, pointer: int) -> bytes:
+        self._note("share")
+        return pointer.to_bytes(8, "little")
+
+    def _take(self, what: str) -> int:
+        self._note(what)
         pointer = next(self._pointers)
         self.open_pointers.add(pointer)
         return pointer
+
+    def _note(self, what: str) -> None:
+        self.seen.append(what)
+        if self.seen[-2:] == [what] * 2 and self.fails_second == what:
+            raise CUDARuntimeError("out of memory")
 
 
 class Communicator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,17 +30,27 @@ class CardBuffers:
         """New ones on CUDA device `card`; their content is arbitrary."""
         # Threads begin with device 0.
         runtime.setDevice(card)
-        pointers = [runtime.malloc(num_bytes) for _ in range(count)]
-        handles = [runtime.ipcGetMemHandle(pointer).hex() for pointer in pointers]
+        with contextlib.ExitStack() as stack:
+            pointers = []
+            for _ in range(count):
+                pointers.append(runtime.malloc(num_bytes))
+                stack.callback(runtime.free, pointers[-1])
+            handles = [runtime.ipcGetMemHandle(pointer).hex() for pointer in pointers]
+            stack.pop_all()
         return cls(handles, pointers, num_bytes, is_owner=True)
 
     @classmethod
     def open(cls, handles: Sequence[str], num_bytes: int, card: int) -> CardBuffers:
         """Those of another process, on `card` or one with peer access to it; WeightSyncError."""
         runtime.setDevice(card)
+        pointers = []
         try:
-            # Peer access, if it needs any, is enabled by the default flag.
-            pointers = [runtime.ipcOpenMemHandle(bytes.fromhex(handle)) for handle in handles]
+            with contextlib.ExitStack() as stack:
+                for handle in handles:
+                    # Peer access, if it needs any, is enabled by the default flag.
+                    pointers.append(runtime.ipcOpenMemHandle(bytes.fromhex(handle)))
+                    stack.callback(runtime.ipcCloseMemHandle, pointers[-1])
+                stack.pop_all()
         except runtime.CUDARuntimeError as error:
             raise WeightSyncError(
                 f"cannot open the learner's buffers by CUDA IPC: {error}; containers need "

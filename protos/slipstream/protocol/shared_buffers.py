@@ -72,8 +72,10 @@ class HostBuffers:
                 raise WeightSyncError(f"{name!r} is no name of a shared buffer")
             try:
                 descriptor = os.open(_FOLDER / name, os.O_RDWR)
-                maps.append(mmap.mmap(descriptor, num_bytes))
-                os.close(descriptor)
+                try:
+                    maps.append(mmap.mmap(descriptor, num_bytes))
+                finally:
+                    os.close(descriptor)
             except (OSError, ValueError) as error:
                 raise WeightSyncError(
                     f"cannot open the shared buffer {name}: {error}; do both see one /dev/shm?"

@@ -29,20 +29,27 @@ class IpcTransport:
         """Joins and opens the buffers; WeightSyncError when that fails within the deadline."""
         where = membership.communicator
         self._device = device
+        if device.type == "cuda":
+            from slipstream.protocol.cuda_digests import load_kernel
+
+            torch.cuda.set_device(device)
+            # Before the others wait for this member.
+            load_kernel(device.index)
         self._link = HandoverReceiver(
             (where.store_host, where.store_port),
             where.communicator_id,
             membership.rank,
             membership.join_deadline_s,
         )
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._link.close)
             offer, card = self._link.offer, device.index if device.type == "cuda" else None
             self._buffers = open_buffers(offer.handles, offer.num_bytes, card)
+            stack.callback(self._buffers.close)
             self._memory = [torch.as_tensor(each, device=device) for each in self._buffers.arrays]
             self._link.opened()
-        except BaseException:
-            self._link.close()
-            raise
+            # Both are kept.
+            stack.pop_all()
         # Held by a thread that copies a bucket for itself; `close` may come from another one.
         self._copying = threading.Lock()
         # Buckets that were read since the communicator was made.

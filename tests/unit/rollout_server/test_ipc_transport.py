@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import fake_cupy
 import ipc_learner
 import pytest
 import torch
@@ -16,6 +17,7 @@ from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.digests import HostDigests, bucket_digest
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.handover import HandoverSender, Offer
 from slipstream.rollout_server.bucket_transport import Incoming, Membership
 from slipstream.rollout_server.ipc_transport import IpcTransport
 from slipstream.v1 import weights_pb2
@@ -215,6 +217,36 @@ def test_a_learner_that_dies_is_noticed_at_once() -> None:
     with pytest.raises(WeightSyncError, match="the sender of dies is gone"):
         next(transport.receive(incoming()))
     transport.close()
+
+
+def test_memory_of_a_learner_is_closed_again_when_joining_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    sender = HandoverSender("127.0.0.1", "members-1")
+    where = weights_pb2.Communicator(
+        communicator_id="members-1", store_host="127.0.0.1", store_port=sender.port
+    )
+    errors: list[WeightSyncError] = []
+
+    def accept() -> None:
+        try:
+            sender.accept([1], Offer(("00", "01"), 64), LONG_S)
+        except WeightSyncError as error:
+            errors.append(error)
+
+    accepting = threading.Thread(target=accept)
+    accepting.start()
+    with fake_cupy.installed() as cupy:
+        # There is no GPU on which torch could see what was opened.
+        with pytest.raises((AssertionError, RuntimeError)):
+            IpcTransport(Membership(where, 1, LONG_S), torch.device("cuda", 0))
+        # Before the others wait for it.
+        assert cupy.seen == ["digest 0 spans", "open", "open"]
+        assert not cupy.open_pointers
+    accepting.join(LONG_S)
+    assert "receiver 1 is gone" in str(errors[0])
+    sender.close()
 
 
 class SlowDigests:
