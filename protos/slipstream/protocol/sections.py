@@ -276,7 +276,7 @@ class WeightsSection(Section):
     host: str = "127.0.0.1"
     # Element type on the wire; None: model.dtype.
     wire_dtype: Literal["float32", "bfloat16"] | None = None
-    # Size at which a bucket is closed.
+    # Size at which a bucket is closed; the largest tensor's, if that is more.
     bucket_mib: Positive = 64
     # Engines receive weights beside those that serve and pause for the copy alone: shorter pauses
     # for as much more memory as the weights take on the wire.

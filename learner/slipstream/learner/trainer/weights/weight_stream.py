@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from slipstream.protocol.buckets import (
     layout_to_pb,
     plan_buckets,
 )
-from slipstream.protocol.config import Config
+from slipstream.protocol.config import Config, WeightsSection
 from slipstream.protocol.digests import BucketDigests, HostDigests, bucket_digest, weight_digest
 from slipstream.v1 import weights_pb2
 from torch import Tensor
@@ -128,10 +128,11 @@ class WeightStream:
                     with clock.measure():
                         self._filling.fill(place)
                     buffer = self._lanes[lane][: bucket.num_bytes]
-                    if self._own[place]:
-                        self._digests.add(place, buffer.data_ptr(), self._handle)
                     if send is not None and self.sender is not None:
                         releases[lane] = send(place, bucket, buffer)
+                    # While it travels: what fills the lane again comes behind it on this stream.
+                    if self._own[place]:
+                        self._digests.add(place, buffer.data_ptr(), self._handle)
                 found = self._digests.read(self._handle)
         return self._share(found, clock.total_s())
 
@@ -203,9 +204,9 @@ class _Clock:
 def open_stream(policy: Policy, config: Config) -> WeightStream:
     """By a recorded plan that gives what Bridge's export gives, else by that export. Collective."""
     dtype = config.weights.wire_dtype or config.model.dtype
-    size = config.weights.bucket_mib << 20
     with policy.memory.resident(Part.PARAMETERS):
         filling = open_filling(policy, dtype)
+        size = bucket_bytes(config.weights, filling.tensors)
         stream = WeightStream(policy, filling, bucket_bytes=size)
         if isinstance(filling, BridgeFilling):
             return stream
@@ -218,6 +219,15 @@ def open_stream(policy: Policy, config: Config) -> WeightStream:
         if policy.ranks.is_main:
             logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
         return WeightStream(policy, BridgeFilling(policy, dtype), bucket_bytes=size)
+
+
+def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
+    """The size at which buckets are closed.
+
+    Each lane has room for the largest tensor anyway. Equal buckets keep the wire busy: beside a
+    much smaller one a large one can neither be put together nor taken out in time.
+    """
+    return max(weights.bucket_mib << 20, *(tensor.num_bytes for tensor in tensors))
 
 
 def weight_identity(policy: Policy, config: Config) -> bytes:

@@ -1,0 +1,64 @@
+"""In which order a pass over the weights fills, sends and digests its buckets."""
+
+from __future__ import annotations
+
+import torch
+from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream, bucket_bytes
+from slipstream.protocol.buckets import Bucket, TensorSpec
+from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.digests import BucketDigests, HostDigests, tensor_digest
+from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
+from torch import Tensor
+
+# One bucket each.
+TENSORS = {
+    TensorSpec(f"w{n}", "float32", (250,)): torch.arange(250, dtype=torch.float32) + n
+    for n in range(4)
+}
+
+
+class WatchedDigests:
+    def __init__(self, digests: HostDigests, events: list[str]) -> None:
+        self._digests, self._events = digests, events
+
+    def add(self, place: int, pointer: int, stream: int) -> None:
+        self._events.append(f"digest {place}")
+        self._digests.add(place, pointer, stream)
+
+    def read(self, stream: int) -> list[list[bytes]]:
+        self._events.append("read digests")
+        return self._digests.read(stream)
+
+
+def test_bucket_is_sent_before_its_digest_and_waits_only_for_the_lane_before() -> None:
+    events: list[str] = []
+
+    def send(place: int, bucket: Bucket, data: Tensor) -> Release:
+        events.append(f"send {place}")
+        return lambda: events.append(f"wait for {place}")
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        filling = PlainFilling(TENSORS, ranks, on_fill=lambda place: events.append(f"fill {place}"))
+        stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=1000)
+        digests: BucketDigests = WatchedDigests(HostDigests(stream.buckets), events)
+        stream._digests = digests
+        found = stream.run(send)
+        expected = {spec.name: tensor_digest(data.numpy().data) for spec, data in TENSORS.items()}
+        assert found.by_name == expected
+
+    run_ranks(1, on_rank)
+    assert events == [
+        *("fill 0", "send 0", "digest 0"),
+        *("fill 1", "send 1", "digest 1"),
+        *("wait for 0", "fill 2", "send 2", "digest 2"),
+        *("wait for 1", "fill 3", "send 3", "digest 3"),
+        # Nothing more: whoever sends waits for the last ones.
+        "read digests",
+    ]
+
+
+def test_buckets_are_as_large_as_the_largest_tensor_if_that_is_more() -> None:
+    weights = WeightsSection(bucket_mib=2)
+    small, large = TensorSpec("a", "bfloat16", (3,)), TensorSpec("b", "bfloat16", (1024, 1025))
+    assert bucket_bytes(weights, [small]) == 2 << 20
+    assert bucket_bytes(weights, [small, large, small]) == 2 * 1024 * 1025
