@@ -55,11 +55,11 @@ class Outcome:
     ledger_difference: float = 0.0
 
 
-def config_of(folder: Path, model: Path, transport: str, **sections: dict) -> Config:
+def config_of(folder: Path, model_folder: Path, transport: str, **sections: dict) -> Config:
     """Synchronous, so that every trained token tells which weights sampled it; all is verified."""
     table = {
         "run": {"name": "r", "dir": str(folder), "steps": 100_000},
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model_folder), "dtype": "float32"},
         "environments": [
             {
                 "name": "replies",
