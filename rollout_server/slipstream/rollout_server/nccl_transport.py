@@ -140,5 +140,6 @@ def _idle_stream(device: torch.device) -> torch.cuda.Stream:
     for stream in streams:
         if stream.query():
             return stream
-    streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    # Before copies and digests: a broadcast that waits for processors idles the link.
+    streams.append(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
     return streams[-1]

@@ -20,7 +20,7 @@ class Stream:
 
     made: list[Stream] = []
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int) -> None:
         self.made.append(self)
         self.is_idle = True
 

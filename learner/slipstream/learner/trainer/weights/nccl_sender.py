@@ -32,7 +32,8 @@ class CudaStream:
     """See `SendingStream`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Before what fills later buckets: a broadcast that waits for processors idles the link.
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.handle = self._stream.cuda_stream
 
     def follow(self) -> None:
