@@ -84,6 +84,10 @@ class FakeServer:
         self.drained = False
         # Set before the task of `run` is cancelled: a dead server delivers nothing more.
         self.killed = False
+        # Weights that did not pass their probe.
+        self.rejected = 0
+        # Group and member of those that nobody has judged.
+        self.unfinished: set[tuple[str, int]] = set()
         self.running: dict[str, asyncio.Task] = {}
         self.outbox: asyncio.Queue = asyncio.Queue()
         self.gate = asyncio.Event()
@@ -146,6 +150,7 @@ class FakeServer:
                 self.leases.append(message.lease)
                 episodes = []
                 for member in message.lease.members:
+                    self.unfinished.add((message.lease.group_id, member))
                     key = f"{message.lease.group_id}.{member}"
                     task = self.tasks.create_task(self._episode(message.lease, member))
                     self.running[key] = task
@@ -170,13 +175,18 @@ class FakeServer:
                 await self._commit(message.commit)
             case "abort":
                 self.version = None
+            case "probe_verdict" if not message.probe_verdict.passed:
+                self.version, self.rejected = None, self.rejected + 1
+                for task in self.running.values():
+                    task.cancel()
             case "drain":
                 await self._drain()
 
     async def _close(self, group_id: str, episodes: list[asyncio.Task]) -> None:
         await asyncio.gather(*episodes, return_exceptions=True)
         if not self.killed:
-            report = fleet_pb2.LeaseReport(group_id=group_id, closed=True)
+            members = sorted(member for group, member in self.unfinished if group == group_id)
+            report = fleet_pb2.LeaseReport(group_id=group_id, closed=True, unfinished=members)
             await self.outbox.put(fleet_pb2.ServerMessage(lease=report))
 
     async def _load(self, spec) -> None:
@@ -229,10 +239,13 @@ class FakeServer:
                 await self._deliver(lease, member, attempt, version, Status.CANCELLED, 0.0)
                 return
             if not isinstance(verdict, Failure):
+                self.unfinished.discard((lease.group_id, member))
                 await self._deliver(lease, member, attempt, version, Status.COMPLETED, verdict)
                 return
             last = attempt + 1 == lease.max_attempts
             last = last or verdict.kind is FailureKind.PROMPT_TOO_LONG
+            if last:
+                self.unfinished.discard((lease.group_id, member))
             await self._deliver(
                 lease, member, attempt, version, Status.FAILED, 0.0, verdict, will_retry=not last
             )

@@ -112,6 +112,61 @@ async def test_a_failed_probe_makes_a_server_stale_until_a_good_publish(tmp_path
     assert summary["ledger"]["difference"] == 0
 
 
+async def test_groups_that_a_server_cancelled_for_bad_weights_are_leased_again(tmp_path):
+    config = make_config(tmp_path, run__steps=6, weights__verify_every=1)
+    server = FakeServer(config.controller.address, max_episodes=16)
+    trainer = FakeTrainer(config.controller.address)
+
+    async def spoil(controller, tasks):
+        while trainer.version.step < 2:
+            await asyncio.sleep(0.01)
+        server.gate.clear()
+        while not server.gated:
+            await asyncio.sleep(0.01)
+        server.wrong_probes = 1
+        while not server.rejected:
+            await asyncio.sleep(0.01)
+        server.gate.set()
+
+    summary = await play(config, server, trainer=trainer, during=spoil)
+    assert summary["steps"] == 6
+    assert summary["ledger"]["cancelled"] > 0
+    assert summary["ledger"]["difference"] == 0
+    again = [lease for lease in server.leases if lease.first_attempt]
+    assert {lease.first_attempt for lease in again} == {1}
+    assert max(trainer.lags) <= 2
+
+
+async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tmp_path):
+    config = make_config(tmp_path, run__steps=4, controller__max_attempts=1)
+    address = config.controller.address
+    first, second = FakeServer(address, "s"), FakeServer(address, "s")
+    first.gate.clear()
+    texts = []
+
+    async def kill(controller, tasks):
+        while not first.gated:
+            await asyncio.sleep(0.01)
+        first.killed = True
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        tasks.append(asyncio.ensure_future(second.run()))
+        while trainer.version.step < 1:
+            await asyncio.sleep(0.01)
+        texts.extend(event.text for event in controller._progress.events._events)
+
+    trainer = FakeTrainer(address)
+    summary = await play(config, first, trainer=trainer, during=kill)
+    assert summary["steps"] == 4
+    lost = {lease.group_id for lease in first.leases}
+    assert lost.isdisjoint({lease.group_id for lease in second.leases})
+    records = read_records(config.run_dir / "journal")
+    causes = {r["group"]: r["cause"] for r in records if r["kind"] == "set_aside"}
+    assert causes == dict.fromkeys(lost, "its rollout server was lost, 1 times")
+    group_id = first.leases[0].group_id
+    assert sum(f"of {group_id} had its last attempt" in text for text in texts) == 1
+
+
 async def test_failed_episodes_run_again_and_are_counted(tmp_path):
     def flaky(lease, member, attempt):
         return environment_failure(lease, member, attempt) if attempt == 0 else float(member)

@@ -50,6 +50,33 @@ def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_dea
     return new_deadline >= step and holds([*deadlines, new_deadline], step, groups_per_step)
 
 
+def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_steps: int) -> bool:
+    """Whether a server of version `served_step` may run members of a group that was leased before.
+
+    Their tokens are no older than `served_step`, and the group is trained by its deadline.
+    """
+    return deadline_step <= deadline(served_step, max_staleness, num_steps)
+
+
+def must_start_afresh(
+    group: LeasedGroup,
+    groups: Sequence[LeasedGroup],
+    step: int,
+    groups_per_step: int,
+    may_be_finished: Iterable[bool],
+) -> bool:
+    """Whether an interrupted group is given up and its task leased again, under a new deadline.
+
+    `may_be_finished` has an entry for each server that could run it now: whether it `may_finish`
+    it. While no batch waits for the group, a server with newer weights may still come.
+    """
+    verdicts = list(may_be_finished)
+    if not verdicts or any(verdicts):
+        return False
+    due = due_groups(groups, step, groups_per_step)
+    return any(each.group_id == group.group_id for each in due)
+
+
 def choose_batch(
     groups: Sequence[LeasedGroup], step: int, groups_per_step: int
 ) -> list[LeasedGroup] | None:

@@ -205,12 +205,14 @@ class ServerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[ServerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerReport, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentReport, _Mapping]] = ..., publish: _Optional[_Union[PublishReport, _Mapping]] = ..., drained: _Optional[_Union[ServerReport, _Mapping]] = ..., lease: _Optional[_Union[LeaseReport, _Mapping]] = ...) -> None: ...
 
 class LeaseReport(_message.Message):
-    __slots__ = ("group_id", "closed")
+    __slots__ = ("group_id", "closed", "unfinished")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     closed: bool
-    def __init__(self, group_id: _Optional[str] = ..., closed: bool = ...) -> None: ...
+    unfinished: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group_id: _Optional[str] = ..., closed: bool = ..., unfinished: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "heartbeat_s", "heartbeat_timeout_s")

@@ -89,6 +89,8 @@ class Lease:
 @dataclass(eq=False)
 class _Group:
     lease: Lease
+    # Members that nobody has judged yet.
+    unfinished: set[int]
     cancelled: bool = False
     episodes: set[Episode] = field(default_factory=set)
 
@@ -104,9 +106,12 @@ class Dispatcher:
         sender: TrajectorySender,
         *,
         max_episodes: int,
-        closed: Callable[[GroupId], None],
+        closed: Callable[[GroupId, set[int]], None],
     ) -> None:
-        """Runs its tasks in `group`; `closed` is told when all members of a lease have ended."""
+        """Runs its tasks in `group`.
+
+        `closed` is told when all members of a lease have ended, and which of them unfinished.
+        """
         self._tasks = group
         self._identity = identity
         self._services = services
@@ -124,7 +129,7 @@ class Dispatcher:
         if lease.group_id in self._groups:
             log.warning("group %s is leased twice", lease.group_id)
             return
-        group = self._groups[lease.group_id] = _Group(lease)
+        group = self._groups[lease.group_id] = _Group(lease, set(lease.members))
         self._idle.clear()
         self._tasks.create_task(self._run_group(group))
 
@@ -162,7 +167,7 @@ class Dispatcher:
             for member in group.lease.members:
                 members.create_task(self._run_member(group, member))
         del self._groups[group.lease.group_id]
-        self._closed(group.lease.group_id)
+        self._closed(group.lease.group_id, group.unfinished)
         if not self._groups:
             self._idle.set()
 
@@ -178,10 +183,14 @@ class Dispatcher:
                 failure is not None
                 and failure.kind is not FailureKind.PROMPT_TOO_LONG
                 and attempt < group.lease.max_attempts
-                and not group.cancelled
             )
-            await self._deliver(dataclasses.replace(trajectory, will_retry=will_retry))
+            end = await self._deliver(dataclasses.replace(trajectory, will_retry=will_retry))
             if not will_retry:
+                if end is not Status.CANCELLED:
+                    group.unfinished.discard(member)
+                return
+            if group.cancelled:
+                # Another server tries it again.
                 return
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
@@ -218,7 +227,8 @@ class Dispatcher:
         finally:
             self._slots.release()
 
-    async def _deliver(self, trajectory: Trajectory) -> None:
+    async def _deliver(self, trajectory: Trajectory) -> Status:
+        """Puts it into the queue; as what."""
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
                 trajectory,
@@ -235,4 +245,4 @@ class Dispatcher:
             except TrajectoryQueueFull as error:
                 log.warning("trajectories wait for the controller: %s", error)
             else:
-                return
+                return trajectory.status

@@ -16,7 +16,9 @@ from slipstream.protocol.staleness import (
     due_groups,
     holds,
     lag,
+    may_finish,
     may_lease,
+    must_start_afresh,
 )
 
 NUM_SCHEDULES = 100_000
@@ -116,6 +118,42 @@ def test_due_groups_go_before_groups_that_finished_earlier() -> None:
     leased[1] = LeasedGroup("old", 3, True)
     assert [group.group_id for group in choose_batch(leased, 3, 1) or []] == ["old"]
     assert [group.group_id for group in choose_batch(leased, 3, 2) or []] == ["old", "middle"]
+
+
+def test_a_server_may_finish_a_group_when_its_tokens_are_new_enough_for_the_deadline() -> None:
+    assert may_finish(5, 3, 2, 100)
+    assert not may_finish(5, 2, 2, 100)
+    # No group of the last steps has a later deadline than the last step.
+    assert may_finish(9, 9, 0, 10)
+
+
+def test_an_interrupted_group_starts_afresh_only_when_a_batch_waits_and_nobody_may_finish_it() -> (
+    None
+):
+    group, other = LeasedGroup("g", 2, False), LeasedGroup("other", 2, False)
+    both = [other, group]
+    assert must_start_afresh(group, both, 1, 1, [False])
+    # The first of two with one step to go can be left for the last one.
+    assert not must_start_afresh(other, both, 1, 1, [False])
+    assert not must_start_afresh(group, both, 1, 2, [False])
+    assert not must_start_afresh(group, both, 1, 1, [False, True])
+    assert not must_start_afresh(group, both, 1, 1, [])
+
+
+@given(groups, st.integers(3, 4), sizes, st.lists(st.booleans(), max_size=3))
+def test_the_batch_never_waits_for_a_group_that_was_given_up(
+    leased: list[LeasedGroup], step: int, groups_per_step: int, verdicts: list[bool]
+) -> None:
+    afresh = [
+        group
+        for group in leased
+        if must_start_afresh(group, leased, step, groups_per_step, verdicts)
+    ]
+    due = due_groups(leased, step, groups_per_step)
+    assert afresh == ([g for g in leased if g in due] if verdicts and not any(verdicts) else [])
+    left = [group for group in leased if group not in afresh]
+    if afresh:
+        assert due_groups(left, step, groups_per_step) == []
 
 
 class Schedule:

@@ -22,7 +22,7 @@ async def test_a_leased_group_comes_back_whole(start_server) -> None:
         connection.lease("g1")
         trajectories = by_member(await server.fleet.wait_trajectories(4))
         report = await connection.wait_for("lease")
-    assert (report.group_id, report.closed) == ("g1", True)
+    assert (report.group_id, report.closed, list(report.unfinished)) == ("g1", True, [])
     assert [t.member for t in trajectories] == [0, 1, 2, 3]
     first = trajectories[0]
     assert first.run_id == "test-run"
@@ -238,11 +238,49 @@ async def test_a_cancelled_lease_delivers_what_was_sampled(start_server) -> None
         await server.engine.wait_tokens(8)
         connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
         trajectories = await server.fleet.wait_trajectories(4)
-        await connection.wait_for("lease")
+        report = await connection.wait_for("lease")
         beat = await connection.wait_quiet()
+    assert list(report.unfinished) == [0, 1, 2, 3]
     assert {t.status for t in trajectories} == {Status.CANCELLED}
     assert {t.run_lengths for t in trajectories} == {(4, 2)}
     assert (beat.generated_tokens, beat.ended_tokens, beat.in_flight_tokens) == (8, 8, 0)
+
+
+async def test_members_that_could_not_start_before_their_lease_ended_are_unfinished(
+    start_server,
+) -> None:
+    async with start_server() as server:
+        server.engine.limit = 1
+        connection = await server.join()
+        for number in range(3):
+            connection.lease(f"g{number}")
+        await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 8)
+        connection.send(cancel=fleet_pb2.CancelLease(group_id="g2", reason="test"))
+        server.engine.let_go()
+        report = await connection.wait_for("lease", lambda report: report.group_id == "g2")
+        trajectories = await server.fleet.wait_trajectories(8)
+    assert list(report.unfinished) == [0, 1, 2, 3]
+    assert {t.group_id for t in trajectories} == {"g0", "g1"}
+
+
+async def test_a_failure_while_a_lease_ends_is_to_be_tried_again_elsewhere(start_server) -> None:
+    async with start_server() as server:
+        server.engine.limit = 2
+        connection = await server.join()
+
+        async def fail(request_id: str) -> None:
+            del request_id
+            server.engine.fail_with = "no memory"
+            server.engine.let_go(2)
+
+        server.engine.cancel = fail
+        connection.lease("g1", members=[0], max_attempts=3)
+        await server.engine.wait_tokens(2)
+        connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
+        report = await connection.wait_for("lease")
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert (trajectory.status, trajectory.will_retry) == (Status.FAILED, True)
+    assert list(report.unfinished) == [0]
 
 
 async def test_episodes_beyond_the_limit_wait(start_server) -> None:

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from slipstream.learner.controller.batches import BatchFormer, Trained
 from slipstream.learner.controller.curves import draw_curves
 from slipstream.learner.controller.environment_service import EnvironmentServicer
+from slipstream.learner.controller.environment_specs import environment_spec
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.events import EventLog, Severity
@@ -39,16 +40,13 @@ from slipstream.learner.controller.restoration import (
     journal_servers,
     restore,
 )
-from slipstream.learner.controller.scheduler import Scheduler, environment_spec
+from slipstream.learner.controller.scheduler import Scheduler
 from slipstream.learner.controller.status_service import StatusServicer
 from slipstream.learner.controller.trackers.opening import open_trackers
 from slipstream.learner.controller.trainer_service import TrainerServicer
+from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.config import Config
-from slipstream.protocol.security import (
-    Credentials,
-    bind,
-    create_server,
-)
+from slipstream.protocol.security import Credentials, bind, create_server
 from slipstream.protocol.types import GroupId
 from slipstream.v1 import (
     environment_pb2,
@@ -118,7 +116,7 @@ class Controller:
                     tasks.create_task(self._intake.consume(), name="intake"),
                     tasks.create_task(self._intake.flush(), name="flush"),
                     tasks.create_task(self._scheduler.lease_forever(), name="scheduler"),
-                    tasks.create_task(self._scheduler.watch_forever(), name="watch"),
+                    tasks.create_task(self._watch.watch_forever(), name="watch"),
                     tasks.create_task(self._evaluator.run_forever(), name="evaluator"),
                 ]
                 await self._until_over()
@@ -144,7 +142,10 @@ class Controller:
         environments, ledger = self._environments, self._ledger
         self._intake = Intake(progress, book, environments, fleet, journal, ledger, receiver)
         self._publisher = Publisher(fleet, progress, tasks)
-        self._scheduler = Scheduler(progress, book, environments, fleet, journal, receiver)
+        self._scheduler = Scheduler(
+            progress, book, environments, fleet, journal, receiver, self._intake.start_afresh
+        )
+        self._watch = RunWatch(progress, environments, fleet)
         self._evaluator = Evaluator(
             progress,
             book,
@@ -184,10 +185,9 @@ class Controller:
             self._evaluator,
             self._environment_servicer,
         )
-        names = [section.name for section in self._config.environments]
-        names += [section.name for section in self._config.evaluations]
-        for name in names:
-            spec = environment_spec(self._config, name, search_path=os.getcwd())
+        config = self._config
+        for name in [e.name for e in config.environments] + [e.name for e in config.evaluations]:
+            spec = environment_spec(config, name, search_path=os.getcwd())
             self._environment_servicer.add_configured(spec)
         fleet.handlers = FleetHandlers(
             joined=self._environment_servicer.server_joined,
@@ -231,7 +231,7 @@ class Controller:
         self._environments.server_lost(session.key)
         if not session.drained.is_set():
             self._ledger.die(session.key)
-        orphans = self._book.orphan(session.key)
+        orphans = self._intake.give_up_often_lost(self._book.orphan(session.key))
         if orphans and not self._progress.is_over:
             missing = sum(len(group.missing) for group in orphans)
             self._progress.events.add(
@@ -244,9 +244,8 @@ class Controller:
         self._recorder.server_report(report)
 
     def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
-        if report.closed:
-            self._book.closed(GroupId(report.group_id), session.key)
-            self._progress.signal.notify()
+        self._book.closed(GroupId(report.group_id), session.key, report.unfinished)
+        self._progress.signal.notify()
 
     def _stepped(self, journal: Journal, trained: Trained, report: trainer_pb2.StepReport) -> None:
         journal_servers(journal, self._ledger)

@@ -6,6 +6,7 @@ Weights govern accepted groups: the environment that is furthest behind its shar
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.history import RunHistory
@@ -136,20 +137,26 @@ class EnvironmentBook:
         return [entry for entry in self.entries.values() if not entry.is_training]
 
     def next_for(
-        self, key: ServerKey, open_episodes: dict[str, int], group_size: int
+        self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """The environment whose turn it is; `open_episodes` counts those of each on the server."""
+        """The environment whose turn it is; `open_episodes` counts those of each."""
         ready = [
             entry
             for entry in self.training()
-            if entry.is_ready
-            and entry.runs_on(key)
-            and (
-                entry.client_episodes is None
-                or open_episodes.get(entry.spec.name, 0) + group_size <= entry.client_episodes
-            )
+            if self.may_run(entry, key, open_episodes, group_size)
         ]
         return min(ready, key=lambda entry: entry.share, default=None)
+
+    @staticmethod
+    def may_run(
+        entry: EnvironmentEntry, key: ServerKey, open_episodes: Mapping[str, int], episodes: int
+    ) -> bool:
+        """Whether so many more episodes of it can run on a server; a client has its own room."""
+        has_room = (
+            entry.client_episodes is None
+            or open_episodes.get(entry.spec.name, 0) + episodes <= entry.client_episodes
+        )
+        return entry.is_ready and entry.runs_on(key) and has_room
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
         """Index and seed of its next task: every task once, in a seeded order, then again."""

@@ -181,6 +181,8 @@ class RunHistory:
         if group_id in self.groups:
             # The same group goes on with another server.
             return
+        # Its task was leased before, as a group that was given up.
+        self.open_groups.pop(GroupId(record.get("replaces", "")), None)
         name = record["environment"]
         self.groups[group_id] = name
         self.next_group = max(self.next_group, int(group_id.removeprefix("g")) + 1)

@@ -125,6 +125,24 @@ class Intake:
             self._cancel_members(group, cause)
         self._progress.signal.notify()
 
+    def start_afresh(self, group: Group) -> None:
+        """Gives a group up whose task is about to be leased again: what is back is cancelled."""
+        self._book.remove(group.group_id)
+        self._cancel_members(group, "its task is leased afresh")
+
+    def give_up_often_lost(self, groups: Sequence[Group]) -> list[Group]:
+        """Sets those aside that lost as many servers as an episode has attempts; the others."""
+        limit = self._progress.config.controller.max_attempts
+        kept = []
+        for group in groups:
+            member, lost = max(group.setbacks.items(), key=lambda item: item[1], default=(0, 0))
+            if lost < limit:
+                kept.append(group)
+            elif group.purpose is Purpose.TRAINING:
+                cause = f"its rollout server was lost, {lost} times"
+                self._set_aside(group, member, Failure(FailureKind.INFRASTRUCTURE, cause))
+        return kept
+
     def withdraw_restored(self, group_id: GroupId) -> None:
         """Takes back a group of an earlier controller whose environment is not there any more."""
         group = self._book.remove(group_id)
@@ -152,7 +170,8 @@ class Intake:
             case Fate.SET_ASIDE:
                 self._fail(trajectory)
                 assert group is not None
-                self._set_aside(group, trajectory)
+                assert trajectory.failure is not None
+                self._set_aside(group, trajectory.member, trajectory.failure)
             case Fate.CANCELLED:
                 self._end(trajectory, End.CANCELLED, "cancelled")
             case Fate.SUPERSEDED:
@@ -237,22 +256,22 @@ class Intake:
                 )
         self._end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
 
-    def _set_aside(self, group: Group, trajectory: Trajectory) -> None:
-        failure = trajectory.failure
-        cause = failure.message if failure is not None else "unknown"
+    def _set_aside(self, group: Group, member: int, failure: Failure) -> None:
+        cause = failure.message
         self._book.remove(group.group_id)
         self._journal.append("set_aside", group=group.group_id, task=group.task_index, cause=cause)
-        self._cancel_members(group, f"member {trajectory.member} failed for good")
-        if failure is not None and failure.kind is FailureKind.PROMPT_TOO_LONG:
+        self._cancel_members(group, f"member {member} failed for good")
+        if failure.kind is FailureKind.PROMPT_TOO_LONG:
             self._skip(group, cause)
             return
         if group.purpose is Purpose.EVALUATION:
             return
-        blameless = failure is not None and failure.kind in (
-            FailureKind.INFRASTRUCTURE,
-            FailureKind.ENGINE,
+        self._progress.events.add(
+            f"task {group.task_index} of environment {group.environment} is set aside: "
+            f"episode {member} of {group.group_id} had its last attempt: {cause}",
+            Severity.WARNING,
         )
-        if blameless:
+        if failure.kind in (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE):
             self._environments.group_withdrawn(group.environment)
         elif self._environments.group_ended(group.environment, cause=cause):
             self.suspend(group.environment, f"its last groups all failed, the newest: {cause}")

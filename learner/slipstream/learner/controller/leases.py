@@ -39,6 +39,10 @@ class Group:
     attempts: dict[int, int] = field(default_factory=dict)
     # Members that are missing and that the holder will not run again.
     ended: set[int] = field(default_factory=set)
+    # Whether the holder has closed the lease: what it finished may still be on its way.
+    closed: bool = False
+    # By member: servers that were lost with it.
+    setbacks: Counter[int] = field(default_factory=Counter)
     # When it was leased, by the clock of its scheduler; None: by an earlier controller.
     leased_s: float | None = None
 
@@ -139,8 +143,8 @@ class LeaseBook:
         return [group for group in self.groups.values() if group.holder == holder]
 
     def orphans(self) -> list[Group]:
-        """Groups that lost their server before all members were back."""
-        return [g for g in self.groups.values() if g.holder is None and not g.is_complete]
+        """Groups to train on that lost their server before all members were back."""
+        return [g for g in self.training_groups() if g.holder is None and not g.is_complete]
 
     def open_episodes(self, holder: ServerKey) -> int:
         """Members that a server still runs, or is to run."""
@@ -182,16 +186,24 @@ class LeaseBook:
         return self._add(environment, task_index, seed, Purpose.EVALUATION, holder, served_step)
 
     def may_reassign(self, group: Group, served_step: int) -> bool:
-        """Whether a server of version `served_step` may finish an orphan under its old deadline.
+        """Whether a server of version `served_step` may finish an orphan under its deadline."""
+        return staleness.may_finish(
+            group.deadline_step, served_step, self.max_staleness, self.num_steps
+        )
 
-        Its tokens are no older than `served_step`, and the group is trained by its deadline.
-        """
-        latest = staleness.deadline(served_step, self.max_staleness, self.num_steps)
-        return group.deadline_step <= latest
+    def must_start_afresh(self, group: Group, served_steps: Iterable[int]) -> bool:
+        """Whether an orphan is given up: servers of these versions could run it, none may."""
+        return staleness.must_start_afresh(
+            _view(group),
+            self._views(),
+            self.step,
+            self.groups_per_step,
+            [self.may_reassign(group, served_step) for served_step in served_steps],
+        )
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
         """Gives an orphan to another server."""
-        group.holder = holder
+        group.holder, group.closed = holder, False
         group.ended.clear()
 
     def orphan(self, holder: ServerKey) -> list[Group]:
@@ -200,6 +212,7 @@ class LeaseBook:
         lost = [group for group in self.held_by(holder) if not group.is_complete]
         for group in lost:
             group.holder = None
+            group.setbacks.update(group.running)
         return lost
 
     def add(self, trajectory: Trajectory) -> Fate:
@@ -212,10 +225,12 @@ class LeaseBook:
         group.attempts[member] = max(group.attempts.get(member, -1), trajectory.attempt)
         if trajectory.has_reward:
             group.finished[member] = trajectory
+            self._hand_back(group)
             return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
         if trajectory.failure is not None and trajectory.will_retry:
             return Fate.RETRIED
         group.ended.add(member)
+        self._hand_back(group)
         return Fate.CANCELLED if trajectory.failure is None else Fate.SET_ASIDE
 
     def remove(self, group_id: GroupId) -> Group | None:
@@ -227,11 +242,23 @@ class LeaseBook:
             )
         return group
 
-    def closed(self, group_id: GroupId, holder: ServerKey) -> None:
-        """The server runs no member of this lease any more."""
+    def closed(self, group_id: GroupId, holder: ServerKey, unfinished: Iterable[int]) -> None:
+        """The server runs no member of this lease any more; these it did not finish.
+
+        As soon as everything else is back the group waits for another server.
+        """
         lease = self.closing.get(group_id)
         if lease is not None and lease.holder == holder:
             del self.closing[group_id]
+        group = self.groups.get(group_id)
+        if group is not None and group.holder == holder:
+            group.closed = True
+            group.ended.update(unfinished)
+            self._hand_back(group)
+
+    def _hand_back(self, group: Group) -> None:
+        if group.closed and not group.running and not group.is_complete:
+            group.holder = None
 
     def _end_member(self, group_id: GroupId, member: int) -> None:
         lease = self.closing.get(group_id)
@@ -260,10 +287,7 @@ class LeaseBook:
         return [self.groups[GroupId(view.group_id)] for view in views]
 
     def _views(self) -> Sequence[staleness.LeasedGroup]:
-        return [
-            staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
-            for group in self.training_groups()
-        ]
+        return [_view(group) for group in self.training_groups()]
 
     def _add(
         self,
@@ -292,6 +316,10 @@ class LeaseBook:
         )
         self.groups[group_id] = group
         return group
+
+
+def _view(group: Group) -> staleness.LeasedGroup:
+    return staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
 
 
 def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:

@@ -1,4 +1,4 @@
-"""Leases: which server starts which group now. Also the watch over the whole run.
+"""Leases: which server starts which group now.
 
 Consumes: the state of the lease book, the fleet and the environments. Produces: leases.
 Waits for: the run's signal. Unblocked by: a server that serves, a trajectory that came back, a new
@@ -7,9 +7,10 @@ version.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from slipstream.learner.controller.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.learner.controller.fleet import Fleet, ServerSession
@@ -19,13 +20,23 @@ from slipstream.learner.controller.leases import Group, LeaseBook, ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.queue_account import AccountedReceiver
 from slipstream.protocol import reservation
-from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import largest_trajectory_bytes
 from slipstream.protocol.types import Purpose
-from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
+from slipstream.v1 import fleet_pb2, trajectory_pb2
 
-WATCH_S = 0.25
 RECHECK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A group for a server."""
+
+    session: ServerSession
+    group: Group
+    # Its number among the tasks of its environment; below 0: the task was leased before.
+    number: int = -1
+    # The group in whose place it starts.
+    replaces: str = ""
 
 
 class Scheduler:
@@ -39,6 +50,7 @@ class Scheduler:
         fleet: Fleet,
         journal: Journal,
         queue: AccountedReceiver,
+        give_up: Callable[[Group], None],
     ) -> None:
         self._progress = progress
         self._config = progress.config
@@ -48,6 +60,10 @@ class Scheduler:
         self._environments = environments
         self._fleet = fleet
         self._journal = journal
+        # Takes a group out of the book for good.
+        self._give_up = give_up
+        # Groups that were given up and whose tasks are leased again, before new ones.
+        self._again: list[Group] = []
         self._wait = LeaseWait.NOTHING
         self._queue_waits = WaitTimer(LeaseWait.QUEUE)
         # Episodes that an evaluation is about to start on a server: training leaves them room.
@@ -63,58 +79,67 @@ class Scheduler:
                 self._note(LeaseWait.NOTHING)
             await self._progress.signal.wait(self._recheck_s())
 
-    async def watch_forever(self) -> None:
-        """Removes silent servers and fails a run that cannot go on, until it is cancelled."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            self._fleet.remove_silent()
-            if not self._fleet.serving():
-                # Nothing can move now: the clock stands still.
-                self._progress.moved_s = time.monotonic()
-            if not self._progress.is_over:
-                cause = self._cause_to_fail()
-                if cause:
-                    self._progress.fail(cause)
-
     def lease_all(self) -> None:
         """Grants leases while servers, environments and rules allow; durable, then sent."""
-        granted: list[tuple[ServerSession, Group, int]] = []
-        for session in self._by_room():
-            for group in self._book.orphans():
-                version = session.version
-                assert version is not None
-                entry = self._environments.entries.get(group.environment)
-                if (
-                    entry is not None
-                    and entry.runs_on(session.key)
-                    and len(group.missing) <= self._room(session)
-                    and self._book.may_reassign(group, version.step)
-                ):
-                    self._book.reassign(group, session.key)
-                    granted.append((session, group, -1))
+        granted = self._lease_orphans()
         while not isinstance(lease := self._next_lease(), LeaseWait):
             granted.append(lease)
         self._note(lease)
         if not granted:
             return
-        for session, group, number in granted:
-            self._journal.append(
-                "lease",
-                group=group.group_id,
-                environment=group.environment,
-                task=group.task_index,
-                number=number,
-                seed=group.seed,
-                deadline=group.deadline_step,
-                server=session.name,
-                epoch=session.key.epoch,
-                members=list(group.missing),
-            )
+        for grant in granted:
+            self._record(grant)
         self._journal.sync()
-        for session, group, _ in granted:
-            if group.leased_s is None:
-                group.leased_s = time.monotonic()
-            session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
+        for grant in granted:
+            if grant.group.leased_s is None:
+                grant.group.leased_s = time.monotonic()
+            message = fleet_pb2.ControllerMessage(lease=self.lease_message(grant.group))
+            grant.session.send(message)
+
+    def _record(self, grant: Grant) -> None:
+        group, session = grant.group, grant.session
+        self._journal.append(
+            "lease",
+            group=group.group_id,
+            environment=group.environment,
+            task=group.task_index,
+            number=grant.number,
+            seed=group.seed,
+            deadline=group.deadline_step,
+            server=session.name,
+            epoch=session.key.epoch,
+            members=list(group.missing),
+            **({"replaces": grant.replaces} if grant.replaces else {}),
+        )
+
+    def _lease_orphans(self) -> list[Grant]:
+        """Groups that lost their server go on elsewhere, or their tasks start afresh."""
+        granted = []
+        for session in self._by_room():
+            for group in self._book.orphans():
+                version = session.version
+                assert version is not None
+                if (
+                    self._runs(session, group)
+                    and len(group.missing) <= self._room(session)
+                    and self._book.may_reassign(group, version.step)
+                ):
+                    self._book.reassign(group, session.key)
+                    granted.append(Grant(session, group))
+        for group in self._book.orphans():
+            able = [s.version.step for s in self._by_room() if s.version and self._runs(s, group)]
+            if self._book.must_start_afresh(group, able):
+                self._give_up(group)
+                self._again.append(group)
+                self._progress.events.add(
+                    f"group {group.group_id} is leased afresh: step {self._book.step} waits for "
+                    f"it, and no server is new enough to finish it by step {group.deadline_step}"
+                )
+        return granted
+
+    def _runs(self, session: ServerSession, group: Group) -> bool:
+        entry = self._environments.entries.get(group.environment)
+        return entry is not None and entry.runs_on(session.key)
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
         """A lease as its server reads it."""
@@ -210,8 +235,8 @@ class Scheduler:
         self._wait = wait
         self._queue_waits.note(wait, time.monotonic())
 
-    def _next_lease(self) -> tuple[ServerSession, Group, int] | LeaseWait:
-        """A new group, with its number among those of its environment; or why there is none."""
+    def _next_lease(self) -> Grant | LeaseWait:
+        """A new group; or why there is none."""
         sessions = self._by_room()
         if not sessions:
             return LeaseWait.SERVER
@@ -228,19 +253,41 @@ class Scheduler:
             if not self._book.may_lease(version.step):
                 wait = max(wait, LeaseWait.STALENESS)
                 continue
+            old = self._first_again(session, open_episodes)
             entry = self._environments.next_for(session.key, open_episodes, group_size)
-            if entry is None:
+            if old is None and entry is None:
                 wait = max(wait, LeaseWait.ENVIRONMENT)
                 continue
             if not self.may_send(group_size + self._evaluated_soon()):
                 return LeaseWait.QUEUE
-            number = entry.next_number
-            task_index, seed = self._environments.next_task(entry)
-            entry.groups_leased += 1
-            name = entry.spec.name
-            group = self._book.lease(name, task_index, seed, session.key, version.step)
-            return session, group, number
+            if old is not None:
+                return self._lease_again(session, version.step, old)
+            assert entry is not None
+            return self._lease_new(session, version.step, entry)
         return wait
+
+    def _first_again(self, session: ServerSession, open_episodes: Counter[str]) -> Group | None:
+        """The first task that is to start afresh and can on this server."""
+        book = self._environments
+        for group in self._again:
+            entry = book.entries.get(group.environment)
+            if entry is not None and book.may_run(entry, session.key, open_episodes, group.size):
+                return group
+        return None
+
+    def _lease_again(self, session: ServerSession, served_step: int, old: Group) -> Grant:
+        self._again.remove(old)
+        group = self._book.lease(
+            old.environment, old.task_index, old.seed, session.key, served_step
+        )
+        return Grant(session, group, replaces=old.group_id)
+
+    def _lease_new(self, session: ServerSession, served_step: int, turn: EnvironmentEntry) -> Grant:
+        number = turn.next_number
+        task_index, seed = self._environments.next_task(turn)
+        turn.groups_leased += 1
+        group = self._book.lease(turn.spec.name, task_index, seed, session.key, served_step)
+        return Grant(session, group, number)
 
     def _evaluated_soon(self) -> int:
         """Episodes of evaluations that would start now if the queue had room."""
@@ -263,63 +310,3 @@ class Scheduler:
         pace = self._progress.pace
         sooner = pace.recheck_s() if pace is not None else None
         return RECHECK_S if sooner is None else min(sooner, RECHECK_S)
-
-    def _cause_to_fail(self) -> str:
-        settings, now = self._config.controller, time.monotonic()
-        training = self._environments.training()
-        suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
-        if training and all(entry.state == suspended for entry in training):
-            causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
-            return f"no environment is left: {causes}"
-        unloadable = [entry for entry in training if self._nowhere(entry)]
-        if training and len(unloadable) == len(training):
-            causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
-            return f"no environment could be loaded: {causes}"
-        if not self._fleet.sessions:
-            empty = now - self._fleet.empty_since_s
-            if empty > settings.fleet_timeout_s:
-                return f"no rollout server was connected for {empty:.0f} s"
-            return ""
-        idle = now - self._progress.moved_s
-        waits_for_fleet = self._progress.trainer_registered and bool(self._fleet.serving())
-        if waits_for_fleet and training and idle > settings.stall_timeout_s:
-            return f"nothing moved for {idle:.0f} s while waiting for {self._progress.waiting_for}"
-        return ""
-
-    def _nowhere(self, entry: EnvironmentEntry) -> bool:
-        sessions = self._fleet.sessions.values()
-        return (
-            entry.client_episodes is None
-            and not entry.loaded_on
-            and bool(sessions)
-            and all(session.key in entry.failed_on for session in sessions)
-        )
-
-
-def environment_spec(
-    config: Config, name: str, *, search_path: str
-) -> environment_pb2.EnvironmentSpec:
-    """The wire form of a configured environment or evaluation."""
-    for section in config.environments:
-        if section.name == name:
-            return environment_pb2.EnvironmentSpec(
-                name=name,
-                reference=section.reference,
-                args_json=json.dumps(section.args),
-                weight=section.weight,
-                timeout_s=section.timeout_s,
-                num_workers=section.num_workers,
-                search_path=search_path,
-                purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
-            )
-    evaluation = next(section for section in config.evaluations if section.name == name)
-    return environment_pb2.EnvironmentSpec(
-        name=name,
-        reference=evaluation.reference,
-        args_json=json.dumps(evaluation.args),
-        weight=1.0,
-        timeout_s=evaluation.timeout_s,
-        num_workers=evaluation.num_workers,
-        search_path=search_path,
-        purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION,
-    )

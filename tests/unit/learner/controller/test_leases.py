@@ -140,9 +140,9 @@ def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_c
     book.remove(group.group_id)
     assert (book.open_episodes(A), book.promised_episodes) == (1, 1)
     assert book.episodes_by_environment() == {"e": 1}
-    book.closed(group.group_id, B)
+    book.closed(group.group_id, B, [])
     assert book.open_episodes(A) == 1
-    book.closed(group.group_id, A)
+    book.closed(group.group_id, A, [])
     assert (book.open_episodes(A), book.promised_episodes) == (0, 0)
 
 
@@ -185,3 +185,57 @@ def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need():
     assert (book.open_episodes(A), book.promised_episodes) == (0, 2)
     book.reassign(group, B)
     assert (book.open_episodes(B), book.promised_episodes) == (2, 2)
+
+
+def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    book.closed(group.group_id, B, [1])
+    assert group.holder == A
+    book.closed(group.group_id, A, [1])
+    assert book.orphans() == [group]
+    assert group.missing == [1]
+    assert group.setbacks == {}
+    book.reassign(group, B)
+    assert (book.orphans(), book.open_episodes(B)) == ([], 1)
+    assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
+
+
+def test_a_closed_lease_waits_for_what_is_still_on_its_way():
+    book = make_book()
+    group = lease(book)
+    book.closed(group.group_id, A, [1])
+    assert book.orphans() == []
+    book.add(reply(group, 0))
+    assert book.orphans() == [group]
+
+
+def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over():
+    book = make_book()
+    group = lease(book)
+    book.closed(group.group_id, A, [0])
+    assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
+    assert book.orphans() == []
+    book.add(reply(group, 1))
+    assert book.orphans() == [group]
+
+
+def test_a_closed_lease_of_a_complete_group_is_over():
+    book = make_book()
+    group = lease(book)
+    book.closed(group.group_id, A, [])
+    for member in range(2):
+        book.add(reply(group, member))
+    assert book.orphans() == []
+    assert group.holder == A
+
+
+def test_every_lost_server_counts_for_the_members_that_it_ran():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    book.orphan(A)
+    book.reassign(group, B)
+    book.orphan(B)
+    assert group.setbacks == {1: 2}
