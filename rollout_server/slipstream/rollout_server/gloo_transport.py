@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.digests import HostDigests, bucket_digest
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.nccl_group import Wire
@@ -25,14 +26,14 @@ class GlooTransport:
         self._buffers: list[torch.Tensor] = []
         self._digests: HostDigests | None = None
         try:
-            self._store = c10d.TCPStore(
+            self._store: c10d.Store | None = c10d.TCPStore(
                 communicator.store_host,
                 communicator.store_port,
                 is_master=False,
                 wait_for_workers=False,
                 timeout=timeout,
             )
-            self._group = _gloo_group(
+            self._group: Any = _gloo_group(
                 c10d.PrefixStore(communicator.communicator_id, self._store),
                 membership.rank,
                 communicator.world_size,
@@ -62,19 +63,9 @@ class GlooTransport:
         """See `BucketTransport`; the tensors lie in main memory."""
         digests = self._digests = HostDigests(incoming.buckets)
         memory = self.prepare(incoming)
-        options = c10d.BroadcastOptions()
-        deadline = timedelta(seconds=incoming.bucket_deadline_s)
-        options.timeout = deadline
         for place, bucket in enumerate(incoming.buckets):
             buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            options.rootRank, options.rootTensor = bucket.root, 0
-            try:
-                self._group.broadcast([buffer], options).wait(deadline)
-            except RuntimeError as error:
-                raise WeightSyncError(
-                    f"a bucket of {bucket.num_bytes} bytes did not arrive "
-                    f"within {incoming.bucket_deadline_s:g} s: {error}"
-                ) from error
+            self._take(bucket, buffer, incoming.bucket_deadline_s)
             digests.add(place, buffer.data_ptr())
             yield buffer
 
@@ -88,8 +79,27 @@ class GlooTransport:
         return Wire()
 
     def close(self) -> None:
-        """See `BucketTransport`."""
-        del self._group, self._store
+        """See `BucketTransport`.
+
+        The others notice at once, by their connections. A thread that waits for a bucket goes on to
+        its deadline, and the others with it: gloo has no abort that wakes it.
+        """
+        self._group = self._store = None
+
+    def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
+        group, deadline = self._group, timedelta(seconds=deadline_s)
+        if group is None:
+            raise WeightSyncError("the communicator was left")
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = bucket.root, 0
+        options.timeout = deadline
+        try:
+            group.broadcast([buffer], options).wait(deadline)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"a bucket of {bucket.num_bytes} bytes did not arrive "
+                f"within {deadline_s:g} s: {error}"
+            ) from error
 
 
 def _gloo_group(
