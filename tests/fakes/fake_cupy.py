@@ -49,6 +49,7 @@ class FakeCupy:
             Stream=lambda *, non_blocking: SimpleNamespace(ptr=1),
             alloc=lambda _: SimpleNamespace(ptr=2),
             get_current_stream=lambda: stream,
+            ExternalStream=self._stream,
             get_elapsed_time=lambda begin, end: 1.0,
         )
         vars(package).update(cuda=cuda, RawKernel=self._kernel, asarray=np.asarray, zeros=np.zeros)
@@ -68,6 +69,9 @@ class FakeCupy:
             self.seen.append(f"digest {num_spans} spans")
 
         return launch
+
+    def _stream(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: self.seen.append(f"wait for stream {handle}"))
 
     def _runtime(self) -> SimpleNamespace:
         return SimpleNamespace(

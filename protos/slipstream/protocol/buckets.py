@@ -5,7 +5,8 @@ Both sides derive the same plan from the layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,6 +15,9 @@ from slipstream.v1 import weights_pb2
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT_BYTES = 16
+# What is done with the last bucket comes after the wire: it is halved until it is no larger. The
+# rate of a broadcast falls off below.
+LAST_BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,9 @@ class Bucket:
 def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     """Cuts `tensors`, in their order, into buckets of at most `bucket_bytes`.
 
-    A larger tensor has a bucket of its own; another sender begins another bucket. Every tensor
-    starts at a multiple of 16 bytes, so that a view of its element type is aligned.
+    A larger tensor has a bucket of its own; another sender begins another bucket; the last buckets
+    are smaller. Every tensor starts at a multiple of 16 bytes, so that a view of its element type
+    is aligned.
     """
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -77,7 +82,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
         spans.append(Span(tensor, used))
         used = _align(used + tensor.num_bytes)
     if spans:
-        buckets.append(Bucket(tuple(spans), used))
+        buckets += _halves(Bucket(tuple(spans), used))
     return buckets
 
 
@@ -100,6 +105,18 @@ def tensors_from_pb(message: weights_pb2.WeightLayout) -> list[TensorSpec]:
 def layout_from_pb(message: weights_pb2.WeightLayout) -> list[Bucket]:
     """The buckets of a layout."""
     return plan_buckets(tensors_from_pb(message), message.bucket_bytes)
+
+
+def _halves(bucket: Bucket) -> Iterator[Bucket]:
+    """The bucket as one half, half of the rest and so on, as near as whole tensors allow."""
+    while bucket.num_bytes > LAST_BUCKET_BYTES and len(bucket.spans) > 1:
+        offsets = [span.offset_bytes for span in bucket.spans]
+        count = max(1, bisect.bisect_right(offsets, bucket.num_bytes // 2) - 1)
+        cut = offsets[count]
+        yield Bucket(bucket.spans[:count], cut)
+        rest = (Span(span.tensor, span.offset_bytes - cut) for span in bucket.spans[count:])
+        bucket = Bucket(tuple(rest), bucket.num_bytes - cut)
+    yield bucket
 
 
 def _align(offset: int) -> int:

@@ -146,8 +146,8 @@ class CudaDigests:
         external = cupy.cuda.ExternalStream(stream)
         # An abort of a communicator releases who waits for a stream, not surely a copy behind it.
         external.synchronize()
-        sums = self._sums.get(stream=external)
-        rows = [row.astype("<u8").tobytes() for row in sums]
+        data = self._sums.get(stream=external).astype("<u8", copy=False).tobytes()
+        rows = [data[place : place + 16] for place in range(0, len(data), 16)]
         ends = self._ends.tolist()
         return [rows[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
 
