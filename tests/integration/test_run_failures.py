@@ -196,11 +196,13 @@ async def test_a_signal_ends_the_run_in_order(
         everything = descendants(run.process.pid)
         # A terminal sends it to the whole group.
         os.killpg(run.process.pid, number)
-        assert await run.wait(END_LIMIT_S) == 0, run.out + run.err
+        assert await run.wait(END_LIMIT_S) == 128 + number, run.out + run.err
         await until_gone(everything, limit_s=1.0)
     assert run.err == ""
     assert f"{number.name}: the run is stopped in order" in run.out
     summary = summary_of(tmp_path / "run")
+    ending = f"stopped at version {summary['steps']} of 10000; the same command goes on\n"
+    assert run.out.endswith(ending)
     assert summary["state"] == "finished"
     assert number.name in summary["cause"]
     assert summary["steps"] >= 2
@@ -219,9 +221,11 @@ async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: 
             os.killpg(run.process.pid, signal.SIGINT)
             await until_event(client, lambda event: "stopping" in event.text)
         os.killpg(run.process.pid, signal.SIGINT)
-        assert await run.wait(END_LIMIT_S) in (0, 130), run.out + run.err
+        # Servers get no time for their episodes.
+        assert await run.wait(5.0) == 128 + signal.SIGINT, run.out + run.err
         await until_gone(everything, limit_s=1.0)
     assert run.err == ""
+    assert run.out.endswith("! the run is ended at once; the same command goes on\n")
 
 
 @pytest.mark.parametrize("moment", ["before the controller listens", "before there is a trainer"])
@@ -238,9 +242,23 @@ async def test_ctrl_c_ends_a_run_that_has_not_begun(
             async with connection(config, run):
                 assert "the trainer has" not in run.out
         os.killpg(run.process.pid, signal.SIGINT)
-        assert await run.wait(END_LIMIT_S) == 0, run.out + run.err
+        assert await run.wait(END_LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
     assert run.err == ""
     assert summary_of(tmp_path / "run")["steps"] == 0
+
+
+async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    # One block of the cache holds no episode.
+    config = write_slow_run(
+        tmp_path, tiny_model, rollout_server__engine={"num_gpu_blocks_override": 1}
+    )
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        assert await run.wait(RUN_LIMIT_S) == 1
+    assert config.is_file()
+    assert run.out.count("! server-0 exited with code 3: ") == 1
+    assert re.search(r"!! the run failed: server-0 exited with code 3: ValueError: ", run.out)
 
 
 async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Path) -> None:

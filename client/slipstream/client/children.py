@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,10 @@ from pathlib import Path
 
 TAIL_BYTES = 65536
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
+# Lines of a traceback that name no cause, and of vLLM that send the reader to one above.
+NO_CAUSE = re.compile(r'(\[rank\d+\]:\s*)?([\s^~]*$|File ")')
+SEE_ABOVE = "See root cause above"
+EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
 
 
 @dataclass(eq=False)
@@ -105,8 +110,11 @@ def last_complaint(path: Path, start: int = 0) -> str:
     # A traceback of several errors at once is drawn with lines of these.
     lines = [line.strip().lstrip("|+- ") for line in text.splitlines()]
     spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]
-    chosen = spoken or [line for line in lines if line and " INFO " not in line]
+    chosen = spoken or [line for line in lines if " INFO " not in line and not NO_CAUSE.match(line)]
     said = chosen[-1] if chosen else ""
+    if SEE_ABOVE in said:
+        causes = [line for line in chosen if EXCEPTION.match(line) and SEE_ABOVE not in line]
+        said = causes[-1] if causes else said
     for prefix in OUR_PREFIXES:
         said = said.removeprefix(prefix)
     return said

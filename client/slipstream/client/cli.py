@@ -12,7 +12,10 @@ from typing import NoReturn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 the run failed, 2 the command or its configuration cannot work."""
+    """Exit codes: 0 done, 1 the run failed, 2 the command or its configuration cannot work.
+
+    128 and its number when a signal ended a run before its last step.
+    """
     arguments = parse(argv)
     # What gRPC's core logs by itself, nobody at a terminal can use.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TextIO
 
 from slipstream.protocol.config import Config
@@ -15,6 +16,8 @@ FILES = (
     *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
     *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "logs/"),
 )
+# What a run that ended before its last step did.
+STATES = {"finished": "stopped", "failed": "failed"}
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
 
@@ -25,9 +28,13 @@ class Display:
         self._config = config
         self._out = out or sys.stdout
         self._started_s = time.monotonic()
+        # When a line was shown last.
+        self.spoke_s = self._started_s
         self.last_event = 0
         self.is_over = False
         self.failure = ""
+        # Set by `summary`: the run ended before its last step, though there is more to learn.
+        self.stopped_early = False
 
     def show(self, event: status_pb2.Event) -> None:
         """One event of the controller."""
@@ -42,6 +49,11 @@ class Display:
         else:
             self._line(SEVERITY_MARKS.get(event.severity, "") + event.text)
 
+    @property
+    def quiet_s(self) -> float:
+        """How long nothing was shown."""
+        return time.monotonic() - self.spoke_s
+
     def tell(self, text: str) -> None:
         """Something that the command itself does."""
         self._line(text)
@@ -51,14 +63,24 @@ class Display:
         self._line("! " + text)
 
     def summary(self) -> None:
-        """The table at the end, from summary.json."""
+        """The table at the end, from summary.json, and how to go on when there is more to do."""
         folder = self._config.run_dir
         path = folder / "summary.json"
         if not path.is_file():
             return
         summary = json.loads(path.read_text())
-        if not summary["steps"]:
-            return
+        if summary["steps"]:
+            self._table(summary, folder)
+        self.stopped_early = not summary["solved"] and summary["steps"] < self._config.run.steps
+        if self.stopped_early:
+            how = "" if self._config.run.resume == "never" else "; the same command goes on"
+            self._out.write(
+                f"\n  {STATES[summary['state']]} at version {summary['steps']} of "
+                f"{self._config.run.steps}{how}\n"
+            )
+            self._out.flush()
+
+    def _table(self, summary: dict[str, object], folder: Path) -> None:
         rows = table_rows(summary)
         width = max(len(name) for name, _ in rows)
         self._out.write("\n")
@@ -69,7 +91,8 @@ class Display:
         self._out.flush()
 
     def _line(self, text: str) -> None:
-        elapsed = time.monotonic() - self._started_s
+        self.spoke_s = time.monotonic()
+        elapsed = self.spoke_s - self._started_s
         self._out.write(f"{elapsed:7.1f} s  {text}\n")
         self._out.flush()
 
@@ -93,6 +116,8 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     ledger, busy = summary["ledger"], summary["busy"]
     assert isinstance(ledger, dict)
     assert isinstance(busy, dict)
+    suspended = summary["suspended_environments"]
+    assert isinstance(suspended, dict)
     ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "lost")
     fates = ", ".join(f"{name} {ledger[name]:,}" for name in ends if ledger[name])
     rows = [
@@ -105,10 +130,16 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     if summary["reward_heldout"] is not None:
         first, last = summary["reward_heldout_first"], summary["reward_heldout"]
         rows.append(("reward held out", f"{_number(first)} first, {_number(last)} last"))
+    if suspended:
+        rows.append(("suspended", f"{', '.join(suspended)}: none of their newest groups succeeded"))
     return [
         *rows,
         ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
-        ("several versions", f"{summary['trajectories_with_several_versions']} trajectories"),
+        (
+            "several versions",
+            f"sampled {summary['trajectories_with_several_versions']:,} of the trajectories: "
+            "new weights came in between",
+        ),
         (
             "generated tokens",
             f"{ledger['generated']:,} = {fates or 'none'}; difference {ledger['difference']}",

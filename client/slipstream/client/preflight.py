@@ -11,7 +11,8 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -38,6 +39,8 @@ AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Below every usual range of ports that the kernel gives out by itself.
 UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
+# A check that takes longer is announced.
+SLOW_S = 3.0
 NEEDED_BY = {
     "torch": "learner",
     "megatron.core": "learner",
@@ -186,13 +189,24 @@ async def check_environments(config: Config, log_path: Path) -> None:
                 stdout=log,
                 stderr=asyncio.subprocess.PIPE,
             )
-            _, errors = await process.communicate()
+            with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
+                _, errors = await process.communicate()
         if process.returncode != 0:
             lines = errors.decode(errors="replace").strip().splitlines()
             said = lines[-1] if lines else f"exited with code {process.returncode}"
             raise ConfigError(
                 f"environment {name}: {said.removeprefix(f'environment {reference}: ')}"
             )
+
+
+@contextlib.contextmanager
+def _told_when_slow(what: str) -> Iterator[None]:
+    """Says what is done when the block is not over soon."""
+    timer = asyncio.get_running_loop().call_later(SLOW_S, partial(print, what, flush=True))
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def free_port(host: str) -> int:

@@ -22,6 +22,7 @@ from slipstream.client.display import Display
 from slipstream.client.placement import Placement, describe_sharing
 from slipstream.client.preflight import make_folder
 from slipstream.client.trainer_ranks import TrainerRanks
+from slipstream.client.waits import tell_waits
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import dump_config
 from slipstream.protocol.errors import QueueError, RunFailed
@@ -32,12 +33,18 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 CONTROLLER = "slipstream.learner.controller"
 ROLLOUT_SERVER = "slipstream.rollout_server"
 GRACE_S = 30.0
+# After a second signal nobody waits for an orderly end: the next start goes on from the disk.
+HURRIED_GRACE_S = 1.0
 STOP_LIMIT_S = 30.0
 # What a run leaves may need so long to end after the controller is gone.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
 # A rollout server that lived so long may die as often as a new one.
 FORGIVEN_S = 600.0
+# Exit codes of a rollout server: it cannot work as it was asked to; its engine did not start.
+USAGE_ERROR, NOT_STARTED = 2, 3
+# A second engine that does not start either will not start for a third time of asking.
+MAX_FAILED_STARTS = 2
 
 
 class Session:
@@ -74,20 +81,29 @@ class Session:
         await asyncio.sleep(0)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over = True
+        grace_s = GRACE_S
+        if kind is asyncio.CancelledError:
+            grace_s = HURRIED_GRACE_S
+            self._display.warn("the run is ended at once; the same command goes on")
         if self._stopping is not None:
             self._stopping.cancel()
         for task in self._servers.values():
             task.cancel()
         await asyncio.gather(*self._servers.values(), return_exceptions=True)
         if self._trainers is not None:
-            await self._trainers.stop(GRACE_S)
-        await asyncio.gather(*(child.stop(GRACE_S) for child in self._children))
+            await self._trainers.stop(grace_s)
+        await asyncio.gather(*(child.stop(grace_s) for child in self._children))
 
     def start_controller(self) -> None:
         """Starts the controller."""
         self._display.tell(f"the run starts; its logs are in {self._logs}/")
+        model, learner = self._config.model.path, self._config.learner
+        ranks = (
+            "1 trainer rank" if learner.world_size == 1 else f"{learner.world_size} trainer ranks"
+        )
+        self._display.tell(f"{ranks} and the rollout servers load {model}; that takes a while")
         for line in describe_sharing(self._config, self._placement):
             self._display.tell(line)
         self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
@@ -120,18 +136,24 @@ class Session:
         self._servers[name] = asyncio.ensure_future(self._keep(name, environ))
 
     async def wait(self) -> int:
-        """Shows progress until the run is over; 0, or RunFailed with the cause."""
+        """Shows progress until the run is over; RunFailed with the cause when it failed.
+
+        0 when it is done; 128 and the signal's number when one ended it before.
+        """
         if self._controller is None:
             return await self._wait_for_trainers()
         controller = await self._controller
         keep_trainers = asyncio.ensure_future(self._watch_trainers())
         forward_stop = asyncio.ensure_future(self._forward_stop())
         show = asyncio.ensure_future(self._show_events())
-        tasks = (keep_trainers, forward_stop, show)
+        address = self._config.controller.address
+        waits = asyncio.ensure_future(tell_waits(self._display, address, self._credentials))
+        tasks = (keep_trainers, forward_stop, show, waits)
         try:
             await controller.process.wait()
             # Without a controller nobody is started again, however the ranks end.
             keep_trainers.cancel()
+            waits.cancel()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5.0):
                     await show
@@ -143,11 +165,19 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
         if controller.process.returncode == 0:
             self._display.summary()
-            return 0
+            return self._signalled if self._display.stopped_early else 0
         if self._display.failure:
             self._display.summary()
             raise RunFailed(self._killed or self._display.failure)
         raise RunFailed(controller.describe_end())
+
+    @property
+    def _signalled(self) -> int:
+        """The exit code after a signal; 0 when none came."""
+        stopping = self._stopping
+        if stopping is None or not stopping.done() or stopping.cancelled():
+            return 0
+        return 128 + stopping.result()
 
     async def _let_leave(self) -> None:
         trainers = self._trainers.children if self._trainers is not None else []
@@ -193,7 +223,7 @@ class Session:
 
     async def _keep(self, name: str, environ: Mapping[str, str]) -> None:
         settings = self._config.rollout_server
-        restarts = 0
+        restarts = failed_starts = 0
         address = self._config.controller.address
         while True:
             started_s = time.monotonic()
@@ -207,10 +237,13 @@ class Session:
             if time.monotonic() - started_s > FORGIVEN_S:
                 restarts = 0
             restarts += 1
-            self._display.warn(f"{child.describe_end()}; start {restarts + 1}")
-            if child.process.returncode == 2 or restarts > settings.max_restarts:
+            code = child.process.returncode
+            failed_starts = failed_starts + 1 if code == NOT_STARTED else 0
+            is_final = code == USAGE_ERROR or failed_starts == MAX_FAILED_STARTS
+            if is_final or restarts > settings.max_restarts:
                 await self._stop_run(child.describe_end(), failed=True)
                 return
+            self._display.warn(f"{child.describe_end()}; start {restarts + 1}")
             await asyncio.sleep(min(2.0**restarts / 2, 30.0))
 
     async def _watch_trainers(self) -> None:
@@ -235,7 +268,7 @@ class Session:
         failed = [child for child in self._trainers.children if child.process.returncode]
         if failed:
             raise RunFailed(failed[0].describe_end())
-        return 0
+        return self._signalled
 
     async def _forward_stop(self) -> None:
         assert self._stopping is not None

@@ -1,7 +1,7 @@
 """`python -m slipstream.rollout_server`: one rollout server.
 
 Exit codes: 0 drained, 1 something broke (the cause is on stderr), 2 it cannot work as it was asked
-to.
+to, 3 vLLM's engine did not start.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.process import die_with_parent
 from slipstream.protocol.types import ServerId
+from slipstream.rollout_server import process
+
+
+class _NotStarted(Exception):
+    """vLLM's engine did not start; its cause says why."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,6 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2
+    except _NotStarted as error:
+        traceback.print_exception(error.__cause__)
+        return process.NOT_STARTED
     except BaseExceptionGroup as group:
         return _report(group)
     except SlipstreamError as error:
@@ -73,7 +81,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def _serve(config: Config, options: argparse.Namespace) -> None:
-    from slipstream.rollout_server import process
     from slipstream.rollout_server.renderer import Renderer
     from slipstream.rollout_server.service import RolloutServer, wait_for_controller
     from slipstream.rollout_server.workers import WorkerGateway
@@ -95,7 +102,12 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         fill_cards(config.run_dir / "locks", cards, alone=True, limit_s=limit_s),
         process.limited_start(settings.start_timeout_s),
     ):
-        engine = await VllmEngine.start(config, seed=secrets.randbits(31))
+        try:
+            engine = await VllmEngine.start(config, seed=secrets.randbits(31))
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            raise _NotStarted from error
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -21,6 +21,9 @@ _QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
+# Exit code of a server whose engine did not start; its log says why.
+NOT_STARTED = 3
+
 # What an environment worker may see of our environment: no secrets.
 _WORKER_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
 
@@ -57,11 +60,11 @@ def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, st
 
 @contextlib.contextmanager
 def limited_start(limit_s: float) -> Iterator[None]:
-    """Ends this process with exit code 1 when the block takes longer: vLLM's start has no limit."""
+    """Ends this process as NOT_STARTED when the block takes longer: vLLM's start has no limit."""
 
     def give_up() -> None:
         print(f"slipstream: the engine did not start within {limit_s:g} s", file=sys.stderr)
-        os._exit(1)
+        os._exit(NOT_STARTED)
 
     timer = threading.Timer(limit_s, give_up)
     timer.daemon = True

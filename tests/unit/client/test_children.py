@@ -62,3 +62,15 @@ async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Pa
     child.signal(signal.SIGKILL)
     await child.process.wait()
     assert child.describe_end() == f"server-0 was killed by SIGKILL (log: {log})"
+
+
+def test_a_line_that_sends_the_reader_to_one_above_is_not_the_cause(tmp_path: Path) -> None:
+    above = "RuntimeError: Engine core initialization failed. See root cause above."
+    log = write(tmp_path / "log", "torch.OutOfMemoryError: 3 GiB", "Traceback", "  x()", above)
+    assert last_complaint(log) == "torch.OutOfMemoryError: 3 GiB"
+    assert last_complaint(write(tmp_path / "log", "noise", above)) == above
+
+
+def test_a_place_in_a_traceback_is_no_cause(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^")
+    assert last_complaint(log) == "OSError: full"

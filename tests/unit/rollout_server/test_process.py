@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from slipstream.protocol.config import RolloutServerSection
-from slipstream.rollout_server.process import engine_environment
+from slipstream.rollout_server.process import NOT_STARTED, engine_environment
 
 START = """
 import sys, time
@@ -18,7 +18,7 @@ def test_a_start_that_takes_too_long_ends_the_process() -> None:
     run = subprocess.run(
         [sys.executable, "-c", START, "0.05"], capture_output=True, text=True, timeout=30
     )
-    assert run.returncode == 1
+    assert run.returncode == NOT_STARTED
     assert run.stderr == "slipstream: the engine did not start within 0.05 s\n"
 
 

@@ -333,6 +333,7 @@ class Controller:
                 state="failed" if self._failed else "finished",
                 cause=progress.cause,
                 solved=bool(progress.solved) and not self._failed,
+                suspended_environments=self._environments.suspended(),
             ),
         )
         if self._recorder.rows:

@@ -132,6 +132,11 @@ class EnvironmentBook:
         """The environments that are trained on."""
         return [entry for entry in self.entries.values() if entry.is_training]
 
+    def suspended(self) -> dict[str, str]:
+        """Why environments that were to be trained on are suspended, by name."""
+        state = pb.ENVIRONMENT_STATE_SUSPENDED
+        return {e.spec.name: e.cause for e in self.training() if e.state == state}
+
     def evaluations(self) -> list[EnvironmentEntry]:
         """The environments that are only measured."""
         return [entry for entry in self.entries.values() if not entry.is_training]

@@ -53,6 +53,8 @@ class Ending:
     cause: str
     # It finished before its last configured step, because nothing is left to learn.
     solved: bool
+    # Why environments that were to be trained on are suspended, by name.
+    suspended_environments: dict[str, str]
 
 
 class RunRecorder:

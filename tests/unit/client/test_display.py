@@ -1,0 +1,81 @@
+"""What a run shows on the screen at its end."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from slipstream.client.display import Display
+from slipstream.protocol.config import Config
+from small_configs import config_of
+
+SUMMARY = {
+    "state": "finished",
+    "solved": False,
+    "steps": 3,
+    "reward_first": 0.5,
+    "reward_last": 0.75,
+    "reward_heldout": None,
+    "suspended_environments": {},
+    "max_lag_seen": 1,
+    "max_staleness": 2,
+    "trajectories_with_several_versions": 1234,
+    "ledger": dict.fromkeys(
+        (
+            *("generated", "trained", "filtered", "failed", "cancelled", "quarantined"),
+            *("evaluated", "queued", "in_flight", "lost", "difference"),
+        ),
+        0,
+    ),
+    "publishes": 3,
+    "publishes_verified": 1,
+    "logprob_gap_mean": None,
+    "logprob_gap_max": None,
+    "busy": {"generation": 0.5},
+    "wall_s": 12.0,
+}
+
+
+def shown(config: Config, **changes: object) -> tuple[Display, str]:
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "summary.json").write_text(json.dumps(SUMMARY | changes))
+    out = io.StringIO()
+    display = Display(config, out)
+    display.summary()
+    return display, out.getvalue()
+
+
+def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
+    display, text = shown(config_of(tmp_path), steps=10)
+    assert not display.stopped_early
+    assert "goes on" not in text
+    assert "0.500 first, 0.750 last" in text
+    assert "1,234 of the trajectories" in text
+
+
+@pytest.mark.parametrize(("state", "what"), [("finished", "stopped"), ("failed", "failed")])
+def test_a_run_that_ends_early_says_how_it_goes_on(state: str, what: str, tmp_path: Path) -> None:
+    display, text = shown(config_of(tmp_path), state=state)
+    assert display.stopped_early
+    assert text.endswith(f"\n  {what} at version 3 of 10; the same command goes on\n")
+    # Before the first step there is nothing for a table.
+    _, text = shown(config_of(tmp_path), state=state, steps=0)
+    assert text == f"\n  {what} at version 0 of 10; the same command goes on\n"
+
+
+def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
+    _, text = shown(config_of(tmp_path, resume="never"))
+    assert text.endswith("\n  stopped at version 3 of 10\n")
+
+
+def test_a_task_that_is_solved_is_no_early_end(tmp_path: Path) -> None:
+    display, text = shown(config_of(tmp_path), solved=True)
+    assert not display.stopped_early
+    assert "goes on" not in text
+
+
+def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:
+    _, text = shown(config_of(tmp_path), suspended_environments={"a": "KeyError", "b": "x"})
+    assert "suspended            a, b: none of their newest groups succeeded\n" in text
