@@ -79,7 +79,12 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def take_counts(self) -> Tensor | None:
-        """int64: choices that differ from the router's own, and all, since the last call."""
+        """int64: choices that differ from the router's own, and all, since the last call.
+
+        No micro batch is under way.
+        """
+        # What is left was not computed again: below the first adapter nothing has a gradient.
+        self._again.clear()
         counts, self._counts = self._counts, None
         return counts
 

@@ -132,6 +132,27 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
     assert routing_metrics(layers, ranks, [])["routing_difference"] == 0
 
 
+class RecomputedExperts(Layer):
+    """Its experts alone are computed again on the way back, if that comes by here."""
+
+    def forward(self, scores: Tensor, packed_seq_params: object) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return super().forward(scores, packed_seq_params)
+
+
+def test_experts_of_a_step_that_nobody_computes_again_are_forgotten_with_it() -> None:
+    layer = RecomputedExperts()
+    replay = LayerReplay(layer)
+    for _ in range(3):
+        # Without a way back, as below the first adapter.
+        route(layer, SCORES, ids([0, 1], [0, 1]))
+        replay.take_counts()
+    assert not replay._again
+    route(layer, SCORES, ids([2, 1], [2, 1]))
+    _, chosen = Layer.forward(layer, SCORES, None)
+    assert chosen.tolist() == [[2, 1], [2, 1]]
+
+
 def test_routers_that_do_not_ask_are_noticed() -> None:
     layer = Layer()
     LayerReplay(layer)
