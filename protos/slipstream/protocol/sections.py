@@ -213,7 +213,7 @@ class RolloutServerSection(Section):
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}
-    # Restarts of a server by `slipstream run` before it gives up; one when the engine did not start.
+    # Restarts of a server by `slipstream run` before it gives up; one if the engine did not start.
     max_restarts: int = Field(5, ge=0)
     # Limit of starting the engine.
     start_timeout_s: Seconds = 600.0
