@@ -46,7 +46,7 @@ def raw(arguments: argparse.Namespace, pipe: Pipe) -> None:
     """Commands: join (rank, world_size, meeting), broadcast (num_bytes)."""
     import torch  # noqa: F401 - early: it takes seconds, and the GPU is not touched
 
-    broadcast: Callable[[int], float] | None = None
+    broadcast: Callable[[int], dict[str, float]] | None = None
     if arguments.device == "cuda" and arguments.rank == 0:
         from cupy.cuda import nccl
 
@@ -63,10 +63,11 @@ def raw(arguments: argparse.Namespace, pipe: Pipe) -> None:
             pipe.put(joined=True)
         else:
             assert broadcast is not None
-            pipe.put(seconds=broadcast(message["num_bytes"]))
+            pipe.put(**broadcast(message["num_bytes"]))
 
 
-def _join_nccl(rank: int, world_size: int, meeting: str) -> Callable[[int], float]:
+def _join_nccl(rank: int, world_size: int, meeting: str) -> Callable[[int], dict[str, float]]:
+    """What broadcasts, and says what it took: `wire_s` on the device, `host_s` on the host."""
     import cupy
     import torch
     from cupy.cuda import nccl
@@ -81,7 +82,7 @@ def _join_nccl(rank: int, world_size: int, meeting: str) -> Callable[[int], floa
         pointer, size = tensor.data_ptr(), tensor.numel()
         communicator.broadcast(pointer, pointer, size, nccl.NCCL_UINT8, 0, stream.cuda_stream)
 
-    def broadcast(num_bytes: int) -> float:
+    def broadcast(num_bytes: int) -> dict[str, float]:
         if num_bytes not in buffers:
             buffers.clear()
             buffers[num_bytes] = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
@@ -91,27 +92,32 @@ def _join_nccl(rank: int, world_size: int, meeting: str) -> Callable[[int], floa
         torch.cuda.synchronize()
         send(token)
         stream.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started = time.perf_counter()
+        begin.record(stream)
         send(buffers[num_bytes])
+        end.record(stream)
         stream.synchronize()
-        return time.perf_counter() - started
+        host_s = time.perf_counter() - started
+        return {"wire_s": begin.elapsed_time(end) / 1e3, "host_s": host_s}
 
     return broadcast
 
 
-def _join_gloo(rank: int, world_size: int, meeting: str) -> Callable[[int], float]:
+def _join_gloo(rank: int, world_size: int, meeting: str) -> Callable[[int], dict[str, float]]:
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     buffers: dict[int, torch.Tensor] = {}
 
-    def broadcast(num_bytes: int) -> float:
+    def broadcast(num_bytes: int) -> dict[str, float]:
         buffer = buffers.setdefault(num_bytes, torch.zeros(num_bytes, dtype=torch.uint8))
         dist.barrier()
         started = time.perf_counter()
         dist.broadcast(buffer, 0)
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        return {"wire_s": seconds, "host_s": seconds}
 
     return broadcast
 

@@ -103,10 +103,14 @@ class RawBroadcast:
         await self._all(do="join", world_size=len(self._ranks), meeting=meeting)
         self.is_ready = True
 
-    async def broadcast(self, num_bytes: int) -> float:
-        """Seconds of one buffer of this size, on the rank that took longest."""
+    async def broadcast(self, num_bytes: int) -> tuple[float, float]:
+        """Seconds of one buffer of this size: of the wire, and until the last rank's host knows.
+
+        The wire is that of the rank that came last, as in a publish: the others wait for it.
+        """
         answers = await self._all(do="broadcast", num_bytes=num_bytes)
-        return max(float(answer["seconds"]) for answer in answers)
+        wire_s = min(float(answer["wire_s"]) for answer in answers)
+        return wire_s, max(float(answer["host_s"]) for answer in answers)
 
     async def close(self) -> None:
         """Ends all ranks."""

@@ -18,6 +18,8 @@ class Found:
     num_bytes: int = 0
     ours: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
     native: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
+    # Of the limit, on the device and on the host.
+    raw_wire: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     starts: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -28,13 +30,16 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
     header = ["what", "wire, ms", "GB/s", "of raw", "receive, ms", "of raw", "end to end, ms"]
     header += ["of raw", "pause, ms", "in wire times"]
     raw = Spread.of(found.raw) if found.raw else None
+    raw_wire = Spread.of(found.raw_wire) if found.raw_wire else None
     ratios: dict[str, float] = {}
     rows: list[list[object]] = []
 
     def of_raw(name: str, spread: Spread) -> str:
-        if raw is None:
+        # Like with like: what a host times has its calls and waits in it.
+        limit = raw_wire if name.endswith(": wire") else raw
+        if limit is None:
             return ""
-        ratios[f"{name} of raw"] = share = raw.median / spread.median
+        ratios[f"{name} of raw"] = share = limit.median / spread.median
         return f"{share:.2f}"
 
     def times(name: str, seconds: Sequence[float]) -> list[str]:
@@ -67,9 +72,10 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
     for load, measured in found.native.items():
         if measured:
             add(f"vLLM's transfer, {load}", measured, whole="whole_s", is_ours=False)
-    if raw is not None:
-        speed = f"{found.num_bytes / raw.median / 1e9:.1f}"
-        rows.append(["one buffer (limit)", raw.text(2, 1000), speed, *[""] * 7])
+    if raw is not None and raw_wire is not None:
+        speed = f"{found.num_bytes / raw_wire.median / 1e9:.1f}"
+        limits = [raw_wire.text(2, 1000), speed, "", raw.text(2, 1000)]
+        rows.append(["one buffer (limit)", *limits, *[""] * 5])
     return table(header, rows), ratios
 
 

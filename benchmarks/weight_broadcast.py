@@ -171,10 +171,11 @@ class Measurement:
                     self._keep("peer idle", row, found.native["idle"], repeat)
             if raw.is_ready:
                 with part(f"repeat {repeat}, limit", found.failures):
-                    seconds = await raw.broadcast(found.num_bytes)
-                    self._keep("raw", {"seconds": seconds}, None, repeat)
+                    wire_s, host_s = await raw.broadcast(found.num_bytes)
+                    self._keep("raw", {"wire_s": wire_s, "host_s": host_s}, None, repeat)
                     if repeat:
-                        found.raw.append(seconds)
+                        found.raw_wire.append(wire_s)
+                        found.raw.append(host_s)
 
     async def _busy(self, rig: Rig) -> None:
         gate = self._folder / "gate"
