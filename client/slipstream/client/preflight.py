@@ -21,6 +21,7 @@ from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_changes import check_resumable
 from slipstream.protocol.config_file import check_model, check_sizes, dump_config, load_config
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.exposure import check_private
 from slipstream.protocol.roles import role_settings
 from slipstream.protocol.sections import QueueEnd
 from slipstream.protocol.security import (
@@ -64,6 +65,7 @@ def check_settings(
         check_model(config)
     credentials = Credentials.load(config.security)
     check_address(config.controller.address, credentials, what="controller.address")
+    check_private(config)
     if config.queue.kind == "redis" and config.queue.redis_url is not None:
         for end in queue_ends:
             redis_url_of(config.queue, end)

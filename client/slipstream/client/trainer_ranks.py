@@ -8,6 +8,7 @@ while controller and rollout servers live on.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from slipstream.client.children import Child, start_child
 from slipstream.client.placement import Placement
 from slipstream.client.preflight import free_port
 from slipstream.protocol.config import Config, address_parts
+from slipstream.protocol.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
+from slipstream.protocol.security import Credentials
 
 TRAINER = "slipstream.learner.trainer"
 # Ranks that lived so long may die as often as new ones.
@@ -103,7 +106,7 @@ class TrainerRanks:
 
 
 def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[dict[str, str]]:
-    """What torchrun would set for each trainer rank of a node."""
+    """What torchrun would set for each trainer rank of a node, and what they know each other by."""
     learner = config.learner
     host, port = address_parts(learner.master)
     shared = {
@@ -111,6 +114,7 @@ def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[d
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port or free_port(host)),
+        RENDEZVOUS_VARIABLE: _rendezvous(config, is_alone=num_ranks == learner.world_size),
     }
     if learner.threads:
         shared["OMP_NUM_THREADS"] = str(learner.threads)
@@ -118,3 +122,10 @@ def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[d
         {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
         for local_rank in range(num_ranks)
     ]
+
+
+def _rendezvous(config: Config, *, is_alone: bool) -> str:
+    """Equal on all nodes; drawn anew where one node has all ranks."""
+    if is_alone:
+        return secrets.token_hex(16)
+    return rendezvous_secret(Credentials.load(config.security).token, config.run.name)

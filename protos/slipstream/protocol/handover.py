@@ -11,6 +11,7 @@ a dead process.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import socket
 import struct
@@ -158,7 +159,10 @@ class HandoverSender:
         try:
             hello = json.loads(call.line)
             rank, host = hello["rank"], hello["host"]
-            if hello["communicator_id"] != self._communicator_id or rank not in waiting:
+            named = str(hello["communicator_id"]).encode()
+            if not hmac.compare_digest(named, self._communicator_id.encode()):
+                return False
+            if rank not in waiting:
                 return False
             answer: dict[str, object] = {"handles": offer.handles, "num_bytes": offer.num_bytes}
             refusal = "" if host == host_id() else f"receiver {rank} runs on another host: {_RULE}"

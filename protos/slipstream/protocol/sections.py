@@ -306,6 +306,9 @@ class SecuritySection(Section):
     tls_ca: Path | None = None
     # A file with a secret of at least 32 characters that every caller sends.
     token_file: Path | None = None
+    # Let torch's rendezvous and the weights, which know neither TLS nor token, use addresses that
+    # are not private.
+    allow_public_addresses: bool = False
 
     @model_validator(mode="after")
     def _pairs(self) -> SecuritySection:

@@ -19,9 +19,10 @@ import traceback
 from pathlib import Path
 
 from slipstream.protocol.card_lock import cards_of, fill_cards
-from slipstream.protocol.config import Config
+from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import check_model, load_config
 from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.exposure import narrow_sockets
 from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.process import die_with_parent
 from slipstream.protocol.types import ServerId
@@ -90,6 +91,9 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
     )
     set_nccl_environment(os.environ)
+    controller, _ = address_parts(options.controller)
+    # An engine and its workers run on one host.
+    narrow_sockets(os.environ, gloo="127.0.0.1", nccl=(config.weights.host, controller))
     process.bind_children()
     renderer = Renderer(config.model.path)
     settings = config.rollout_server

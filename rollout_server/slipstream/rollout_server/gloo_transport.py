@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.digests import HostDigests, bucket_digest
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.exposure import local_address
 from slipstream.protocol.nccl_group import Wire
 from slipstream.rollout_server.bucket_transport import Incoming, Membership
 from torch._C import _distributed_c10d as c10d
@@ -37,7 +37,7 @@ class GlooTransport:
                 c10d.PrefixStore(communicator.communicator_id, self._store),
                 membership.rank,
                 communicator.world_size,
-                _local_address(communicator.store_host, communicator.store_port),
+                local_address(communicator.store_host, communicator.store_port),
                 timeout,
             )
         except RuntimeError as error:
@@ -109,11 +109,3 @@ def _gloo_group(
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=local_address)]
     options._timeout = timeout
     return c10d.ProcessGroupGloo(store, rank, world_size, options)
-
-
-def _local_address(host: str, port: int) -> str:
-    """The address of the interface through which `host` is reached."""
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

@@ -11,6 +11,7 @@ from slipstream.client.preflight import check_port
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import check_model
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.exposure import check_private, describe_exposure
 from slipstream.protocol.gpus import Gpu
 from slipstream.protocol.security import Credentials, check_address
 
@@ -25,6 +26,7 @@ def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
     yield _weights(config)
     if address_parts(config.learner.master)[1]:
         yield _master(config)
+    yield _exposure(config)
     yield from check_fit(config, gpus)
 
 
@@ -88,6 +90,22 @@ def _master(config: Config) -> Finding:
             "learner.master", f"{address} is in use", "choose another port, the same on all nodes"
         )
     return ok("learner.master", f"{address} is of this machine and free")
+
+
+def _exposure(config: Config) -> Finding:
+    area = "without TLS or token"
+    try:
+        check_private(config)
+    except ConfigError as error:
+        return problem(area, str(error), "use a private network or a tunnel")
+    exposed = describe_exposure(config)
+    if not exposed:
+        return ok(area, "nothing that other machines reach")
+    return advice(
+        area,
+        f"{exposed}: torch's rendezvous, gloo and NCCL",
+        "let nobody but the hosts of the run reach these addresses; docs/security.md says why",
+    )
 
 
 def _is_ours(host: str) -> bool:

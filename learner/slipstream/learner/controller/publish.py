@@ -8,6 +8,7 @@ deadline: then it is stale, serves nothing and is sent the weights again between
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Publisher:
         # Ranks of the trainer that send: the first ranks of a communicator.
         self.num_senders = 1
         self._members: tuple[ServerKey, ...] = ()
-        self._epoch = 0
+        self._epoch, self._communicator_id = 0, ""
         self._count = 0
         self._current: Publish | None = None
         # Servers that must not change their version now, because they are evaluated.
@@ -206,6 +207,9 @@ class Publisher:
         if new:
             self._members = members
             self._epoch += 1
+            # Travels over gRPC alone: who does not know it cannot join by gloo or ipc.
+            secret = secrets.token_hex(16)
+            self._communicator_id = f"{self._progress.run_id}-{self._epoch}-{secret}"
         receivers, rank = [], self.num_senders
         for session in targets:
             workers = session.hello.engine_workers
@@ -217,7 +221,7 @@ class Publisher:
             publish_id=publish_id,
             version=version_to_pb(version),
             communicator=weights_pb2.Communicator(
-                communicator_id=f"{self._progress.run_id}-{self._epoch}",
+                communicator_id=self._communicator_id,
                 transport=transport,
                 world_size=rank,
                 num_senders=self.num_senders,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 from slipstream.protocol.config import Config, ParallelSection
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.exposure import narrow_sockets
 from torch import Tensor
 
 
@@ -149,6 +151,8 @@ def open_policy(config: Config, launch: Launch, *, load_weights: bool = True) ->
     """
     cpu.install()
     compat.install()
+    meeting = os.environ.get("MASTER_ADDR", config.weights.host)
+    narrow_sockets(os.environ, gloo=meeting, nccl=(config.weights.host, meeting))
     ranks = Ranks(launch, config.learner, seed=config.run.seed)
     change: Change = defer_projections
     if config.lora.rank:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import ipaddress
 import os
-import socket
-import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,16 +12,14 @@ import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.grid import Grids
+from slipstream.learner.trainer.ranks.meeting import meeting_place, missing_variable
 from slipstream.protocol.config import LearnerSection, ParallelSection
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.rank_layout import RankLayout
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 _INT64 = torch.int64
-# What torch may take beyond its own limit to say that nobody listens.
-CONNECT_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class Launch:
         try:
             return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
         except KeyError as error:
-            raise _missing(error) from None
+            raise missing_variable(error) from None
 
 
 class Ranks:
@@ -212,80 +207,9 @@ def _start(launch: Launch, learner: LearnerSection) -> torch.device:
             torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction)
     dist.init_process_group(
         "nccl" if has_cuda else "gloo",
-        store=_meeting_place(launch, timedelta(seconds=learner.timeout_s)),
+        store=meeting_place(launch.rank, launch.world_size, timedelta(seconds=learner.timeout_s)),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=learner.timeout_s),
     )
     return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu")
-
-
-def _meeting_place(launch: Launch, timeout: timedelta) -> Store:
-    """The store of all ranks, on MASTER_ADDR alone: torch would open it on all addresses.
-
-    ConfigError when rank 0 cannot listen there, or where other machines do not reach it.
-    """
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except KeyError as error:
-        raise _missing(error) from None
-    descriptor = None
-    # torchrun's agent may have opened it already.
-    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        try:
-            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            listener = socket.create_server(address[:2], family=family)
-        except OSError as error:
-            raise ConfigError(
-                f"learner.master must be an address of node 0 and a free port there, "
-                f"got {host}:{port}: {error}"
-            ) from error
-        is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size)) == launch.world_size
-        if not is_alone and ipaddress.ip_address(address[0]).is_loopback:
-            raise ConfigError(
-                f"learner.master must be an address that all nodes reach, got {host}, "
-                f"which is {address[0]} on node 0"
-            )
-        descriptor = listener.detach()
-    return _connected(host, port, launch.world_size, descriptor, timeout)
-
-
-def _connected(
-    host: str, port: int, world_size: int, descriptor: int | None, timeout: timedelta
-) -> Store:
-    """The store; ConfigError when what listens there is no store.
-
-    torch waits without a limit for the first answer of whatever took the connection.
-    """
-    found: list[Store | BaseException] = []
-
-    def connect() -> None:
-        try:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                host,
-                port,
-                world_size,
-                is_master=descriptor is not None,
-                timeout=timeout,
-                master_listen_fd=descriptor,
-            )
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            found.append(error)
-        else:
-            found.append(store)
-
-    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + CONNECT_GRACE_S)
-    if not found:
-        raise ConfigError(
-            f"learner.master: what listens on {host}:{port} did not answer like rank 0 "
-            f"within {timeout.total_seconds():g} s; is the port used by another program?"
-        )
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
-
-
-def _missing(error: KeyError) -> ConfigError:
-    return ConfigError(f"the environment must set {error.args[0]}, as torchrun does")

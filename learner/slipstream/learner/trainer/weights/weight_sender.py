@@ -24,6 +24,7 @@ from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.exposure import local_address
 from slipstream.protocol.nccl_group import Wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
@@ -170,7 +171,7 @@ class GlooWeightSender:
                     timeout=timeout,
                 )
             # Further senders may run on other machines than the leader.
-            host = _local_address(announced.store_host, announced.store_port)
+            host = local_address(announced.store_host, announced.store_port)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._threads = 1
@@ -251,11 +252,3 @@ class GlooWeightSender:
             self.abort()
             raise WeightSyncError(f"{what}: {answer}") from answer
         return answer
-
-
-def _local_address(host: str, port: int) -> str:
-    """The address of the interface through which `host` is reached."""
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

@@ -1,35 +1,100 @@
-"""The ranks' meeting place: who does not answer is named, and nobody waits for ever."""
+"""The ranks' meeting place: strangers are no ranks, and who does not come is named in time."""
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from slipstream.learner.trainer.ranks import parallel
-from slipstream.learner.trainer.ranks.parallel import Launch
+import torch.distributed as dist
+from slipstream.client.preflight import free_port
+from slipstream.learner.trainer.ranks import meeting
+from slipstream.learner.trainer.ranks.meeting import meeting_place
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.exposure import RENDEZVOUS_VARIABLE
+
+HOST = "127.0.0.1"
+SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of the ranks that this process starts."""
+    number = free_port(HOST)
+    monkeypatch.setenv("MASTER_ADDR", HOST)
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of this run")
+    return number
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def listening(port: int) -> None:
+    """Returns when something listens there."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                return
+    raise AssertionError("nothing listens")
 
 
 def test_a_listener_that_is_no_store_is_given_up_and_named(
-    monkeypatch: pytest.MonkeyPatch,
+    port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "CONNECT_GRACE_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(meeting, "CONNECT_GRACE_S", 0.5)
+    with socket.create_server((HOST, port)):
         started = time.monotonic()
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} did not answer like rank 0"):
-            parallel._meeting_place(Launch(1, 2, 1), timedelta(seconds=1))
+            meeting_place(1, 2, SHORT)
         assert time.monotonic() - started < 20
 
 
-def test_rank_0_says_that_its_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(ConfigError, match=f"got 127.0.0.1:{port}: .*in use"):
-            parallel._meeting_place(Launch(0, 2, 0), timedelta(seconds=1))
+def test_rank_0_says_that_its_port_is_taken(port: int) -> None:
+    with (
+        socket.create_server((HOST, port)),
+        pytest.raises(ConfigError, match=f"got 127.0.0.1:{port}: .*in use"),
+    ):
+        meeting_place(0, 2, SHORT)
+
+
+def test_ranks_of_one_start_share_what_they_say(port: int, threads: ThreadPoolExecutor) -> None:
+    stores = [threads.submit(meeting_place, rank, 2, LONG) for rank in range(2)]
+    first, second = (store.result(60) for store in stores)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecutor) -> None:
+    came: Future[object] = threads.submit(meeting_place, 0, 2, timedelta(seconds=6))
+    listening(port)
+    # As a rank of another program would come, which torch counts.
+    stranger = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
+    stranger.add("init/", 1)
+    stranger.set("rank/1", "here")
+    with pytest.raises(TimeoutError, match=rf"of 2 ranks 1 did not come to 127.0.0.1:{port}"):
+        came.result(60)
+
+
+def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "RECOGNITION_LIMIT_S", 1.0)
+    with socket.create_server((HOST, port)) as listener:
+        descriptor = listener.detach()
+    store = dist.TCPStore(
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    dist.PrefixStore("of this run/0", store).set("rank/0", "here")
+    meeting_place(1, 2, LONG)
+    monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
+    with pytest.raises(
+        ConfigError,
+        match=f"rank 0 at 127.0.0.1:{port} does not know rank 1 .*of another run, or has another",
+    ):
+        meeting_place(1, 2, LONG)

@@ -1,0 +1,74 @@
+"""A trainer on one machine listens on loopback alone, whatever its host name stands for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import namespaces
+import pytest
+from slipstream.client.preflight import free_port
+
+MISSING = namespaces.missing()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+# A host as a cloud makes it: its name stands for its address in the network.
+HOST = (
+    "hostname box && mount --bind $0 /etc/hosts && ip link set lo up "
+    "&& ip link add d0 type veth peer name d1 "
+    '&& ip addr add 10.1.2.3/24 dev d0 && ip link set d0 up && exec "$@"'
+)
+RANKS = """
+import json, os, sys
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from slipstream.learner.trainer.ranks.meeting import meeting_place
+from slipstream.protocol.exposure import narrow_sockets
+
+limit = timedelta(seconds=60)
+child = os.fork()
+rank = 0 if child else 1
+if sys.argv[1] == "narrow":
+    narrow_sockets(os.environ, gloo="127.0.0.1", nccl=("127.0.0.1",))
+store = meeting_place(rank, 2, limit)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+dist.all_reduce(torch.ones(1))
+found = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+everything = [None, None]
+dist.all_gather_object(everything, found)
+if child:
+    print(json.dumps(sorted({address for part in everything for address in part})))
+    os.waitpid(child, 0)
+dist.destroy_process_group()
+"""
+
+
+def listeners(folder: Path, how: str) -> list[str]:
+    """The addresses on which two ranks on this host listen."""
+    hosts = folder / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n10.1.2.3 box\n")
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    command = ["unshare", "--net", "--mount", "--uts", "sh", "-c", HOST, str(hosts)]
+    command += ["env", *(f"{name}={value}" for name, value in environ.items())]
+    ended = subprocess.run(
+        [*command, sys.executable, "-c", RANKS, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: list[str] = json.loads(ended.stdout)
+    return found
+
+
+def test_gloo_would_listen_on_the_network(tmp_path: Path) -> None:
+    assert "10.1.2.3" in listeners(tmp_path, "as torch does")
+
+
+def test_ranks_of_one_machine_listen_on_loopback_alone(tmp_path: Path) -> None:
+    assert listeners(tmp_path, "narrow") == ["127.0.0.1"]
