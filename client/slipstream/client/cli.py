@@ -101,6 +101,18 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument("--json", action="store_true", help="one line for each finding")
     doctor.set_defaults(execute=_doctor)
 
+    dashboard = commands.add_parser("dashboard", help="a page of runs, for a browser on this machine")
+    dashboard.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+        metavar="FOLDER",
+        help="of runs, or of one; default: runs",
+    )
+    dashboard.add_argument("--port", type=int, default=7080, help="0: a free one; default: 7080")
+    dashboard.set_defaults(execute=_dashboard)
+
     server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
     _add_config(server)
     server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
@@ -187,6 +199,12 @@ async def _doctor(arguments: argparse.Namespace) -> int:
     from slipstream.client.doctor.examine import run_doctor
 
     return await run_doctor(arguments.config, arguments.overrides, as_json=arguments.json)
+
+
+def _dashboard(arguments: argparse.Namespace) -> int:
+    from slipstream.client.dashboard.server import serve_dashboard
+
+    return serve_dashboard(arguments.folder, arguments.port)
 
 
 async def _rollout_server(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,139 @@
+"""What the folders of runs hold, read while the runs may still be writing."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Of one answer; the page asks again from where it ended.
+MOST_BYTES = 4 << 20
+MOST_TRAJECTORIES = 256
+_TAIL_BYTES = 64 << 10
+_METRICS, _TRAJECTORIES = "metrics.jsonl", "trajectories.jsonl"
+
+
+class UnknownRun(LookupError):
+    """There is no run of that name."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Complete lines of a file of JSON lines from some byte on, and the byte after them."""
+
+    rows: list[dict[str, Any]]
+    end: int
+    is_all: bool
+
+
+class RunFolders:
+    """The runs below a folder, or the one run that the folder is."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        """Those of which something was written, the newest first."""
+        found = [self._folder] if _is_run(self._folder) else self._children()
+        found.sort(key=_written_s, reverse=True)
+        return [folder.name for folder in found]
+
+    def overview(self) -> list[dict[str, Any]]:
+        """One line for each run: its name, when it last wrote, and its summary if it has ended."""
+        lines = []
+        for name in self.names():
+            folder = self._of(name)
+            lines.append({"name": name, "written_s": _written_s(folder), **_summary(folder)})
+        return lines
+
+    def metrics(self, name: str, begin: int) -> Part:
+        """Rows of metrics.jsonl from byte `begin` on; UnknownRun."""
+        return _lines(self._of(name) / _METRICS, begin)
+
+    def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
+        """The steps of which trajectories were kept, and those of one: default the newest."""
+        steps: list[int] = []
+        kept: dict[int, deque[dict[str, Any]]] = {}
+        path, begin, is_all = self._of(name) / _TRAJECTORIES, 0, False
+        while not is_all:
+            part = _lines(path, begin)
+            is_all = part.is_all or part.end == begin
+            begin = part.end
+            for row in part.rows:
+                number = int(row["step"])
+                if number not in kept:
+                    steps.append(number)
+                    if step is None:
+                        kept.clear()
+                    kept[number] = deque(maxlen=MOST_TRAJECTORIES)
+                if step is None or number == step:
+                    kept[number].append(row)
+        shown = step if step is not None else max(kept, default=None)
+        rows = list(kept.get(shown, ())) if shown is not None else []
+        return {"steps": sorted(set(steps)), "step": shown, "trajectories": rows}
+
+    def about(self, name: str) -> dict[str, Any]:
+        """The summary of a run that has ended, and the end of the controller's log."""
+        folder = self._of(name)
+        return {"summary": _summary(folder), "log": _tail(folder / "logs" / "controller.log")}
+
+    def _of(self, name: str) -> Path:
+        for folder in (self._folder, *self._children()):
+            if folder.name == name and _is_run(folder):
+                return folder
+        raise UnknownRun(name)
+
+    def _children(self) -> list[Path]:
+        if not self._folder.is_dir():
+            return []
+        return [folder for folder in self._folder.iterdir() if _is_run(folder)]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / _METRICS).is_file()
+
+
+def _written_s(folder: Path) -> float:
+    try:
+        return (folder / _METRICS).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _lines(path: Path, begin: int) -> Part:
+    """A line that is still being written is left for the next time; one that is no JSON is not."""
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(MOST_BYTES)
+            is_all = len(data) < MOST_BYTES
+    except FileNotFoundError:
+        return Part([], begin, is_all=True)
+    complete = data[: data.rfind(b"\n") + 1]
+    rows = []
+    for line in complete.splitlines():
+        row = json.loads(line)
+        if isinstance(row, dict):
+            rows.append(row)
+    return Part(rows, begin + len(complete), is_all)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "summary.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        # It is written at the end of a run, in one piece.
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()[-60:]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,173 @@
+// Follows one run: asks every two seconds for the rows that its files got since.
+import { draw, element, number } from "./chart.js";
+
+const PERIOD_MS = 2000, LIVE_S = 60;
+const CHARTS = [
+  ["Reward", ["reward_mean", "reward_heldout"]],
+  ["Lag of trained tokens, versions", ["lag_mean", "lag_max"]],
+  ["Tokens per second", ["generated_tokens_per_s", "trained_tokens_per_s"]],
+  ["Seconds of a step", ["step_s", "training_s", "pause_s"]],
+  ["Entropy", ["entropy"]],
+  ["Learner against server, KL", ["kl"]],
+  ["Gap of log-probabilities at lag 0", ["logprob_gap_mean", "logprob_gap_max"]],
+  ["Gradient norm", ["grad_norm"]],
+  ["Tokens of a reply", ["reply_tokens_mean", "reply_tokens_max"]],
+];
+const NEWEST = ["reward_mean", "reward_heldout", "lag_mean", "generated_tokens_per_s", "trained_tokens_per_s", "ledger_difference"];
+const byId = (id) => document.getElementById(id);
+const run = { name: "", end: 0, series: new Map(), step: null, chosen: new Set(), view: "charts" };
+
+async function ask(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(`${path}: ${await answer.text()}`);
+  return answer.json();
+}
+const of = (name, what) => `/api/runs/${encodeURIComponent(name)}/${what}`;
+
+function take(row) {
+  const step = row.step ?? row.evaluation_step;
+  if (typeof step !== "number") return;
+  // A run that was resumed trains its last steps again.
+  for (const [name, value] of Object.entries(row)) {
+    if (typeof value !== "number" || name === "step" || name === "evaluation_step") continue;
+    if (row.evaluation_step !== undefined && !name.startsWith("reward_")) continue;
+    if (!run.series.has(name)) run.series.set(name, []);
+    const points = run.series.get(name);
+    while (points.length && points.at(-1)[0] >= step) points.pop();
+    points.push([step, value]);
+  }
+}
+
+function show() {
+  const newest = NEWEST.filter((name) => run.series.has(name));
+  byId("newest").replaceChildren(...newest.map((name) => {
+    const box = element("div");
+    box.append(element("dt", {}, name), element("dd", {}, number(run.series.get(name).at(-1)[1])));
+    return box;
+  }));
+  const shown = [...CHARTS, ...[...run.chosen].map((name) => [name, [name]])];
+  const plots = byId("plots");
+  while (plots.children.length > shown.length) plots.lastChild.remove();
+  while (plots.children.length < shown.length) plots.append(element("figure"));
+  shown.forEach(([title, names], place) => {
+    const series = names.filter((name) => run.series.has(name))
+      .map((name) => ({ name, points: run.series.get(name), dots: name.startsWith("reward_heldout") }));
+    plots.children[place].hidden = series.length === 0;
+    // What is being read does not move.
+    if (!plots.children[place].matches(":hover") || !plots.children[place].firstChild) draw(plots.children[place], title, series);
+  });
+  const metric = byId("metric"), known = new Set([...metric.options].map((option) => option.value));
+  for (const name of [...run.series.keys()].sort()) if (!known.has(name)) metric.append(element("option", { value: name }, name));
+}
+
+function rows(table, entries) {
+  table.replaceChildren(...entries.map(([name, value]) => {
+    const line = element("tr");
+    line.append(element("th", {}, name), element("td", {}, typeof value === "object" ? JSON.stringify(value) : number(value)));
+    return line;
+  }));
+}
+
+async function showReplies() {
+  const query = run.step === null ? "" : `?step=${run.step}`;
+  const found = await ask(of(run.name, `trajectories${query}`));
+  byId("step").replaceChildren(...found.steps.map((step) => element("option", { value: step }, step)));
+  byId("step").value = found.step ?? "";
+  byId("kept").textContent = found.step === null ? "none was kept yet" : `${found.trajectories.length} replies were kept`;
+  const groups = new Map();
+  for (const one of found.trajectories) {
+    const key = `${one.environment}, task ${one.task_index}`;
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(one);
+  }
+  byId("groups").replaceChildren(...[...groups].map(([key, members], place) => {
+    const mean = members.reduce((sum, one) => sum + one.reward, 0) / members.length;
+    const box = element("details", place === 0 ? { open: "" } : {});
+    box.append(element("summary", {}, `${key}: mean reward ${number(mean)}, ${members.length} replies`));
+    box.append(element("pre", {}, members[0].prompt));
+    for (const one of members) {
+      const item = element("article"), side = element("div");
+      const versions = one.versions.map(([count, version]) => `${count} by version ${version}`).join(", ");
+      side.append(element("b", {}, `reward ${number(one.reward)}`), element("br"), `${one.status}`, element("br"), `tokens: ${versions}`);
+      item.append(side, element("pre", {}, one.reply));
+      box.append(item);
+    }
+    return box;
+  }));
+}
+
+async function showAbout() {
+  const { summary, log } = await ask(of(run.name, "about"));
+  rows(byId("ledger"), Object.entries(summary.ledger ?? {}));
+  rows(byId("summary"), Object.entries(summary).filter(([name]) => name !== "ledger"));
+  byId("log").textContent = log.join("\n");
+}
+
+// The address names what is shown: a reload, or whoever is sent it, sees the same.
+const remember = () => history.replaceState(null, "", `#${encodeURIComponent(run.name)}/${run.view}`);
+const remembered = () => location.hash.slice(1).split("/").map(decodeURIComponent);
+
+async function open(view) {
+  run.view = view;
+  for (const button of document.querySelectorAll("nav button")) {
+    button.setAttribute("aria-pressed", String(button.dataset.view === view));
+    byId(button.dataset.view).hidden = button.dataset.view !== view;
+  }
+  remember();
+  if (view === "replies") await showReplies();
+  if (view === "about") await showAbout();
+}
+
+async function choose(name) {
+  Object.assign(run, { name, end: 0, series: new Map(), step: null });
+  remember();
+  byId("plots").replaceChildren();
+  await follow();
+  await open(run.view);
+}
+
+async function follow() {
+  for (let isAll = false; !isAll;) {
+    const part = await ask(of(run.name, `metrics?from=${run.end}`));
+    part.rows.forEach(take);
+    isAll = part.is_all || part.end === run.end;
+    run.end = part.end;
+  }
+  show();
+}
+
+async function tick() {
+  const runs = await ask("/api/runs");
+  const menu = byId("run");
+  if ([...menu.options].map((option) => option.value).join("\n") !== runs.map((one) => one.name).join("\n")) {
+    menu.replaceChildren(...runs.map((one) => element("option", { value: one.name }, one.name)));
+    menu.value = run.name;
+  }
+  if (!runs.length) { byId("state").textContent = "no run has written metrics yet"; return; }
+  if (!run.name) {
+    const [wanted, view] = remembered();
+    if (["replies", "about"].includes(view)) run.view = view;
+    menu.value = runs.some((one) => one.name === wanted) ? wanted : runs[0].name;
+    await choose(menu.value);
+  } else await follow();
+  const line = runs.find((one) => one.name === run.name), state = byId("state");
+  if (!line) return;
+  const isLive = !line.state && Date.now() / 1000 - line.written_s < LIVE_S;
+  state.className = isLive ? "live" : line.state && line.state !== "finished" ? "bad" : "";
+  const steps = run.series.get("reward_mean")?.at(-1)?.[0];
+  const at = steps === undefined ? "" : `, step ${number(steps)}`;
+  state.textContent = (line.state ? `${line.state}: ${line.cause ?? ""}` : isLive ? "is training" : "has not written for a while") + at;
+}
+
+async function guarded(work) {
+  const problem = byId("problem");
+  try { await work(); problem.hidden = true; }
+  catch (error) { problem.textContent = `The dashboard does not answer: ${error.message}`; problem.hidden = false; }
+}
+
+byId("run").addEventListener("change", (event) => guarded(() => choose(event.target.value)));
+byId("step").addEventListener("change", (event) => guarded(() => { run.step = Number(event.target.value); return showReplies(); }));
+byId("metric").addEventListener("change", (event) => { if (event.target.value) run.chosen.add(event.target.value); event.target.value = ""; show(); });
+for (const button of document.querySelectorAll("nav button"))
+  button.addEventListener("click", () => guarded(() => open(button.dataset.view)));
+(async () => { for (;;) { await guarded(tick); await new Promise((done) => setTimeout(done, PERIOD_MS)); } })();

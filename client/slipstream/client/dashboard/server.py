@@ -1,0 +1,142 @@
+"""Answers a browser on this machine, and nobody else.
+
+It listens on loopback only and wants to be called by a name of loopback, so that no page of the web
+reaches it through a name of its own (DNS rebinding). It reads files of runs and changes nothing.
+What a model or an environment wrote travels as JSON and is shown as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from slipstream.client.dashboard.folders import RunFolders, UnknownRun
+from slipstream.protocol.errors import ConfigError
+
+_HOST = "127.0.0.1"
+_NAMES = ("127.0.0.1", "localhost")
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/chart.js": ("chart.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|about)")
+
+
+def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
+    """Listens already; ConfigError when the port is taken or the folder is not there.
+
+    `port`: 0 chooses a free one.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"the dashboard needs a folder of runs, or a run's own, got {folder}")
+    runs = RunFolders(folder.resolve())
+
+    class Handler(_Handler):
+        folders = runs
+
+    try:
+        return ThreadingHTTPServer((_HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port must be a free port of this machine, got {port}: {error}") from (
+            error
+        )
+
+
+def serve_dashboard(folder: Path, port: int) -> int:
+    """Until Ctrl-C."""
+    with open_dashboard(folder, port) as server:
+        number = len(RunFolders(folder.resolve()).names())
+        what = f"{number} run{'s' * (number != 1)} in {folder}"
+        print(f"{what}: http://{_HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    folders: RunFolders
+    server_version, sys_version = "slipstream", ""
+    # A client that says nothing does not keep its thread.
+    timeout = 20.0
+
+    def do_GET(self) -> None:
+        """One of our files, or an answer in JSON."""
+        if self.headers.get("Host", "").rsplit(":", 1)[0] not in _NAMES:
+            self._answer(HTTPStatus.FORBIDDEN, b"ask for 127.0.0.1", "text/plain")
+            return
+        url = urlsplit(self.path)
+        if url.path in _FILES:
+            name, kind = _FILES[url.path]
+            data = files("slipstream.client.dashboard").joinpath(name).read_bytes()
+            self._answer(HTTPStatus.OK, data, kind)
+            return
+        try:
+            found = self._find(url.path, parse_qs(url.query))
+        except UnknownRun:
+            found = None
+        except ValueError as error:
+            self._answer(HTTPStatus.BAD_REQUEST, str(error).encode(), "text/plain")
+            return
+        if found is None:
+            self._answer(HTTPStatus.NOT_FOUND, b"not here", "text/plain")
+            return
+        self._answer(HTTPStatus.OK, json.dumps(found).encode(), "application/json")
+
+    def _find(self, path: str, query: dict[str, list[str]]) -> object:
+        if path == "/api/runs":
+            return self.folders.overview()
+        match = _RUN.fullmatch(path)
+        if match is None:
+            return None
+        name = unquote(match[1])
+        answers: dict[str, Callable[[], object]] = {
+            "metrics": lambda: vars(self.folders.metrics(name, _number(query, "from", 0))),
+            "trajectories": lambda: self.folders.trajectories(name, _number(query, "step", None)),
+            "about": lambda: self.folders.about(name),
+        }
+        return answers[match[2]]()
+
+    def _answer(self, status: HTTPStatus, data: bytes, kind: str) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(data))),
+            ("Content-Security-Policy", _POLICY),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cache-Control", "no-store"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, ANN401 - its signature
+        """Only what went wrong here; a browser's requests are nobody's news."""
+        if args and str(args[1] if len(args) > 1 else "").startswith("5"):
+            print(f"dashboard: {format % args}", file=sys.stderr)
+
+
+def _number(query: dict[str, list[str]], name: str, default: Any) -> Any:  # noqa: ANN401
+    """A whole number of the query that is not negative; ValueError."""
+    if name not in query:
+        return default
+    text = query[name][-1]
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise ValueError(f"{name} must be a whole number, got {text[:40]!r}")
+    return int(text)

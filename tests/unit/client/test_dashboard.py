@@ -1,0 +1,156 @@
+"""The dashboard answers this machine with what runs wrote, and nobody with anything else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slipstream.client.dashboard import folders
+from slipstream.client.dashboard.folders import RunFolders, UnknownRun
+from slipstream.client.dashboard.server import open_dashboard
+from slipstream.protocol.errors import ConfigError
+
+
+def a_run(folder: Path, name: str, *rows: dict) -> Path:
+    run = folder / name
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    (folder / "no-run").mkdir()
+    a_run(folder, "one", {"step": 0, "reward_mean": 0.5})
+    (tmp_path / "metrics.jsonl").write_text('{"secret": 1}\n')
+    return folder
+
+
+@pytest.fixture
+def port(runs: Path) -> Iterator[int]:
+    with open_dashboard(runs, 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def get(port: int, path: str, *, host: str = "127.0.0.1", method: str = "GET") -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, headers={"Host": f"{host}:{port}"})
+    answer = connection.getresponse()
+    assert answer.status >= 400 or "default-src 'none'" in str(
+        answer.headers["Content-Security-Policy"]
+    )
+    return answer.status, answer.read().decode()
+
+
+def test_rows_are_read_from_where_the_last_answer_ended(runs: Path) -> None:
+    reader, path = RunFolders(runs), runs / "one" / "metrics.jsonl"
+    first = reader.metrics("one", 0)
+    assert [row["step"] for row in first.rows] == [0]
+    with path.open("a") as file:
+        file.write('{"step": 1}\n{"step": 2, "half')
+    second = reader.metrics("one", first.end)
+    assert [row["step"] for row in second.rows] == [1]
+    with path.open("a") as file:
+        file.write('": 3}\n')
+    assert reader.metrics("one", second.end).rows == [{"step": 2, "half": 3}]
+
+
+def test_long_files_come_in_parts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MOST_BYTES", 64)
+    a_run(runs, "long", *({"step": number} for number in range(20)))
+    found, end, is_all = [], 0, False
+    while not is_all:
+        part = RunFolders(runs).metrics("long", end)
+        assert len(part.rows) < 20
+        found += [row["step"] for row in part.rows]
+        end, is_all = part.end, part.is_all
+    assert found == list(range(20))
+
+
+def test_trajectories_are_those_of_the_newest_step_unless_one_is_named(runs: Path) -> None:
+    rows = [{"step": step, "reply": f"{step}-{n}"} for step in (0, 10) for n in range(2)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (runs / "one" / "trajectories.jsonl").write_text(text)
+    newest = RunFolders(runs).trajectories("one", None)
+    assert newest["steps"] == [0, 10]
+    assert [row["reply"] for row in newest["trajectories"]] == ["10-0", "10-1"]
+    first = RunFolders(runs).trajectories("one", 0)
+    assert [row["reply"] for row in first["trajectories"]] == ["0-0", "0-1"]
+    assert RunFolders(runs).trajectories("one", 5)["trajectories"] == []
+
+
+def test_a_run_that_was_just_started_has_no_trajectories_summary_or_log(runs: Path) -> None:
+    empty = {"steps": [], "step": None, "trajectories": []}
+    assert RunFolders(runs).trajectories("one", None) == empty
+    assert RunFolders(runs).about("one") == {"summary": {}, "log": []}
+    assert "state" not in RunFolders(runs).overview()[0]
+
+
+def test_the_folder_may_be_that_of_one_run(runs: Path) -> None:
+    assert RunFolders(runs).names() == ["one"]
+    assert RunFolders(runs / "one").names() == ["one"]
+    assert RunFolders(runs / "one").metrics("one", 0).rows
+
+
+@pytest.mark.parametrize("name", ["..", ".", "no-run", "other", "../runs/one", "/etc"])
+def test_nothing_outside_the_folder_of_runs_is_read(runs: Path, name: str) -> None:
+    with pytest.raises(UnknownRun):
+        RunFolders(runs).metrics(name, 0)
+
+
+def test_the_page_and_its_data_are_served(port: int) -> None:
+    for path in ("/", "/page.js", "/chart.js", "/page.css"):
+        assert get(port, path)[0] == 200
+    assert json.loads(get(port, "/api/runs")[1])[0]["name"] == "one"
+    assert json.loads(get(port, "/api/runs/one/metrics?from=0")[1])["rows"][0]["step"] == 0
+    assert get(port, "/api/runs/one/about")[0] == 200
+    assert get(port, "/", host="localhost")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/runs/..%2f/metrics", 404),
+        ("/api/runs/../metrics", 404),
+        ("/api/runs/one/config", 404),
+        ("/../pyproject.toml", 404),
+        ("/api/runs/one/metrics?from=-1", 400),
+        ("/api/runs/one/metrics?from=99999999999999999999", 400),
+        ("/api/runs/one/trajectories?step=x", 400),
+    ],
+)
+def test_other_requests_are_refused(port: int, path: str, status: int) -> None:
+    assert get(port, path)[0] == status
+
+
+def test_a_page_of_the_web_cannot_ask_through_a_name_of_its_own(port: int) -> None:
+    assert get(port, "/api/runs", host="attacker.example")[0] == 403
+
+
+def test_nothing_but_reading_is_offered(port: int) -> None:
+    assert get(port, "/api/runs", method="POST")[0] == 501
+
+
+def test_the_pages_scripts_make_no_markup_of_what_models_wrote() -> None:
+    for path in Path(folders.__file__).parent.glob("*.js"):
+        for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert sink not in path.read_text(), path.name
+
+
+def test_a_taken_port_and_a_missing_folder_are_named(runs: Path, port: int) -> None:
+    with pytest.raises(ConfigError, match=f"--port must be a free port .* got {port}"):
+        open_dashboard(runs, port)
+    with pytest.raises(ConfigError, match="got 70000"):
+        open_dashboard(runs, 70000)
+    with pytest.raises(ConfigError, match="a folder of runs, or a run's own, got .*nowhere"):
+        open_dashboard(runs / "nowhere", 0)
