@@ -84,6 +84,8 @@ class FakeServer:
         self.drained = False
         # Set before the task of `run` is cancelled: a dead server delivers nothing more.
         self.killed = False
+        # What it makes of a trajectory before it is sent.
+        self.spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
         # Weights that did not pass their probe.
         self.rejected = 0
         # Group and member of those that nobody has judged.
@@ -275,7 +277,7 @@ class FakeServer:
             reward=reward,
         )
         self.ended += tokens
-        data = encode_trajectory(trajectory)
+        data = encode_trajectory(self.spoil(trajectory))
         await asyncio.shield(self._put(trajectory.trajectory_id, data))
 
     async def _put(self, trajectory_id: str, data: bytes) -> None:

@@ -18,6 +18,25 @@ from slipstream.protocol.types import (
     VersionSpan,
 )
 
+# A whole one, with tokens of two versions.
+GOOD = Trajectory(
+    run_id="r",
+    group_id=GroupId("g"),
+    member=1,
+    attempt=0,
+    server_id=ServerId("a"),
+    server_epoch=0xF,
+    environment="e",
+    task_index=3,
+    seed=4,
+    purpose=Purpose.TRAINING,
+    status=Status.COMPLETED,
+    token_ids=np.array([1, 9, 3], np.uint32),
+    run_lengths=(1, 2),
+    behavior_logprobs=np.array([-0.5, 5e-4], np.float32),
+    version_spans=(VersionSpan(1, PolicyVersion(0, 6)), VersionSpan(1, PolicyVersion(1, 7))),
+)
+
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)

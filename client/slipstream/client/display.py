@@ -14,7 +14,7 @@ from slipstream.v1 import status_pb2
 # What people look for in a run's folder.
 FILES = (
     *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
-    *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "logs/"),
+    *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "quarantine/", "logs/"),
 )
 # What a run that ended before its last step did.
 STATES = {"finished": "stopped", "failed": "failed"}

@@ -109,6 +109,13 @@ def largest_trajectory_bytes(config: Config) -> int:
     return config.trajectory_bytes(routing_bytes_per_token=per_token)
 
 
+def vocabulary_size(config: Config) -> int:
+    """Token ids that the model knows; 0: its folder is not here, or does not say."""
+    if not (config.model.path / "config.json").is_file():
+        return 0
+    return read_model_sizes(config.model.path).vocab
+
+
 def _routing_bytes(sizes: ModelSizes) -> int:
     return routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
@@ -15,8 +16,28 @@ GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 ServerId = NewType("ServerId", str)
 
+_NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
+
 TokenArray = npt.NDArray[np.uint32]
 LogprobArray = npt.NDArray[np.float32]
+
+
+class TrajectoryName(NamedTuple):
+    """The parts of a `TrajectoryId`."""
+
+    group_id: GroupId
+    member: int
+    attempt: int
+    epoch: int
+
+    @classmethod
+    def parse(cls, trajectory_id: str) -> TrajectoryName | None:
+        """None for what is no id of a trajectory."""
+        found = _NAME.fullmatch(trajectory_id)
+        if found is None:
+            return None
+        group_id, member, attempt, epoch = found.groups()
+        return cls(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
 
 
 class PolicyVersion(NamedTuple):

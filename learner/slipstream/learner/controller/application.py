@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from slipstream.learner.controller.batches import BatchFormer, Trained
 from slipstream.learner.controller.curves import draw_curves
+from slipstream.learner.controller.endings import Endings
 from slipstream.learner.controller.environment_service import EnvironmentServicer
 from slipstream.learner.controller.environment_specs import environment_spec
 from slipstream.learner.controller.environments import EnvironmentBook
@@ -41,6 +40,7 @@ from slipstream.learner.controller.restoration import (
     restore,
 )
 from slipstream.learner.controller.scheduler import Scheduler
+from slipstream.learner.controller.service_health import ServiceHealth
 from slipstream.learner.controller.status_service import StatusServicer
 from slipstream.learner.controller.trackers.opening import open_trackers
 from slipstream.learner.controller.trainer_service import TrainerServicer
@@ -114,7 +114,7 @@ class Controller:
                     self._progress.events.add(warning, Severity.WARNING)
                 background = [
                     tasks.create_task(self._intake.consume(), name="intake"),
-                    tasks.create_task(self._intake.flush(), name="flush"),
+                    tasks.create_task(self._endings.flush(), name="flush"),
                     tasks.create_task(self._scheduler.lease_forever(), name="scheduler"),
                     tasks.create_task(self._watch.watch_forever(), name="watch"),
                     tasks.create_task(self._evaluator.run_forever(), name="evaluator"),
@@ -140,7 +140,10 @@ class Controller:
     ) -> None:
         progress, book, fleet = self._progress, self._book, self._fleet
         environments, ledger = self._environments, self._ledger
-        self._intake = Intake(progress, book, environments, fleet, journal, ledger, receiver)
+        self._endings = Endings(journal, ledger, receiver)
+        self._intake = Intake(
+            progress, book, environments, fleet, journal, ledger, receiver, self._endings
+        )
         self._publisher = Publisher(fleet, progress, tasks)
         self._scheduler = Scheduler(
             progress, book, environments, fleet, journal, receiver, self._intake.start_afresh
@@ -216,13 +219,8 @@ class Controller:
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(
             self._environment_servicer, server
         )
-        checker = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(checker, server)
         modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
-        names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
-        self._health = checker
-        self._service_names = [*names, ""]
-        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+        self._health = ServiceHealth(server, modules)
 
     def _server_lost(self, journal: Journal, session: ServerSession) -> None:
         journal_servers(journal, self._ledger)
@@ -264,6 +262,7 @@ class Controller:
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
                 "filtered_groups": float(self._intake.filtered_groups[batch.step]),
+                "quarantined_trajectories": float(self._intake.inspector.quarantine.total),
                 "skipped_tasks": float(self._environments.tasks_skipped),
                 **self._publisher.totals.gauges(),
                 **self._fleet.gauges(),
@@ -281,12 +280,10 @@ class Controller:
         self._recorder.evaluation(result)
 
     async def _until_over(self) -> None:
-        for name in self._service_names:
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._health.tell(serving=True)
         while not self._progress.is_over:
             await self._progress.signal.wait(5.0)
-        for name in self._service_names:
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:
         """The trainer says goodbye, the servers drain, everything that travels arrives."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from slipstream.learner.controller.ends import End
 from slipstream.learner.controller.environments import EnvironmentBook
+from slipstream.learner.controller.groups import Group
 from slipstream.learner.controller.history import RecordedBatch, RecordedStep, RunHistory
 from slipstream.learner.controller.journal import Journal
-from slipstream.learner.controller.leases import Group, LeaseBook, sampled_tokens
+from slipstream.learner.controller.leases import LeaseBook, sampled_tokens
 from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.learner.controller.timeline import version_of
 from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb, version_from_pb

@@ -9,8 +9,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.history import RunHistory
-from slipstream.learner.controller.leases import ServerKey
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 

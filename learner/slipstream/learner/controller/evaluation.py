@@ -20,9 +20,10 @@ from slipstream.learner.controller.evaluation_statistics import (
 )
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
+from slipstream.learner.controller.groups import Group
 from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.intake import Intake
-from slipstream.learner.controller.leases import Group, LeaseBook
+from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
 from slipstream.learner.controller.scheduler import Scheduler

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leases import ServerKey
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.relay import raise_failure
 from slipstream.learner.controller.transport_choice import misfit
@@ -84,6 +84,8 @@ class Fleet:
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
         self.sessions: dict[ServerId, ServerSession] = {}
+        # Every life of a server that was ever taken in.
+        self.known: set[ServerKey] = set()
         # Last known state of servers that left.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         self.handlers: FleetHandlers | None = None
@@ -122,6 +124,7 @@ class Fleet:
             self.remove(older, "it was started again")
         self.departed.pop(session.key.server_id, None)
         self.sessions[session.key.server_id] = session
+        self.known.add(session.key)
         self._progress.events.add(f"rollout server {session.name} joined")
         assert self.handlers is not None
         self.handlers.joined(session)

@@ -16,7 +16,7 @@ from slipstream.learner.controller.busy import BusySeconds
 from slipstream.learner.controller.ends import End
 from slipstream.learner.controller.filtering import FilteredGroups
 from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId
+from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 
 FORMAT = 1
 START = PolicyVersion(0, 0)
@@ -111,6 +111,8 @@ class RunHistory:
     filtered_groups: Counter[int] = field(default_factory=Counter)
     # Why training ended before its last step, if it did: the task is solved.
     solved: str = ""
+    # Name and epoch of every server that was leased anything.
+    leased_to: set[tuple[str, int]] = field(default_factory=set)
 
     @property
     def next_step(self) -> int:
@@ -139,6 +141,8 @@ class RunHistory:
                 self.queue_mark = record["mark"]
             case "lease":
                 self._lease(record)
+            case "evaluation_lease":
+                self.leased_to.add((record["server"], record["epoch"]))
             case "end":
                 self._end(record)
             case "set_aside" | "closed":
@@ -178,6 +182,7 @@ class RunHistory:
 
     def _lease(self, record: Mapping[str, Any]) -> None:
         group_id = GroupId(record["group"])
+        self.leased_to.add((record["server"], record["epoch"]))
         if group_id in self.groups:
             # The same group goes on with another server.
             return
@@ -199,11 +204,11 @@ class RunHistory:
             return
         self.ends[End(record["end"])] += record["tokens"]
         self._server(record["server"], record["epoch"]).received += record["tokens"]
-        name, member, attempt, _ = trajectory_id.rsplit(".", 3)
-        group = self.open_groups.get(GroupId(name))
-        if group is not None:
-            before = group.attempts.get(int(member), -1)
-            group.attempts[int(member)] = max(before, int(attempt))
+        name = TrajectoryName.parse(trajectory_id)
+        group = None if name is None else self.open_groups.get(name.group_id)
+        if name is not None and group is not None:
+            before = group.attempts.get(name.member, -1)
+            group.attempts[name.member] = max(before, name.attempt)
 
     def _close(self, record: Mapping[str, Any]) -> None:
         group = self.open_groups.pop(GroupId(record["group"]), None)

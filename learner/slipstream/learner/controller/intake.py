@@ -7,24 +7,24 @@ as soon as the journal has its end.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
 
+from slipstream.learner.controller.endings import Endings
 from slipstream.learner.controller.ends import End
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.filtering import FilteredGroups, Verdict, is_solved
 from slipstream.learner.controller.fleet import Fleet
+from slipstream.learner.controller.groups import Group
 from slipstream.learner.controller.history import RunHistory
-from slipstream.learner.controller.journal import EarlierIds, Journal
-from slipstream.learner.controller.leases import Fate, Group, LeaseBook, ServerKey
+from slipstream.learner.controller.inspection import Inspector
+from slipstream.learner.controller.journal import Journal
+from slipstream.learner.controller.leases import Fate, LeaseBook
 from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.protocol.codec import decode_trajectory
-from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery, TrajectoryReceiver
 from slipstream.protocol.rewards import has_variance
 from slipstream.protocol.types import (
@@ -33,7 +33,7 @@ from slipstream.protocol.types import (
     GroupId,
     Purpose,
     Trajectory,
-    TrajectoryId,
+    TrajectoryName,
 )
 from slipstream.v1 import fleet_pb2
 
@@ -52,25 +52,26 @@ class Intake:
         journal: Journal,
         ledger: TokenLedger,
         receiver: TrajectoryReceiver,
+        endings: Endings,
     ) -> None:
         self._progress = progress
         self._book = book
         self._environments = environments
         self._fleet = fleet
         self._journal = journal
-        self._ledger = ledger
         self._receiver = receiver
+        self._endings = endings
+        self.inspector = Inspector(
+            progress, book, fleet, journal, ledger, endings, run_again=self._run_again
+        )
         # By the step whose batch was being formed.
         self.filtered_groups: Counter[int] = Counter()
         self._filtered = FilteredGroups()
         self._filtered_step = 0
-        self._ended: list[TrajectoryId] = []
-        self._earlier = EarlierIds(RunHistory(), journal)
-        self._flush_wanted = asyncio.Event()
 
     def restore(self, history: RunHistory) -> None:
         """What an earlier controller journaled may be delivered again."""
-        self._earlier = EarlierIds(history, self._journal)
+        self.inspector.restore(history)
         self.filtered_groups = history.filtered_groups
         self._filtered, self._filtered_step = history.filtered, history.next_step
 
@@ -79,39 +80,19 @@ class Intake:
         while True:
             self.accept(await self._receiver.get())
 
-    async def flush(self) -> None:
-        """Makes ends durable and acknowledges them, many at a time, until it is cancelled."""
-        while True:
-            await self._flush_wanted.wait()
-            self._flush_wanted.clear()
-            self._journal.sync()
-            ended, self._ended = self._ended, []
-            await self._receiver.acknowledge(ended)
-            await asyncio.sleep(FLUSH_S)
-
     def accept(self, delivery: Delivery) -> None:
-        """Files one delivery."""
-        try:
-            trajectory = decode_trajectory(delivery.data)
-        except ProtocolError as error:
-            self._progress.events.add(f"quarantined a delivery: {error}", Severity.ERROR)
-            self._journal.append(
-                "end", id=delivery.trajectory_id, end="quarantined", cause=str(error)
-            )
-            self._acknowledge(delivery.trajectory_id)
-            return
-        if trajectory.run_id != self._progress.run_id:
-            self._acknowledge(trajectory.trajectory_id)
-            return
-        if self._earlier.holds(trajectory.group_id, trajectory.trajectory_id):
-            self._acknowledge(trajectory.trajectory_id)
-            return
-        key = ServerKey(trajectory.server_id, trajectory.server_epoch)
-        tokens = trajectory.num_sampled_tokens
-        if not self._ledger.receive(key, trajectory.trajectory_id, tokens):
-            return
-        self._progress.moved()
-        self._file(trajectory)
+        """Files one delivery; whatever it is, the controller goes on."""
+        trajectory = self.inspector.take(delivery)
+        if trajectory is not None:
+            self._progress.moved()
+            self._file(trajectory)
+
+    def _run_again(self, name: TrajectoryName, cause: str, will_retry: bool) -> None:
+        group = self._book.quarantined(name, will_retry=will_retry)
+        limit = self._progress.config.controller.max_attempts
+        if group is not None and group.setbacks[name.member] >= limit:
+            failure = Failure(FailureKind.INFRASTRUCTURE, f"quarantined: {cause}")
+            self._set_aside(group, name.member, failure)
 
     def withdraw(self, groups: Sequence[Group], cause: str) -> None:
         """Takes leases back: their servers stop, and what is back already is cancelled."""
@@ -173,10 +154,10 @@ class Intake:
                 assert trajectory.failure is not None
                 self._set_aside(group, trajectory.member, trajectory.failure)
             case Fate.CANCELLED:
-                self._end(trajectory, End.CANCELLED, "cancelled")
+                self._endings.end(trajectory, End.CANCELLED, "cancelled")
             case Fate.SUPERSEDED:
                 end = End.CANCELLED if trajectory.failure is None else End.FAILED
-                self._end(trajectory, end, "its group is over or its place is filled")
+                self._endings.end(trajectory, end, "its group is over or its place is filled")
 
     def _complete(self, group: Group) -> None:
         if group.purpose is Purpose.EVALUATION:
@@ -213,7 +194,7 @@ class Intake:
             reward=mean,
         )
         for trajectory in group.in_order():
-            self._end(trajectory, End.FILTERED, cause)
+            self._endings.end(trajectory, End.FILTERED, cause)
         self._judge_filtered(step)
 
     def _judge_filtered(self, step: int) -> None:
@@ -254,7 +235,7 @@ class Intake:
                     f"({failure.kind.name.lower()}): {failure.message}",
                     Severity.WARNING,
                 )
-        self._end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
+        self._endings.end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
 
     def _set_aside(self, group: Group, member: int, failure: Failure) -> None:
         cause = failure.message
@@ -293,31 +274,14 @@ class Intake:
                 )
             )
         for trajectory in group.in_order():
-            self._end(trajectory, End.CANCELLED, cause)
+            self._endings.end(trajectory, End.CANCELLED, cause)
 
     def end_evaluated(self, group: Group) -> None:
         """An evaluation episode was counted."""
         self._book.remove(group.group_id)
         for trajectory in group.in_order():
-            self._end(trajectory, End.EVALUATED, "evaluated")
+            self._endings.end(trajectory, End.EVALUATED, "evaluated")
 
     def _close(self, group: Group, how: str, cause: str) -> None:
         if group.purpose is Purpose.TRAINING:
             self._journal.append("closed", group=group.group_id, how=how, cause=cause)
-
-    def _end(self, trajectory: Trajectory, end: End, cause: str) -> None:
-        self._ledger.end(end, trajectory.num_sampled_tokens)
-        self._journal.append(
-            "end",
-            id=trajectory.trajectory_id,
-            end=end.value,
-            cause=cause,
-            tokens=trajectory.num_sampled_tokens,
-            server=trajectory.server_id,
-            epoch=trajectory.server_epoch,
-        )
-        self._acknowledge(trajectory.trajectory_id)
-
-    def _acknowledge(self, trajectory_id: TrajectoryId) -> None:
-        self._ended.append(trajectory_id)
-        self._flush_wanted.set()

@@ -7,77 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 
+from slipstream.learner.controller.groups import ClosingLease, Group, ServerKey
 from slipstream.learner.controller.history import RunHistory
 from slipstream.protocol import staleness
-from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
-
-
-@dataclass(frozen=True)
-class ServerKey:
-    """One life of one rollout server."""
-
-    server_id: ServerId
-    epoch: int
-
-
-@dataclass(eq=False)
-class Group:
-    """A leased, untrained group, or a task under evaluation."""
-
-    group_id: GroupId
-    environment: str
-    task_index: int
-    seed: int
-    purpose: Purpose
-    size: int
-    deadline_step: int
-    holder: ServerKey | None
-    finished: dict[int, Trajectory] = field(default_factory=dict)
-    attempts: dict[int, int] = field(default_factory=dict)
-    # Members that are missing and that the holder will not run again.
-    ended: set[int] = field(default_factory=set)
-    # Whether the holder has closed the lease: what it finished may still be on its way.
-    closed: bool = False
-    # By member: servers that were lost with it.
-    setbacks: Counter[int] = field(default_factory=Counter)
-    # When it was leased, by the clock of its scheduler; None: by an earlier controller.
-    leased_s: float | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every member is back with a reward."""
-        return len(self.finished) == self.size
-
-    @property
-    def missing(self) -> list[int]:
-        """The members that are not back yet."""
-        return [member for member in range(self.size) if member not in self.finished]
-
-    @property
-    def running(self) -> list[int]:
-        """The members that its holder still runs, or is to run."""
-        return [member for member in self.missing if member not in self.ended]
-
-    @property
-    def next_attempt(self) -> int:
-        """The first attempt number that no holder has used."""
-        return max(self.attempts.values(), default=-1) + 1
-
-    def in_order(self) -> list[Trajectory]:
-        """The trajectories by member."""
-        return [self.finished[member] for member in sorted(self.finished)]
-
-
-@dataclass(eq=False)
-class ClosingLease:
-    """A lease that is over while its server still ends the episodes."""
-
-    environment: str
-    holder: ServerKey
-    members: set[int]
+from slipstream.protocol.types import (
+    GroupId,
+    Purpose,
+    Trajectory,
+    TrajectoryName,
+)
 
 
 class Fate(Enum):
@@ -232,6 +172,22 @@ class LeaseBook:
         group.ended.add(member)
         self._hand_back(group)
         return Fate.CANCELLED if trajectory.failure is None else Fate.SET_ASIDE
+
+    def quarantined(self, name: TrajectoryName, *, will_retry: bool) -> Group | None:
+        """A trajectory that counts for nothing; its group, if the member must run again.
+
+        `will_retry`: its server tries the member again by itself.
+        """
+        self._end_member(name.group_id, name.member)
+        group = self.groups.get(name.group_id)
+        if group is None or name.member not in group.missing:
+            return None
+        group.attempts[name.member] = max(group.attempts.get(name.member, -1), name.attempt)
+        group.setbacks[name.member] += 1
+        if not will_retry:
+            group.ended.add(name.member)
+            self._hand_back(group)
+        return group
 
     def remove(self, group_id: GroupId) -> Group | None:
         """Forgets a group, whatever its state; None when it is not there."""

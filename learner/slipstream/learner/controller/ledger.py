@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from slipstream.learner.controller.ends import End
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.history import RunHistory
-from slipstream.learner.controller.leases import ServerKey
 from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2, status_pb2
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TypeAlias
 
-from slipstream.learner.controller.leases import ServerKey
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.v1 import fleet_pb2
 
 ReportKey: TypeAlias = tuple[str, ServerKey, int]

@@ -25,6 +25,8 @@ class RunProgress:
     cause: str = ""
     # The newest version that the trainer has made.
     version: PolicyVersion = PolicyVersion(0, 0)
+    # Timelines are counted from 0.
+    newest_incarnation: int = 0
     trainer_registered: bool = False
     # Of each trainer rank; empty before it has registered.
     learner_places: tuple[Place, ...] = ()
@@ -60,6 +62,11 @@ class RunProgress:
     def all_steps_done(self) -> bool:
         """Whether the last version exists."""
         return self.version.step >= self.last_step
+
+    def reached(self, version: PolicyVersion) -> None:
+        """The trainer has made a version, or goes on from it."""
+        self.version = version
+        self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
 
     def moved(self) -> None:
         """Notes progress."""

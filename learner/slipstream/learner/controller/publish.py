@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.fleet import Fleet, ServerSession
-from slipstream.learner.controller.leases import ServerKey
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.phases import PhaseReports
 from slipstream.learner.controller.probe_gap import logit_gap
 from slipstream.learner.controller.progress import RunProgress

@@ -44,7 +44,8 @@ def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
     history = read_history([*records, start])
     journal.append("start", format=FORMAT, run_id=run_id, unix_s=time.time())
     journal.sync()
-    progress.run_id, progress.version = history.run_id, history.version
+    progress.run_id = history.run_id
+    progress.reached(history.version)
     return history
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from slipstream.learner.controller.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.learner.controller.fleet import Fleet, ServerSession
+from slipstream.learner.controller.groups import Group, ServerKey
 from slipstream.learner.controller.journal import Journal
 from slipstream.learner.controller.lease_waits import WORDS, LeaseWait, WaitTimer
-from slipstream.learner.controller.leases import Group, LeaseBook, ServerKey
+from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.queue_account import AccountedReceiver
 from slipstream.protocol import reservation

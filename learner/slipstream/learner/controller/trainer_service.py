@@ -94,7 +94,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())
         behind = self._progress.version.step - version.step
         if behind == 0:
-            self._progress.version = self._trainer_version
+            self._progress.reached(self._trainer_version)
         else:
             self._progress.events.add(
                 f"the trainer goes on from version {version.step}; {behind} steps are trained again"
@@ -135,7 +135,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         trained = self._former.trained(request)
         self._trainer_version = trained.version
         if trained.version.step >= self._progress.version.step:
-            self._progress.version = trained.version
+            self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
             self._progress.events.add(
                 f"step {request.step} came out different when it was trained again: "

@@ -159,7 +159,9 @@ class RedisReceiver:
                     f"redis at {self._connection.name}: entry {entry_id.decode()} of "
                     f"{self._connection.stream} was deleted by somebody before it was acknowledged"
                 )
-            trajectory_id, data = TrajectoryId(fields[ID].decode()), fields[DATA]
+            # Whatever somebody else wrote there: it is acknowledged like any other.
+            name = fields.get(ID, b"redis-" + entry_id).decode(errors="replace")
+            trajectory_id, data = TrajectoryId(name), fields.get(DATA, b"")
             known = self._entries.get(trajectory_id)
             if trajectory_id in self._acknowledged:
                 # Read as pending, perhaps just before it was deleted.

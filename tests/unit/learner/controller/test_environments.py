@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 from slipstream.learner.controller.environments import EnvironmentBook
-from slipstream.learner.controller.leases import ServerKey
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import environment_pb2, trajectory_pb2
 

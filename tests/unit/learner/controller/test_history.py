@@ -8,9 +8,10 @@ import pytest
 from slipstream.learner.controller.busy import BusySeconds
 from slipstream.learner.controller.ends import End
 from slipstream.learner.controller.environments import EnvironmentBook
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.history import RecordedStep, RunHistory, read_history
 from slipstream.learner.controller.journal import Journal, read_records
-from slipstream.learner.controller.leases import LeaseBook, ServerKey
+from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.learner.controller.timeline import version_of
 from slipstream.protocol.errors import ProtocolError
@@ -51,6 +52,8 @@ class Run:
             seed=5,
             deadline=group.deadline_step,
             members=[0, 1],
+            server="s",
+            epoch=7,
         )
         self.numbers += 1
 
@@ -186,6 +189,8 @@ def lease(group: str, number: int = 0, **changes):
         "number": number,
         "seed": 5,
         "deadline": 2,
+        "server": "s",
+        "epoch": 7,
     } | changes
 
 
@@ -298,3 +303,23 @@ def test_nothing_is_expected_of_a_timeline_that_is_newer_than_the_record():
     recorded = RecordedStep(PolicyVersion(0, 5), "a")
     assert version_of(5, "b", recorded, trainer=2, newest=2) == PolicyVersion(2, 5)
     assert version_of(5, "b", None, trainer=0, newest=2) == PolicyVersion(0, 5)
+
+
+def test_servers_that_were_leased_anything_are_known_after_a_restart():
+    evaluation = {"kind": "evaluation_lease", "group": "e1-000000", "server": "t", "epoch": 8}
+    history = read_history([start(), lease("g000000", 0), evaluation])
+    assert history.leased_to == {("s", 7), ("t", 8)}
+
+
+def test_a_group_that_started_afresh_takes_the_place_of_the_one_that_was_given_up():
+    again = lease("g000001", -1, replaces="g000000")
+    history = read_history([start(), lease("g000000", 0), again])
+    assert set(history.open_groups) == {"g000001"}
+    assert history.environments["e"].next_number == 1
+
+
+def test_a_quarantined_delivery_without_a_name_is_read_back():
+    end = {"kind": "end", "id": "what", "end": "quarantined", "tokens": 3, "server": "u"}
+    history = read_history([start(), {**end, "epoch": 0}])
+    assert history.ends[End.QUARANTINED] == 3
+    assert "what" in history.ended

@@ -8,8 +8,9 @@ import statistics
 from dataclasses import dataclass, field
 
 import pytest
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.lease_pace import CALM_STEPS, JustInTime
-from slipstream.learner.controller.leases import LeaseBook, ServerKey
+from slipstream.learner.controller.leases import LeaseBook
 from slipstream.protocol.types import GroupId, ServerId
 
 SERVER = ServerKey(ServerId("s"), 1)

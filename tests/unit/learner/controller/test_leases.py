@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import numpy as np
-from slipstream.learner.controller.leases import Fate, LeaseBook, ServerKey
+from slipstream.learner.controller.groups import ServerKey
+from slipstream.learner.controller.leases import Fate, LeaseBook
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -10,6 +11,7 @@ from slipstream.protocol.types import (
     ServerId,
     Status,
     Trajectory,
+    TrajectoryName,
     VersionSpan,
 )
 
@@ -239,3 +241,34 @@ def test_every_lost_server_counts_for_the_members_that_it_ran():
     book.reassign(group, B)
     book.orphan(B)
     assert group.setbacks == {1: 2}
+
+
+def test_the_member_of_a_quarantined_trajectory_runs_again():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    name = TrajectoryName(group.group_id, 1, 0, 1)
+    assert book.quarantined(name, will_retry=False) is group
+    assert (group.setbacks, group.next_attempt, book.open_episodes(A)) == ({1: 1}, 1, 0)
+    assert book.orphans() == []
+    book.closed(group.group_id, A, [])
+    assert book.orphans() == [group]
+
+
+def test_a_quarantined_attempt_that_its_server_repeats_is_waited_for():
+    book = make_book()
+    group = lease(book)
+    name = TrajectoryName(group.group_id, 1, 0, 1)
+    assert book.quarantined(name, will_retry=True) is group
+    assert book.open_episodes(A) == 2
+
+
+def test_what_is_quarantined_for_a_place_that_is_filled_changes_nothing():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    for other in (0, 7):
+        name = TrajectoryName(group.group_id, other, 0, 1)
+        assert book.quarantined(name, will_retry=False) is None
+    assert book.quarantined(TrajectoryName("g9", 0, 0, 1), will_retry=False) is None
+    assert group.setbacks == {}

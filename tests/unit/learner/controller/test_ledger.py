@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from slipstream.learner.controller.ends import End
-from slipstream.learner.controller.leases import ServerKey
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2

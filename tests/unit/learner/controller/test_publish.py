@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.fleet import Fleet, FleetHandlers, ServerSession
-from slipstream.learner.controller.leases import ServerKey
+from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
 from slipstream.protocol.config_file import parse_config

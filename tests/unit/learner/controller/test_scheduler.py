@@ -9,9 +9,10 @@ import pytest
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.groups import Group, ServerKey
 from slipstream.learner.controller.history import read_history
 from slipstream.learner.controller.journal import Journal, read_records
-from slipstream.learner.controller.leases import Group, LeaseBook, ServerKey
+from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.queue_account import AccountedReceiver
 from slipstream.learner.controller.scheduler import Scheduler

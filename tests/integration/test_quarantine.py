@@ -1,0 +1,163 @@
+"""Trajectories that can be none of this run, in whole runs of the controller."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+from controller_runs import make_config, play, with_evaluations
+from fake_server import FakeServer
+from fake_trainer import FakeTrainer
+from fake_trajectories import GOOD
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.learner.controller.endings import Endings
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.fleet import Fleet
+from slipstream.learner.controller.inspection import Inspector
+from slipstream.learner.controller.journal import Journal, read_records
+from slipstream.learner.controller.leases import LeaseBook
+from slipstream.learner.controller.ledger import TokenLedger
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.protocol.codec import encode_trajectory
+from slipstream.protocol.queue.base import Delivery
+from slipstream.protocol.queue.memory import MemoryQueue
+from slipstream.protocol.types import Trajectory, TrajectoryId
+
+
+def above_zero(trajectory: Trajectory) -> Trajectory:
+    return dataclasses.replace(
+        trajectory, behavior_logprobs=np.full(trajectory.num_sampled_tokens, 0.25, np.float32)
+    )
+
+
+def nan(trajectory: Trajectory) -> Trajectory:
+    return dataclasses.replace(
+        trajectory, behavior_logprobs=np.full(trajectory.num_sampled_tokens, np.nan, np.float32)
+    )
+
+
+def first_attempts(spoil):
+    return lambda trajectory: spoil(trajectory) if trajectory.attempt == 0 else trajectory
+
+
+async def test_quarantined_episodes_run_again_and_their_tokens_are_counted(tmp_path):
+    config = make_config(tmp_path, run__steps=3)
+    server = FakeServer(config.controller.address)
+    bad = []
+
+    def sometimes(trajectory):
+        if trajectory.member == 1 and trajectory.attempt == 0:
+            bad.append(trajectory.trajectory_id)
+            return (above_zero if len(bad) % 2 else nan)(trajectory)
+        return trajectory
+
+    server.spoil = sometimes
+    trainer = FakeTrainer(config.controller.address)
+    summary = await play(config, server, trainer=trainer)
+    ledger = summary["ledger"]
+    assert summary["steps"] == 3
+    assert ledger["quarantined"] == 5 * len(bad) > 0
+    assert ledger["difference"] == ledger["queued"] == ledger["in_flight"] == 0
+    trained = [t for batch in trainer.batches for t in batch]
+    assert {t.attempt for t in trained if t.member == 1} == {1}
+    folder = config.run_dir / "quarantine"
+    assert {path.stem for path in folder.glob("*.pb")} == set(bad)
+    facts = json.loads((folder / f"{bad[0]}.json").read_text())
+    assert facts["cause"] == "a log-probability is 0.25, above 0"
+    records = [r for r in read_records(config.run_dir / "journal") if r["kind"] == "end"]
+    ends = {r["id"]: r for r in records if r["end"] == "quarantined"}
+    assert set(ends) == set(bad)
+    assert ends[bad[1]]["cause"].endswith("a log-probability is not a finite number")
+    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["quarantined_trajectories"] > 0
+
+
+async def test_a_server_that_produces_nothing_else_stops_the_run_with_the_cause(tmp_path):
+    config = make_config(tmp_path)
+    server = FakeServer(config.controller.address)
+    server.spoil = above_zero
+    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    assert summary["code"] == 1
+    assert summary["cause"] == (
+        "rollout server fake produces nothing but trajectories that cannot be trained, the last "
+        "16 in a row: a log-probability is 0.25, above 0"
+    )
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_a_task_that_is_quarantined_at_every_attempt_is_set_aside(tmp_path):
+    config = make_config(tmp_path, run__steps=4)
+    server = FakeServer(config.controller.address)
+    server.spoil = lambda t: above_zero(t) if (t.task_index, t.member) == (3, 0) else t
+    trainer = FakeTrainer(config.controller.address)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["steps"] == 4
+    assert 3 not in {t.task_index for batch in trainer.batches for t in batch}
+    records = list(read_records(config.run_dir / "journal"))
+    causes = [r["cause"] for r in records if r["kind"] == "set_aside"]
+    assert causes[0] == "quarantined: a log-probability is 0.25, above 0"
+    first = next(r["group"] for r in records if r["kind"] == "set_aside")
+    attempts = [r["id"] for r in records if r["kind"] == "end" and r["end"] == "quarantined"]
+    assert [i.split(".")[:3] for i in attempts if i.startswith(first)] == [
+        [first, "0", str(attempt)] for attempt in range(3)
+    ]
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_an_evaluated_episode_that_is_quarantined_is_measured_again(tmp_path):
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=2), {"name": "held", "num_episodes": 6}
+    )
+    server = FakeServer(config.controller.address)
+    seen = []
+
+    def once(trajectory):
+        if trajectory.environment == "held" and trajectory.task_index == 4 and not seen:
+            seen.append(trajectory)
+            return above_zero(trajectory)
+        return trajectory
+
+    server.spoil = once
+    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    assert summary["evaluations"]["held"]["num_episodes"] == 6
+    assert summary["ledger"]["evaluated"] == 2 * 6 * 5
+    assert summary["ledger"]["quarantined"] == 5
+    assert summary["ledger"]["difference"] == 0
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_no_delivery_whatever_it_is_ends_the_controller(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fuzz")
+    whole = bytearray(encode_trajectory(dataclasses.replace(GOOD, run_id="r")))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(whole) - 1))
+        match data.draw(st.sampled_from(["change", "cut", "insert"])):
+            case "change":
+                whole[place] = data.draw(st.integers(0, 255))
+            case "cut":
+                del whole[place:]
+            case "insert":
+                whole[place:place] = data.draw(st.binary(max_size=4))
+        if not whole:
+            break
+    name = data.draw(st.sampled_from([GOOD.trajectory_id, "what.is.this", "g.1.0.f"]))
+    delivery = Delivery(TrajectoryId(name), bytes(whole))
+    with Journal(folder / "journal") as journal:
+        journal.append("start", format=1, run_id="r")
+        progress = RunProgress("r", make_config(folder, run__name="f"), EventLog())
+        ledger, book = (
+            TokenLedger(),
+            LeaseBook(groups_per_step=1, group_size=2, max_staleness=2, num_steps=9),
+        )
+        endings = Endings(journal, ledger, MemoryQueue(10).receiver())
+        inspector = Inspector(
+            progress, book, Fleet(progress), journal, ledger, endings, run_again=lambda *_: None
+        )
+        assert inspector.take(delivery) is None
+        assert ledger.snapshot().difference == 0
+    records = list(read_records(folder / "journal"))
+    # What is not of this run is only acknowledged.
+    assert [r["end"] for r in records if r["kind"] == "end"] in ([], ["quarantined"])
