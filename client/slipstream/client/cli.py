@@ -101,7 +101,9 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument("--json", action="store_true", help="one line for each finding")
     doctor.set_defaults(execute=_doctor)
 
-    dashboard = commands.add_parser("dashboard", help="a page of runs, for a browser on this machine")
+    dashboard = commands.add_parser(
+        "dashboard", help="a page of runs, for a browser on this machine"
+    )
     dashboard.add_argument(
         "folder",
         type=Path,
