@@ -18,6 +18,7 @@ import torch
 from gloo_sender import GlooSender, layout_of
 from make_tiny_model import make_tokenizer
 from nccl_sender import NcclSender
+from running_replies import until_generated
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.nccl_environment import set_nccl_environment
@@ -257,8 +258,7 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         for n, prompt in enumerate(prompts)
     ]
     before = rig.engine.use().generated_tokens
-    while rig.engine.use().generated_tokens < before + 20 * count:
-        await asyncio.sleep(0.01)
+    await until_generated(rig.engine, before + 20 * count, running)
     for label in ("c", "b", "c"):
         await rig.publish(label, bucket_mib=1.5 * bucket_mib)
     replies = await asyncio.gather(*running)

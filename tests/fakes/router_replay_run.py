@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from parity_models import make_mixture
 from replayed_gaps import ReplayedGaps, disturb_routers
+from running_replies import until_generated
 from slipstream.protocol.codec import decode_trajectory, encode_trajectory
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
@@ -180,8 +181,7 @@ async def _generate(config: Config) -> list[Trajectory]:
     try:
         await engine.resume(PolicyVersion(0, 0))
         running = [asyncio.create_task(episode(member)) for member in range(NUM_EPISODES)]
-        while engine.use().generated_tokens < 5 * NUM_EPISODES:
-            await asyncio.sleep(0.005)
+        await until_generated(engine, 5 * NUM_EPISODES, running)
         # The same weights again: everything that runs is computed anew.
         await engine.pause()
         await engine.resume(PolicyVersion(0, 0))

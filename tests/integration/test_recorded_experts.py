@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 
 from gloo_sender import GlooSender, layout_of  # noqa: E402
 from parity_models import NUM_EXPERTS, make_mixture  # noqa: E402
+from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
@@ -168,8 +169,7 @@ async def test_tokens_keep_the_experts_of_the_version_that_sampled_behind_them(r
     replies = [
         asyncio.create_task(rig.generate(f"flight{n}", [*PROMPT, 4 + n, 3], 150)) for n in range(8)
     ]
-    while rig.engine.use().generated_tokens < start + 100:
-        await asyncio.sleep(0.005)
+    await until_generated(rig.engine, start + 100, replies)
     await rig.publish("new", 4)
     crossed = 0
     for n, reply in enumerate(await asyncio.gather(*replies)):
@@ -193,8 +193,7 @@ async def test_cancelled_and_probing_requests_disturb_nothing(rig) -> None:
     await rig.publish("old", 0)
     before = rig.engine.use().generated_tokens
     replies = [asyncio.create_task(rig.generate(f"c{n}", PROMPT, 150)) for n in range(8)]
-    while rig.engine.use().generated_tokens < before + 50:
-        await asyncio.sleep(0.005)
+    await until_generated(rig.engine, before + 50, replies)
     for number in range(0, 8, 2):
         await rig.engine.cancel(f"c{number}")
     scores = await rig.engine.teacher_forced_logprobs([[1, 4, 5], [1, 6]])

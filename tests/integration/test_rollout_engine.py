@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 
 from gloo_sender import GlooSender, layout_of  # noqa: E402
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
+from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from slipstream.protocol.config_file import parse_config  # noqa: E402
 from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E402
@@ -243,8 +244,7 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
         asyncio.create_task(rig.generate(f"p{n}", num_tokens=200, sampling=endless))
         for n in range(8)
     ]
-    while rig.engine.use().generated_tokens < start + 64:
-        await asyncio.sleep(0.005)
+    await until_generated(rig.engine, start + 64, replies)
     await rig.engine.pause()
     # One message may still be on its way.
     await asyncio.sleep(0.05)
@@ -298,8 +298,7 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
     await rig.publish(rig.old, 3)
     start = rig.engine.use().generated_tokens
     replies = [asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200)) for n in range(16)]
-    while rig.engine.use().generated_tokens < start + 100:
-        await asyncio.sleep(0.005)
+    await until_generated(rig.engine, start + 100, replies)
     await rig.publish(rig.new, 4)
     crossed = 0
     for reply in await asyncio.gather(*replies):
@@ -363,8 +362,7 @@ async def test_cancelled_requests_are_counted_to_the_token(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.use()
     replies = [asyncio.create_task(rig.generate(f"cancel{n}", num_tokens=200)) for n in range(24)]
-    while rig.engine.use().generated_tokens < before.generated_tokens + 100:
-        await asyncio.sleep(0.005)
+    await until_generated(rig.engine, before.generated_tokens + 100, replies)
     for number in range(0, 24, 2):
         await rig.engine.cancel(f"cancel{number}")
     await rig.engine.cancel("unknown")
