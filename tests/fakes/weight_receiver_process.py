@@ -69,71 +69,22 @@ class Gloo:
         del self._group
 
 
-class Nccl:
-    @staticmethod
-    def load() -> None:
-        from slipstream.protocol.cupy_nccl import CupyNccl
+class Own:
+    """One of the rollout server's own transports, on the first GPU if there is one."""
 
-        CupyNccl(0).use()
-        from cupy.cuda import nccl  # noqa: F401
+    name: str
 
-    def __init__(self, where: weights_pb2.Communicator, rank: int) -> None:
-        import cupy
-        from slipstream.protocol.cupy_nccl import CupyNccl
-        from slipstream.protocol.nccl_group import NcclGroup
-
-        CupyNccl(0).use()
-        self._group = NcclGroup.join(
-            CupyNccl(0),
-            where.unique_id,
-            rank=rank,
-            world_size=where.world_size,
-            deadline_s=JOIN_DEADLINE_S,
-        )
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._memory: list[Any] = []
-        self._digests: Any = None
-
-    def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
-        import cupy
-        from slipstream.protocol.cuda_digests import CudaDigests
-
-        if self._digests is None:
-            size = max(bucket.num_bytes for bucket in buckets)
-            self._memory = [cupy.zeros(size, dtype=cupy.uint8) for _ in range(2)]
-            self._digests = CudaDigests(buckets)
-            cupy.cuda.get_current_stream().synchronize()
-        stream = self._stream.ptr
-        for place, bucket in enumerate(buckets):
-            pointer = self._memory[place % 2].data.ptr
-            self._group.broadcast(
-                pointer, bucket.num_bytes, bucket.root, stream, deadline_s=BUCKET_DEADLINE_S
-            )
-            if place == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self._digests.add(place, pointer, stream)
-        self._group.wait()
-        return [bucket_digest(found) for found in self._digests.read(stream)]
-
-    def close(self) -> None:
-        self._group.abort()
-
-
-class Ipc:
-    """The rollout server's own transport, on the first GPU if there is one."""
-
-    @staticmethod
-    def load() -> None:
+    @classmethod
+    def load(cls) -> None:
         import torch
-        from slipstream.rollout_server import ipc_transport  # noqa: F401
 
+        cls._kind()
         torch.zeros(1, device=_device())
 
     def __init__(self, where: weights_pb2.Communicator, rank: int) -> None:
         from slipstream.rollout_server.bucket_transport import Membership
-        from slipstream.rollout_server.ipc_transport import IpcTransport
 
-        self._transport = IpcTransport(Membership(where, rank, JOIN_DEADLINE_S), _device())
+        self._transport = self._kind()(Membership(where, rank, JOIN_DEADLINE_S), _device())
 
     def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
         from slipstream.rollout_server.bucket_transport import Incoming
@@ -142,10 +93,26 @@ class Ipc:
         for place, _ in enumerate(self._transport.receive(incoming)):
             if place == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return self._transport.digests()
+        found: list[bytes] = self._transport.digests()
+        self.wire_s = self._transport.take_wire().seconds
+        return found
 
     def close(self) -> None:
         self._transport.close()
+
+    @classmethod
+    def _kind(cls) -> Any:
+        from slipstream.rollout_server.joining import TRANSPORTS
+
+        return TRANSPORTS[cls.name]
+
+
+class Nccl(Own):
+    name = "nccl"
+
+
+class Ipc(Own):
+    name = "ipc"
 
 
 def _device() -> Any:
@@ -178,6 +145,8 @@ def main() -> None:
             assert transport is not None
             digests = transport.receive(layout_from_pb(layout), command["die_at"])
             answer["digests"] = [digest.hex() for digest in digests]
+            if isinstance(transport, Own):
+                answer["wire_s"] = transport.wire_s
         except (WeightSyncError, RuntimeError) as error:
             answer["error"] = str(error)
             if transport is not None:
