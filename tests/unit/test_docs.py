@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -46,6 +47,17 @@ def commands(page: Path) -> Iterator[list[str]]:
                 if "'" not in line:
                     line = OPTIONAL.sub("", DESCRIPTION.sub("", line))
                 yield shlex.split(line, comments=True)[1:]
+
+
+def python_commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of every `python` command line in a code block that names a program of ours."""
+    for text in blocks(page, "", "sh", "bash", "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            line = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
+            if line.startswith("python "):
+                program = shlex.split(line, comments=True)[1:]
+                if program[0] != "-" and program[:2] != ["-m", "pytest"]:
+                    yield program
 
 
 def known_commands() -> set[str]:
@@ -99,6 +111,21 @@ def test_every_link_leads_somewhere(page: Path):
 def test_the_command_line_takes_every_command(page: Path):
     for arguments in commands(page):
         assert is_taken(arguments), shlex.join(arguments)
+
+
+def test_our_programs_take_every_command() -> None:
+    commands = [command for page in PAGES for command in python_commands(page)]
+    assert len(commands) > 20
+    asked = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "fakes" / "only_parse.py")],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    said = [json.loads(line) for line in asked.stdout.splitlines()]
+    assert len(said) == len(commands), asked.stderr
+    assert [f"{shlex.join(c)}: {s}" for c, s in zip(commands, said, strict=True) if s] == []
 
 
 @for_all_pages
