@@ -100,7 +100,7 @@ def stages(found: Found) -> list[str]:
     for load, measured in found.ours.items():
         values: dict[str, list[float]] = {}
         for row in measured:
-            for name in ("started_s", "sent_s", "loaded_s", "serving_s"):
+            for name in ("started_s", "sent_s", "loaded_s", "serving_s", "finished_s"):
                 values.setdefault(f"controller: {name}", []).append(row[name])
             for name, value in row["trainer"].items():
                 values.setdefault(f"trainer: {name}", []).append(value)

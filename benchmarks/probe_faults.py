@@ -198,7 +198,6 @@ async def deliver(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                 order = sender.order(f"p{len(found)}", len(found))
                 sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
                 await engine.prepare_weights(order, layout, 1)
-                await engine.pause()
                 await engine.receive_weights(order.publish_id)
                 await sending
                 await engine.resume(PolicyVersion(0, len(found)))

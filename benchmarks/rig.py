@@ -56,8 +56,9 @@ class PublishTimes:
     ordered: float
     # The trainer can send, and the servers were told to receive.
     started: float = 0.0
-    # The trainer has sent everything.
+    # The trainer has sent everything; it was told that all have loaded it, and trains on.
     sent: float = 0.0
+    finished: float = 0.0
     # By server: all is loaded; the server goes on generating.
     loaded: dict[str, float] = field(default_factory=dict)
     serving: dict[str, float] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class PublishTimes:
             "sent_s": self.sent - start,
             "loaded_s": max(self.loaded.values(), default=start) - start,
             "serving_s": max(self.serving.values(), default=start) - start,
+            "finished_s": self.finished - start,
             "paused_s": max((s.get("paused_s", 0.0) for s in self.servers.values()), default=0.0),
             "trainer": self.trainer,
             "servers": self.servers,
@@ -109,11 +111,17 @@ class SteeredController(Controller):
         form, handlers = former.form, self._fleet.handlers
         assert handlers is not None
 
-        async def timed_prepare() -> weights_pb2.PublishOrder | None:
-            order = await prepare()
+        async def timed_prepare(
+            trainer: trainer_pb2.NextRequest | None = None,
+        ) -> weights_pb2.PublishOrder | None:
+            order = await prepare(trainer)
             if order is not None:
                 step = int(order.version.step)
                 times = PublishTimes(order.publish_id, step, time.monotonic())
+                if order.begun:
+                    times.started = times.ordered
+                    if self.on_start is not None:
+                        self.on_start()
                 self.publishes.append(times)
             return order
 
@@ -128,7 +136,9 @@ class SteeredController(Controller):
             times.sent, times.error = time.monotonic(), message.error
             times.trainer = numbers(message)
             times.probe = message.probe if message.HasField("probe") else None
-            return await finish(message)
+            receipt = await finish(message)
+            times.finished = time.monotonic()
+            return receipt
 
         def timed_report(session: ServerSession, message: fleet_pb2.PublishReport) -> None:
             times = next((t for t in self.publishes if t.publish_id == message.publish_id), None)
@@ -297,6 +307,8 @@ class Rig:
         self.controller.send_again()
         await self.until_serving(limit_s)
         times = self.controller.publishes[-1]
+        # The servers may serve before the trainer says that it has sent all.
+        await self.until(lambda: bool(times.finished), "the trainer", limit_s)
         tries = len(self.controller.publishes) - before
         if tries != 1 or times.error:
             raise RuntimeError(f"{tries} publishes, {times.error}; {self.controller.events[-3:]}")

@@ -138,7 +138,7 @@ class InstantEngine:
         """See `Engine`."""
         from slipstream.rollout_server.generation import LoadedWeights
 
-        return LoadedWeights((), by_plan=False, receive_s=0.0, load_s=0.0)
+        return LoadedWeights((), by_plan=False, pause_s=0.0, receive_s=0.0, load_s=0.0)
 
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
@@ -177,7 +177,7 @@ class Ours(Served):
                 pass
 
             async def receive_weights(self, publish_id: str) -> LoadedWeights:
-                return LoadedWeights((), by_plan=False, receive_s=0.0, load_s=0.0)
+                return LoadedWeights((), by_plan=False, pause_s=0.0, receive_s=0.0, load_s=0.0)
 
         engine = await PresetWeights.start(config, seed=0)
         await engine.resume(PolicyVersion(0, 0))

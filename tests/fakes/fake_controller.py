@@ -42,6 +42,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self.hello: pb.TrainerHello | None = None
         self.asked = threading.Event()
+        self.requests: list[pb.NextRequest] = []
         self.steps: list[pb.StepReport] = []
         self.starts: list[pb.PublishStart] = []
         self.results: list[pb.PublishResult] = []
@@ -66,6 +67,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     def Next(
         self, request: pb.NextRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.Directive]:
+        self.requests.append(request)
         order = next(self._orders, None)
         if order is None:
             self.asked.set()
@@ -133,7 +135,9 @@ def batch_order(batch: Batch, *, chunk_size: int = 5) -> list[pb.Directive]:
     ]
 
 
-def publish_order(step: int, *, new_communicator: bool, verify: bool) -> list[pb.Directive]:
+def publish_order(
+    step: int, *, new_communicator: bool, verify: bool, begun: bool = False
+) -> list[pb.Directive]:
     """The answer that orders version `step` to be sent to one server with one worker."""
     return [
         pb.Directive(
@@ -146,6 +150,7 @@ def publish_order(step: int, *, new_communicator: bool, verify: bool) -> list[pb
                 new_communicator=new_communicator,
                 receivers=[weights_pb2.Receiver(server_id="server", first_rank=1, num_workers=1)],
                 verify=verify,
+                begun=begun,
                 bucket_deadline_s=2.0,
                 join_deadline_s=10.0,
             )

@@ -24,6 +24,8 @@ from slipstream.rollout_server.usage import UseClock
 from slipstream.v1 import weights_pb2
 
 EOS = 2
+# Of the weights that it is sent.
+DIGESTS = (b"digest",)
 
 
 @dataclass
@@ -130,12 +132,14 @@ class FakeEngine:
             raise WeightSyncError(self.prepare_error)
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
-        assert not self.running.is_set()
         assert self.prepared == publish_id
+        await self.pause()
         await asyncio.sleep(0)
         if self.weights_error is not None:
             raise WeightSyncError(self.weights_error)
-        return LoadedWeights((b"digest",), by_plan=True, receive_s=0.25, load_s=0.5, wire_s=0.125)
+        return LoadedWeights(
+            DIGESTS, by_plan=True, pause_s=0.0625, receive_s=0.25, load_s=0.5, wire_s=0.125
+        )
 
     async def resume(self, version: PolicyVersion) -> None:
         self.version = version

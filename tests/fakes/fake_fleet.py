@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
+from fake_engine import DIGESTS
 from slipstream.protocol.codec import decode_trajectory, version_to_pb
 from slipstream.protocol.security import CHANNEL_OPTIONS
 from slipstream.protocol.types import PolicyVersion, Trajectory
@@ -93,9 +94,10 @@ class Connection:
         order = weights_pb2.PublishOrder(publish_id=publish_id, version=version)
         self.send(receive=fleet_pb2.ReceiveWeights(order=order))
         await self.publish_phase(publish_id, fleet_pb2.PUBLISH_PHASE_LOADED)
-        self.send(
-            commit=fleet_pb2.CommitPublish(publish_id=publish_id, version=version, probe=probe)
+        commit = fleet_pb2.CommitPublish(
+            publish_id=publish_id, version=version, probe=probe, bucket_digests=DIGESTS
         )
+        self.send(commit=commit)
         return await self.publish_phase(publish_id, fleet_pb2.PUBLISH_PHASE_SERVING)
 
     def lease(self, group_id: str, environment: str = "fake", **changes: object) -> None:

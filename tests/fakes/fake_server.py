@@ -165,10 +165,13 @@ class FakeServer:
             case "prepare":
                 await self._say(message.prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY)
             case "receive":
-                digests = bucket_digests(message.receive.layout)
+                if message.receive.layout.tensors:
+                    self.layout = message.receive.layout
+                digests = bucket_digests(self.layout)
                 if self.wrong_digests:
                     self.wrong_digests -= 1
                     digests = [b"wrong"] * len(digests)
+                self.digests = digests
                 order = message.receive.order
                 await self._say(
                     order.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED, bucket_digests=digests
@@ -200,6 +203,9 @@ class FakeServer:
         await self.outbox.put(fleet_pb2.ServerMessage(environment=report))
 
     async def _commit(self, commit: fleet_pb2.CommitPublish) -> None:
+        if list(commit.bucket_digests) != self.digests:
+            await self._say(commit.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="digests")
+            return
         self.version = version_from_pb(commit.version)
         self.loaded_versions.append(self.version)
         probe = commit.probe.expected_logprobs

@@ -57,6 +57,7 @@ class FakeTrainer:
         self.published: list[PolicyVersion] = []
         self.lags: list[int] = []
         self.stop_reason = ""
+        self.communicator_id = ""
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -73,7 +74,11 @@ class FakeTrainer:
             self.version = version_from_pb(welcome.version)
             self.epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
             while not self.stop_reason:
-                request = trainer_pb2.NextRequest(version=version_to_pb(self.version))
+                request = trainer_pb2.NextRequest(
+                    version=version_to_pb(self.version),
+                    communicator_id=self.communicator_id,
+                    bucket_digests=bucket_digests(LAYOUT),
+                )
                 answer = self.stub.Next(request, timeout=60, metadata=self.epoch)
                 directives = [d async for d in answer]
                 await self._follow(directives)
@@ -132,12 +137,14 @@ class FakeTrainer:
             )
 
     async def _publish(self, order: weights_pb2.PublishOrder) -> None:
-        start = trainer_pb2.PublishStart(
-            publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
-        )
-        started = await self.stub.StartPublish(start, timeout=30, metadata=self.epoch)
-        if not started.receivers:
-            return
+        if not order.begun:
+            start = trainer_pb2.PublishStart(
+                publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
+            )
+            started = await self.stub.StartPublish(start, timeout=30, metadata=self.epoch)
+            if not started.receivers:
+                return
+        self.communicator_id = order.communicator.communicator_id
         self.published.append(version_from_pb(order.version))
         probe = None
         if order.verify:
@@ -147,10 +154,12 @@ class FakeTrainer:
                 expected_logprobs=pack_logprobs(np.full(3, -2.0, np.float32)),
                 tolerance=1e-3,
             )
-        await self.stub.FinishPublish(
+        receipt = await self.stub.FinishPublish(
             trainer_pb2.PublishResult(
                 publish_id=order.publish_id, bucket_digests=bucket_digests(LAYOUT), probe=probe
             ),
             timeout=60,
             metadata=self.epoch,
         )
+        if receipt.discard_communicator:
+            self.communicator_id = ""

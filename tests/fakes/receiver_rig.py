@@ -24,7 +24,7 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.types import PolicyVersion
 from slipstream.rollout_server import process
-from slipstream.rollout_server.generation import Sampling
+from slipstream.rollout_server.generation import Generation, Sampling
 
 TINY = {
     "hidden_size": 64,
@@ -80,6 +80,8 @@ class Rig:
         self.step = 0
         self.sender: GlooSender | NcclSender | None = None
         self.weights: dict[str, dict[str, torch.Tensor]] = {}
+        # Which weights a version is.
+        self.sent: dict[PolicyVersion, str] = {}
 
     def make_model(self) -> None:
         """A random model on disk, and further weights for it."""
@@ -170,15 +172,14 @@ class Rig:
         try:
             await self.engine.prepare_weights(order, layout, 1)
             clock.append(time.perf_counter())
-            await self.engine.pause()
-            clock.append(time.perf_counter())
             loaded = await self.engine.receive_weights(order.publish_id)
         finally:
             sent = (await asyncio.gather(sending, return_exceptions=True))[0]
         clock.append(time.perf_counter())
         await self.engine.resume(PolicyVersion(0, self.publishes))
         clock.append(time.perf_counter())
-        stages = zip(("prepare", "pause", "receive_call", "resume"), clock, clock[1:], strict=False)
+        self.sent[PolicyVersion(0, self.publishes)] = label
+        stages = zip(("prepare", "receive_call", "resume"), clock, clock[1:], strict=False)
         say(
             "publish",
             weights=label,
@@ -186,6 +187,7 @@ class Rig:
             digests_agree=list(loaded.bucket_digests) == sent,
             buckets=len(loaded.bucket_digests),
             mbytes=round(sum(t.nbytes for t in weights.values()) / 1e6),
+            pause_ms=round(1e3 * loaded.pause_s, 2),
             receive_ms=round(1e3 * loaded.receive_s, 2),
             load_ms=round(1e3 * loaded.load_s, 2),
             still_ms=round(1e3 * (clock[-1] - clock[1]), 2),
@@ -194,6 +196,30 @@ class Rig:
 
     async def score(self) -> np.ndarray:
         return await self.engine.teacher_forced_logprobs(SEQUENCES)
+
+    async def gaps(
+        self, replies: list[tuple[list[int], Generation]], *, bucket_mib: float
+    ) -> tuple[float, float]:
+        """Mean distance of tokens' log-probabilities from those of two sets of weights.
+
+        First those that their version stands for, then all others that the reply was sampled from.
+        """
+        own: list[float] = []
+        other: list[float] = []
+        sequences = [[*prompt, *reply.token_ids.tolist()] for prompt, reply in replies]
+        labels = {self.sent[span.version] for _, reply in replies for span in reply.version_spans}
+        for label in sorted(labels):
+            await self.publish(label, bucket_mib=bucket_mib)
+            scores = await self.engine.teacher_forced_logprobs(sequences)
+            ends = np.cumsum([len(sequence) - 1 for sequence in sequences])
+            for (_, reply), end in zip(replies, ends, strict=True):
+                gap = np.abs(scores[end - len(reply.token_ids) : end] - reply.logprobs)
+                begin = 0
+                for span in reply.version_spans:
+                    kind = own if self.sent[span.version] == label else other
+                    kind += gap[begin : begin + span.length].tolist()
+                    begin += span.length
+        return float(np.mean(own)), float(np.mean(other))
 
 
 async def main() -> None:
@@ -262,10 +288,18 @@ async def story(rig: Rig, bucket_mib: float) -> None:
     for label in ("c", "b", "c"):
         await rig.publish(label, bucket_mib=1.5 * bucket_mib)
     replies = await asyncio.gather(*running)
+    crossed = [
+        (prompt, reply)
+        for prompt, reply in zip(prompts, replies, strict=True)
+        if len(reply.version_spans) > 1
+    ]
+    own, other = await rig.gaps(crossed[:4], bucket_mib=1.5 * bucket_mib)
     say(
         "in_flight",
         tokens=sorted({len(reply.token_ids) for reply in replies}),
         most_versions=max(len(reply.version_spans) for reply in replies),
+        gap=own,
+        gap_of_others=other,
     )
     warm = [(3 * n) % 90 + 2 for n in range(200)]
     cached = [(await rig.engine.generate(f"w{n}", warm, sampling, 2)).cached_tokens for n in (0, 1)]

@@ -52,6 +52,8 @@ def judge(report: dict[str, list[dict[str, Any]]]) -> None:
     (in_flight,) = report["in_flight"]
     assert in_flight["tokens"] == [300]
     assert in_flight["most_versions"] >= 2
+    # No token was sampled from anything but the whole weights that its version stands for.
+    assert in_flight["gap"] < 0.25 * in_flight["gap_of_others"]
     (prefixes,) = report["prefixes"]
     assert prefixes["cached_before"] >= 128
     assert prefixes["cached_after"] == 0

@@ -70,7 +70,6 @@ class Rig:
         order, layout = sender.order(f"p{self.publishes}", step), layout_of(weights)
         sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
         await self.engine.prepare_weights(order, layout, 1)
-        await self.engine.pause()
         loaded = await self.engine.receive_weights(order.publish_id)
         assert list(loaded.bucket_digests) == await sending
         await self.engine.resume(PolicyVersion(0, step))

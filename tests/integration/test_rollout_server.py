@@ -99,7 +99,12 @@ async def publish(connection: Connection, weights: dict, step: int) -> weights_p
     tokens = np.asarray([1, 4, 5, 3, 9, 1, 30, 31], dtype=np.uint32)
     probe = weights_pb2.Probe(token_ids=pack_tokens(tokens), lengths=[5, 3])
     connection.send(
-        commit=fleet_pb2.CommitPublish(publish_id=f"p{step}", version=version, probe=probe)
+        commit=fleet_pb2.CommitPublish(
+            publish_id=f"p{step}",
+            version=version,
+            probe=probe,
+            bucket_digests=loaded.bucket_digests,
+        )
     )
     serving = await connection.publish_phase(f"p{step}", fleet_pb2.PUBLISH_PHASE_SERVING)
     assert len(unpack_logprobs(serving.probe_logprobs)) == 6

@@ -251,14 +251,16 @@ class ReceiveWeights(_message.Message):
     def __init__(self, order: _Optional[_Union[_weights_pb2.PublishOrder, _Mapping]] = ..., layout: _Optional[_Union[_weights_pb2.WeightLayout, _Mapping]] = ..., first_rank: _Optional[int] = ...) -> None: ...
 
 class CommitPublish(_message.Message):
-    __slots__ = ("publish_id", "version", "probe")
+    __slots__ = ("publish_id", "version", "probe", "bucket_digests")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     version: _trajectory_pb2.PolicyVersion
     probe: _weights_pb2.Probe
-    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ...) -> None: ...
+    bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AbortPublish(_message.Message):
     __slots__ = ("publish_id", "reason")

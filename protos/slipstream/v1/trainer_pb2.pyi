@@ -37,10 +37,14 @@ class TrainerWelcome(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., trainer_epoch: _Optional[int] = ...) -> None: ...
 
 class NextRequest(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "communicator_id", "bucket_digests")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     version: _trajectory_pb2.PolicyVersion
-    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
+    communicator_id: str
+    bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator_id: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
     __slots__ = ("step", "batch_id", "num_groups", "num_trajectories")

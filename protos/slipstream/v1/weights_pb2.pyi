@@ -76,7 +76,7 @@ class Probe(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., expected_logprobs: _Optional[bytes] = ..., tolerance: _Optional[float] = ...) -> None: ...
 
 class PublishOrder(_message.Message):
-    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s")
+    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s", "begun")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class PublishOrder(_message.Message):
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     BUCKET_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     JOIN_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     version: _trajectory_pb2.PolicyVersion
     communicator: Communicator
@@ -93,4 +94,5 @@ class PublishOrder(_message.Message):
     verify: bool
     bucket_deadline_s: float
     join_deadline_s: float
-    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ...) -> None: ...
+    begun: bool
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ..., begun: bool = ...) -> None: ...

@@ -98,7 +98,7 @@ class VllmEngine:
             if isinstance(logger, _TokenCounter)
         )
         self._clock = UseClock()
-        self._updates = WeightUpdate(self._ask, stage=stage)
+        self._updates = WeightUpdate(self._ask, self.pause, stage=stage)
         self._returned_tokens = 0
         # Open requests; True: to be cancelled as soon as the engine knows them.
         self._open: dict[str, bool] = {}

@@ -91,14 +91,16 @@ class EngineUse:
 class LoadedWeights:
     """How an engine took new weights.
 
-    `by_plan`: copied as they came, not through vLLM's loader. Of the time that a worker took,
-    `receive_s` went by until the last bucket had come, as far as nothing was loaded meanwhile;
-    `load_s` is the rest. `wire_s`: from the first broadcast's start on the worker that came last to
-    the end of the last one; 0 where that cannot be timed.
+    `by_plan`: copied as they came, not through vLLM's loader; then they came while the engine was
+    still finishing what was under way, for `pause_s`. Of the time that a worker took, `receive_s`
+    went by until the last bucket had come, as far as nothing was loaded meanwhile; `load_s` is the
+    rest. `wire_s`: from the first broadcast's start on the worker that came last to the end of the
+    last one; 0 where that cannot be timed.
     """
 
     bucket_digests: tuple[bytes, ...]
     by_plan: bool
+    pause_s: float
     receive_s: float
     load_s: float
     wire_s: float = 0.0
@@ -158,12 +160,13 @@ class Engine(Protocol):
     ) -> None:
         """Joins the communicator and makes ready for a whole set of weights; need not be paused.
 
-        WeightSyncError when it failed: the weights are what they were.
+        An empty layout is that of the publish before. WeightSyncError when it failed: the weights
+        are what they were.
         """
         ...
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
-        """Loads what `prepare_weights` announced into the paused engine.
+        """Pauses, and loads what `prepare_weights` announced.
 
         WeightSyncError when it failed: the weights are then unusable, but the next publish may try
         again.

@@ -53,6 +53,9 @@ class Publisher:
         self.state = ServingState.JOINING
         self.version: PolicyVersion | None = None
         self._loaded_publish = ""
+        self._failed_publish = ""
+        # Of the buckets that were loaded last.
+        self._digests: list[bytes] = []
         self._stages = fleet_pb2.PublishStages()
         # The publish whose probe waits for its verdict.
         self._unproved_publish = ""
@@ -111,17 +114,16 @@ class Publisher:
             # Old weights serve until all is ready: waiting for other members costs no pause.
             await self._engine.prepare_weights(order.order, order.layout, order.first_rank)
             prepared_s = time.monotonic()
-            await self._stand_still()
-            still_s = time.monotonic()
+            self._note_pause()
             loaded = await self._engine.receive_weights(publish_id)
         except WeightSyncError as error:
             await self._stand_still()
             self._fail(publish_id, str(error))
             return
-        self._loaded_publish = publish_id
+        self._loaded_publish, self._digests = publish_id, list(loaded.bucket_digests)
         self._stages = fleet_pb2.PublishStages(
             prepare_s=prepared_s - begun_s,
-            pause_s=still_s - prepared_s,
+            pause_s=loaded.pause_s,
             receive_s=loaded.receive_s,
             load_s=loaded.load_s,
             copied=loaded.by_plan,
@@ -130,15 +132,21 @@ class Publisher:
         self._answer(
             publish_id,
             fleet_pb2.PUBLISH_PHASE_LOADED,
-            bucket_digests=list(loaded.bucket_digests),
+            bucket_digests=self._digests,
         )
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
         publish_id = order.publish_id
+        if self._failed_publish == publish_id:
+            # It was on its way before that was reported.
+            return
         if self._loaded_publish != publish_id:
             self._fail(publish_id, f"commit of {publish_id!r}, loaded is {self._loaded_publish!r}")
             return
         self._loaded_publish = ""
+        if list(order.bucket_digests) != self._digests:
+            self._fail(publish_id, "the digests of the loaded buckets are not those that were sent")
+            return
         version = version_from_pb(order.version)
         if order.HasField("probe"):
             self._dispatcher.hold()
@@ -187,9 +195,12 @@ class Publisher:
         await self._dispatcher.cancel_all()
         self._dispatcher.settle(passed=False)
 
-    async def _stand_still(self) -> None:
+    def _note_pause(self) -> None:
         if self._paused_at_s is None and self.version is not None:
             self._paused_at_s = time.monotonic()
+
+    async def _stand_still(self) -> None:
+        self._note_pause()
         await self._engine.pause()
 
     async def _go_on(self, version: PolicyVersion) -> float:
@@ -212,6 +223,7 @@ class Publisher:
 
     def _fail(self, publish_id: str, message: str) -> None:
         log.warning("publish %s failed: %s", publish_id, message)
+        self._failed_publish = publish_id
         self.state = ServingState.STALE
         self._answer(publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message=message)
 

@@ -57,6 +57,13 @@ class PhaseReports:
             if concerned and (failed or phase == report.phase) and not future.done():
                 future.set_result(report)
 
+    def give_up(self, publish_id: str, server: ServerKey, message: str) -> None:
+        """Ends every wait of a publish for a server, and forgets what nobody waits for."""
+        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
+        self.receive(server, report)
+        for key in [key for key in self._open if key[:2] == (publish_id, server)]:
+            del self._open[key]
+
     def fail_all(self, server: ServerKey, message: str) -> None:
         """Ends every wait for a server."""
         for publish_id in {name for name, key, _ in self._open if key == server}:

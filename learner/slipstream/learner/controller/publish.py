@@ -8,43 +8,19 @@ deadline: then it is stale, serves nothing and is sent the weights again between
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.delivery import Deliveries, Publish
 from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.phases import PhaseReports
-from slipstream.learner.controller.probe_gap import logit_gap
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.publish_totals import PublishTotals
 from slipstream.learner.controller.transport_choice import choose_for
-from slipstream.protocol.codec import unpack_logprobs, version_to_pb
-from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
-MAX_RETRY_S = 30.0
-# Publishes in a row that a server may fail before it is sent away.
-MAX_FAILED_PUBLISHES = 8
-
-
-@dataclass(eq=False)
-class Publish:
-    """One version on its way to some servers."""
-
-    publish_id: str
-    version: PolicyVersion
-    verify: bool
-    receivers: list[ServerSession]
-    order: weights_pb2.PublishOrder
-    # Its receivers were told to receive.
-    is_announced: bool = False
-
-
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
-SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 
 class Publisher:
@@ -54,17 +30,14 @@ class Publisher:
         self._fleet = fleet
         self._progress = progress
         self._settings = progress.config.weights
-        self._tasks = tasks
         self._reports = PhaseReports()
-        # Ranks of the trainer that send: the first ranks of a communicator.
-        self.num_senders = 1
-        self._members: tuple[ServerKey, ...] = ()
-        self._epoch, self._communicator_id = 0, ""
+        self._deliveries = Deliveries(fleet, progress, tasks, self._reports)
+        self._membership = self._deliveries.membership
         self._count = 0
         self._current: Publish | None = None
         # Servers that must not change their version now, because they are evaluated.
         self.pinned: set[ServerKey] = set()
-        self.totals = PublishTotals()
+        self.totals = self._deliveries.totals
 
     def due(self) -> list[ServerSession]:
         """The servers that should be sent the newest version now."""
@@ -88,14 +61,29 @@ class Publisher:
         wanted = regular or session.version.incarnation != version.incarnation
         return wanted and session.version != version
 
+    def trainer_joined(self, num_senders: int) -> None:
+        """A trainer that sends from so many ranks takes the place of the one before."""
+        self.trainer_lost()
+        self._membership.num_senders = num_senders
+
     def trainer_lost(self) -> None:
         """Gives up the publish under way: nobody sends it any more."""
         if self._current is not None:
             self._give_up(self._current, "the trainer was lost")
-        self._members = ()
+        self._membership.forget()
 
-    async def prepare(self) -> weights_pb2.PublishOrder | None:
-        """Asks the servers that are due if they are ready; the trainer's order, or None."""
+    async def prepare(
+        self, trainer: trainer_pb2.NextRequest | None = None
+    ) -> weights_pb2.PublishOrder | None:
+        """Asks the servers that are due if they are ready; the trainer's order, or None.
+
+        What `trainer` says of itself decides if the publish begins with the order: then the servers
+        are told to receive, and what proves the bytes, before the trainer is told to send.
+        """
+        if self._current is not None:
+            # Its order was lost on the way: the trainer would not ask for another one.
+            self._give_up(self._current, "the trainer does not send")
+        trainer = trainer or trainer_pb2.NextRequest()
         targets = self.due()
         if not targets:
             return None
@@ -116,8 +104,19 @@ class Publisher:
         ready = self._drop(ready, misfits)
         if not ready:
             return None
-        order = self._order(publish_id, version, ready, transport)
-        self._current = Publish(publish_id, version, order.verify, ready, order)
+        order = self._membership.order_for(ready, transport, trainer_has=trainer.communicator_id)
+        order.publish_id = publish_id
+        order.version.CopyFrom(version_to_pb(version))
+        order.verify = self._wants_proof(ready)
+        order.bucket_deadline_s = self._settings.bucket_deadline_s
+        order.join_deadline_s = limit
+        self._current = publish = Publish(publish_id, version, order.verify, ready, order)
+        # A probe is scored by the learner first, and nobody stands still for that.
+        is_known = bool(trainer.bucket_digests) and version_from_pb(trainer.version) == version
+        if is_known and not order.new_communicator and not order.verify:
+            order.begun = True
+            publish.digests = tuple(trainer.bucket_digests)
+            self._tell_receivers(publish, None)
         return order
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
@@ -133,21 +132,8 @@ class Publisher:
         if publish.is_announced:
             # A call that was repeated: a server told twice would join twice.
             return list(known.values())
-        publish.is_announced = True
         publish.order.communicator.CopyFrom(start.communicator)
-        for session in publish.receivers:
-            # A server may be done before the learner says so.
-            self._reports.expect(publish.publish_id, session.key, LOADED)
-            session.state = fleet_pb2.SERVER_STATE_LOADING
-            session.send(
-                fleet_pb2.ControllerMessage(
-                    receive=fleet_pb2.ReceiveWeights(
-                        order=publish.order,
-                        layout=start.layout,
-                        first_rank=known[session.key.server_id].first_rank,
-                    )
-                )
-            )
+        self._tell_receivers(publish, start.layout)
         return list(known.values())
 
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
@@ -155,12 +141,18 @@ class Publisher:
         publish, self._current = self._current, None
         if publish is None or publish.publish_id != result.publish_id:
             # A call that was repeated: its trainer leaves the communicator now.
-            self._members = ()
+            self._membership.forget()
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         if result.error:
             self._give_up(publish, f"the learner could not send: {result.error}")
             return trainer_pb2.PublishReceipt(discard_communicator=True)
+        if publish.digests not in ((), tuple(result.bucket_digests)):
+            self._give_up(publish, "the learner sent something else than it had said")
+            return trainer_pb2.PublishReceipt(discard_communicator=True)
         digests = list(result.bucket_digests)
+        if not publish.digests:
+            for session in publish.receivers:
+                self._deliveries.commit(publish, session, digests, result.probe)
         try:
             problems = await asyncio.gather(
                 *(self._load_problem(publish, session, digests) for session in publish.receivers)
@@ -169,15 +161,20 @@ class Publisher:
             # The trainer that waited is gone: nobody else would ever take them out of LOADING.
             self._give_up(publish, "the trainer was lost")
             raise
-        committed = self._drop(publish.receivers, problems, publish_id=publish.publish_id)
-        for session in committed:
-            self._tasks.create_task(self._commit(publish, session, result.probe))
-        failed = len(committed) < len(publish.receivers)
+        for session, problem in zip(publish.receivers, problems, strict=True):
+            if problem:
+                self._deliveries.fail(publish, session, problem)
+        loaded = [
+            session
+            for session in publish.receivers
+            if session.key not in publish.failed and self._fleet.find(session.key) is session
+        ]
+        failed = len(loaded) < len(publish.receivers)
         if failed:
-            self._members = ()
+            self._membership.forget()
         self.totals.sent(result)
         return trainer_pb2.PublishReceipt(
-            serving=[session.name for session in committed], discard_communicator=failed
+            serving=[session.name for session in loaded], discard_communicator=failed
         )
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
@@ -187,51 +184,12 @@ class Publisher:
     def server_lost(self, session: ServerSession) -> None:
         """Ends every wait for a server that is gone."""
         self.pinned.discard(session.key)
-        if session.key in self._members:
-            self._members = ()
+        self._membership.server_lost(session.key)
         self._reports.fail_all(session.key, "the server is gone")
 
     def _wants_proof(self, targets: Sequence[ServerSession]) -> bool:
         fresh = any(not session.is_serving for session in targets)
         return fresh or self.totals.publishes % self._settings.verify_every == 0
-
-    def _order(
-        self,
-        publish_id: str,
-        version: PolicyVersion,
-        targets: Sequence[ServerSession],
-        transport: str,
-    ) -> weights_pb2.PublishOrder:
-        members = tuple(session.key for session in targets)
-        new = members != self._members
-        if new:
-            self._members = members
-            self._epoch += 1
-            # Travels over gRPC alone: who does not know it cannot join by gloo or ipc.
-            secret = secrets.token_hex(16)
-            self._communicator_id = f"{self._progress.run_id}-{self._epoch}-{secret}"
-        receivers, rank = [], self.num_senders
-        for session in targets:
-            workers = session.hello.engine_workers
-            receivers.append(
-                weights_pb2.Receiver(server_id=session.name, first_rank=rank, num_workers=workers)
-            )
-            rank += workers
-        return weights_pb2.PublishOrder(
-            publish_id=publish_id,
-            version=version_to_pb(version),
-            communicator=weights_pb2.Communicator(
-                communicator_id=self._communicator_id,
-                transport=transport,
-                world_size=rank,
-                num_senders=self.num_senders,
-            ),
-            new_communicator=new,
-            receivers=receivers,
-            verify=self._wants_proof(targets),
-            bucket_deadline_s=self._settings.bucket_deadline_s,
-            join_deadline_s=self._settings.join_deadline_s,
-        )
 
     async def _problem(
         self, publish_id: str, session: ServerSession, phase: int, limit_s: float
@@ -242,6 +200,8 @@ class Publisher:
     async def _load_problem(
         self, publish: Publish, session: ServerSession, digests: list[bytes]
     ) -> str:
+        if session.key in publish.failed:
+            return "it failed"
         limit_s = self._settings.join_deadline_s
         report = await self._reports.wait(publish.publish_id, session.key, LOADED, limit_s)
         if report.phase != LOADED:
@@ -251,92 +211,41 @@ class Publisher:
         return ""
 
     def _drop(
-        self, sessions: Sequence[ServerSession], problems: Sequence[str], publish_id: str = ""
+        self, sessions: Sequence[ServerSession], problems: Sequence[str]
     ) -> list[ServerSession]:
         kept = []
         for session, problem in zip(sessions, problems, strict=True):
             if problem:
-                self._make_stale(session, problem, publish_id)
+                self._deliveries.make_stale(session, problem)
             elif self._fleet.find(session.key) is session:
                 kept.append(session)
         return kept
 
-    def _make_stale(self, session: ServerSession, cause: str, publish_id: str) -> None:
-        if publish_id:
-            session.send(
-                fleet_pb2.ControllerMessage(
-                    abort=fleet_pb2.AbortPublish(publish_id=publish_id, reason=cause)
-                )
-            )
-        if self._fleet.find(session.key) is not session:
-            return
-        session.failed_publishes += 1
-        session.state, session.cause = fleet_pb2.SERVER_STATE_STALE, cause
-        wait_s = min(0.5 * 2**session.failed_publishes, MAX_RETRY_S)
-        session.retry_publish_s = time.monotonic() + wait_s
-        self._progress.events.add(
-            f"rollout server {session.name} is stale: {cause}", Severity.WARNING
-        )
-        if session.failed_publishes >= MAX_FAILED_PUBLISHES:
-            session.disconnect()
-            self._fleet.remove(session, f"{session.failed_publishes} publishes failed: {cause}")
-
     def _give_up(self, publish: Publish, cause: str) -> None:
         self._current = None
-        self._members = ()
-        for session in publish.receivers:
-            self._reports.forget(publish.publish_id, session.key, LOADED)
-            self._make_stale(session, cause, publish.publish_id)
-
-    async def _commit(
-        self, publish: Publish, session: ServerSession, probe: weights_pb2.Probe
-    ) -> None:
-        self._reports.expect(publish.publish_id, session.key, SERVING)
-        session.send(
-            fleet_pb2.ControllerMessage(
-                commit=fleet_pb2.CommitPublish(
-                    publish_id=publish.publish_id,
-                    version=version_to_pb(publish.version),
-                    probe=probe if publish.verify else None,
-                )
-            )
-        )
-        limit_s = self._settings.join_deadline_s
-        report = await self._reports.wait(publish.publish_id, session.key, SERVING, limit_s)
-        if report.phase != SERVING:
-            self._members = ()
-            self._make_stale(session, report.message or "it failed", publish.publish_id)
+        self._membership.forget()
+        if not publish.is_announced:
+            # They know nothing of it.
             return
-        self.totals.served(report)
-        problem = self._check_probe(probe, report) if publish.verify else ""
-        if publish.verify:
+        for session in publish.receivers:
+            # Who has loaded and proved everything keeps it.
+            if not (session.is_serving and session.version == publish.version):
+                self._deliveries.fail(publish, session, cause)
+
+    def _tell_receivers(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
+        """`layout`: None is that of the publish before."""
+        publish.is_announced = True
+        ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
+        for session in publish.receivers:
+            # A server may be done before the learner says so.
+            self._reports.expect(publish.publish_id, session.key, LOADED)
+            session.state = fleet_pb2.SERVER_STATE_LOADING
             session.send(
                 fleet_pb2.ControllerMessage(
-                    probe_verdict=fleet_pb2.ProbeVerdict(
-                        publish_id=publish.publish_id, passed=not problem, message=problem
+                    receive=fleet_pb2.ReceiveWeights(
+                        order=publish.order, layout=layout, first_rank=ranks[session.key.server_id]
                     )
                 )
             )
-        if problem:
-            self._members = ()
-            self._make_stale(session, problem, "")
-        else:
-            session.failed_publishes = 0
-            session.version, session.cause = publish.version, ""
-            session.state = fleet_pb2.SERVER_STATE_SERVING
-        self._progress.signal.notify()
-
-    def _check_probe(self, probe: weights_pb2.Probe, report: fleet_pb2.PublishReport) -> str:
-        expected = unpack_logprobs(probe.expected_logprobs)
-        got = unpack_logprobs(report.probe_logprobs)
-        if len(expected) == 0 or len(expected) != len(got):
-            return f"the probe asked for {len(expected)} log-probabilities and got {len(got)}"
-        gap = logit_gap(expected, got)
-        self.totals.verified += 1
-        self.totals.probe_gap_max = max(self.totals.probe_gap_max, gap)
-        if not gap <= probe.tolerance:
-            return (
-                "the probe's log-probabilities differ from the learner's like logits that are off "
-                f"by {gap:.2e}, more than {probe.tolerance:.2e}"
-            )
-        return ""
+            if publish.digests:
+                self._deliveries.commit(publish, session, publish.digests, None)

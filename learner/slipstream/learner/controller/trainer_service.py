@@ -84,10 +84,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 Reason.WRONG_STATE,
                 {"version": str(self._progress.version)},
             )
-        self._publisher.trainer_lost()
+        self._publisher.trainer_joined(max(1, request.num_senders))
         if self._progress.pace is not None:
             self._progress.pace.trainer_lost()
-        self._publisher.num_senders = max(1, request.num_senders)
         self._progress.learner_places = tuple(map(place_from_pb, request.places))
         self._former.training = None
         self._epoch += 1
@@ -119,7 +118,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """The order that is possible first: stop, publish, or the next batch."""
         await self._check_epoch(context)
         async with self._lock:
-            order = await self._next_order()
+            order = await self._next_order(request)
         if not isinstance(order, Batch):
             yield order
             return
@@ -207,10 +206,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 Reason.WRONG_STATE,
             )
 
-    async def _next_order(self) -> trainer_pb2.Directive | Batch:
+    async def _next_order(self, request: trainer_pb2.NextRequest) -> trainer_pb2.Directive | Batch:
         until = time.monotonic() + NEXT_LIMIT_S
         while True:
-            order = await self._possible_order()
+            order = await self._possible_order(request)
             if order is not None:
                 return order
             remaining = until - time.monotonic()
@@ -219,7 +218,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # A server that is to be retried becomes due without a signal.
             await self._progress.signal.wait(min(remaining, 0.25))
 
-    async def _possible_order(self) -> trainer_pb2.Directive | Batch | None:
+    async def _possible_order(
+        self, request: trainer_pb2.NextRequest
+    ) -> trainer_pb2.Directive | Batch | None:
         progress = self._progress
         if progress.is_over:
             reason = progress.cause or "the run is over"
@@ -227,7 +228,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if self._trainer_version.step < self._book.step:
             # It starts again from a checkpoint, or an answer was lost.
             return await self._former.recorded(self._trainer_version.step)
-        publish = await self._publisher.prepare()
+        publish = await self._publisher.prepare(request)
         if publish is not None:
             return trainer_pb2.Directive(publish=publish)
         if not progress.all_steps_done:

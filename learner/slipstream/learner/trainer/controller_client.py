@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -54,9 +54,19 @@ class ControllerClient:
         self._metadata = (*self._metadata, (TRAINER_EPOCH, str(welcome.trainer_epoch)))
         return welcome
 
-    def next(self, version: PolicyVersion) -> list[pb.Directive]:
-        """The messages of the next order; a stop order after `stop`, even one during the call."""
-        request = pb.NextRequest(version=version_to_pb(version))
+    def next(
+        self, version: PolicyVersion, *, communicator_id: str, bucket_digests: Sequence[bytes]
+    ) -> list[pb.Directive]:
+        """The messages of the next order; a stop order after `stop`, even one during the call.
+
+        `bucket_digests` are those of the weights of `version`, to be sent through the communicator
+        that the senders have ("": none).
+        """
+        request = pb.NextRequest(
+            version=version_to_pb(version),
+            communicator_id=communicator_id,
+            bucket_digests=bucket_digests,
+        )
 
         def read(_: pb.NextRequest, *, timeout: float) -> list[pb.Directive]:
             stream = self._stub.Next(request, timeout=timeout, metadata=self._metadata)

@@ -35,7 +35,7 @@ from slipstream.learner.trainer.weights.export import save_hf_folder
 from slipstream.learner.trainer.weights.probe import build_probe
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.weight_sender import WeightSenders
-from slipstream.learner.trainer.weights.weight_stream import open_stream
+from slipstream.learner.trainer.weights.weight_stream import WeightDigests, open_stream
 from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.config import Config
@@ -75,7 +75,7 @@ class Trainer:
             config.weights, policy.ranks.device, largest_bucket=self._stream.largest_bucket
         )
         self._publisher = WeightPublisher(self._stream, senders, ranks=self._ranks, client=client)
-        self._digest = self._export()
+        self._digests = self._export()
 
     def run(self) -> None:
         """Follows the controller's orders until it says stop."""
@@ -135,7 +135,15 @@ class Trainer:
     def _next_order(self) -> Order:
         data = None
         if self._ranks.is_main:
-            data = pack_directives(self._client.next(self._version))
+            # While parameters come back from host memory nobody should wait for a bucket: then a
+            # publish begins when the trainer says so.
+            at_once = not self._config.learner.offload.parameters
+            directives = self._client.next(
+                self._version,
+                communicator_id=self._publisher.communicator_id,
+                bucket_digests=self._digests.buckets if at_once else (),
+            )
+            data = pack_directives(directives)
         return read_order(unpack_directives(self._ranks.broadcast_bytes(data)))
 
     def _train(self, batch: Batch) -> None:
@@ -149,7 +157,7 @@ class Trainer:
             version = PolicyVersion(self._version.incarnation, batch.step + 1)
             self._last_batch = batch
             cost = self._cost.metrics(batch, result)
-            self._digest = self._export()
+            self._digests = self._export()
         times = self._stages.take()
         if self._ranks.is_main:
             version = self._client.report_step(
@@ -216,10 +224,14 @@ class Trainer:
                 trainer_pb2.TrainerGoodbye(weight_digest=self._digest, export_path=export_path)
             )
 
-    def _export(self) -> bytes:
+    @property
+    def _digest(self) -> bytes:
         """Identity of the weights."""
+        return self._digests.identity
+
+    def _export(self) -> WeightDigests:
         with self._stages.measure("export"):
-            return self._stream.run().identity
+            return self._stream.run()
 
 
 def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish import Publisher
+from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.transports import Place
-from slipstream.protocol.types import ServerId
+from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+
+DIGESTS = [b"one", b"two"]
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
 
 
 def nothing(*_: object) -> None:
@@ -38,7 +45,7 @@ def joined(fleet: Fleet, name: str) -> ServerSession:
     hello = fleet_pb2.ServerHello(
         server_id=name, engine_workers=1, place=weights_pb2.Place(host_id="here")
     )
-    session = ServerSession(ServerKey(ServerId(name), "1"), hello)
+    session = ServerSession(ServerKey(ServerId(name), 1), hello)
     fleet.add(session)
     return session
 
@@ -51,10 +58,13 @@ async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
 
 
 async def ordered(
-    publisher: Publisher, session: ServerSession, tasks: asyncio.TaskGroup
+    publisher: Publisher,
+    session: ServerSession,
+    tasks: asyncio.TaskGroup,
+    trainer: trainer_pb2.NextRequest | None = None,
 ) -> weights_pb2.PublishOrder:
     """The order of a publish for which the server is ready."""
-    preparing = tasks.create_task(publisher.prepare())
+    preparing = tasks.create_task(publisher.prepare(trainer))
     publish_id = (await next_order(session)).prepare.publish_id
     ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
     while not preparing.done():
@@ -63,6 +73,201 @@ async def ordered(
     order = preparing.result()
     assert order is not None
     return order
+
+
+class Scene:
+    """One server that serves a version, by a publish through the communicator `trainer` has."""
+
+    def __init__(self, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
+        self.fleet = Fleet(progress)
+        self.progress, self.tasks = progress, tasks
+        self.publisher = Publisher(self.fleet, progress, tasks)
+        lost = self.publisher.server_lost
+        self.fleet.handlers = FleetHandlers(nothing, lost, nothing, nothing, nothing, nothing)
+        self.session = joined(self.fleet, "a")
+        self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)
+
+    async def serve(self) -> None:
+        """The first publish, after which the next version is due."""
+        order = await self.ordered()
+        assert not order.begun
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+        assert self.publisher.start(start)
+        self.trainer.communicator_id = order.communicator.communicator_id
+        finishing = self.finish(order.publish_id)
+        self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        assert not (await finishing).discard_communicator
+        logprobs = pack_logprobs(np.zeros(1, np.float32))
+        self.say(order.publish_id, SERVING, probe_logprobs=logprobs)
+        await self.until_serving()
+        self.sent()
+        self.make_version(1)
+
+    async def ordered(self) -> weights_pb2.PublishOrder:
+        return await ordered(self.publisher, self.session, self.tasks, self.trainer)
+
+    def finish(self, publish_id: str, **changed: Any) -> asyncio.Task[trainer_pb2.PublishReceipt]:
+        probe = weights_pb2.Probe(expected_logprobs=pack_logprobs(np.zeros(1, np.float32)))
+        values = {"publish_id": publish_id, "bucket_digests": DIGESTS, "probe": probe}
+        result = trainer_pb2.PublishResult(**values | changed)
+        return self.tasks.create_task(self.publisher.finish(result))
+
+    def say(self, publish_id: str, phase: int, **values: Any) -> None:
+        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **values)
+        self.publisher.report(self.session, report)
+
+    def sent(self) -> list[str]:
+        """Kinds of the messages to the server since the last call."""
+        messages = []
+        while not self.session.outbox.empty():
+            messages.append(self.session.outbox.get_nowait())
+        return [message.WhichOneof("message") for message in messages]
+
+    def make_version(self, step: int) -> None:
+        self.progress.version = PolicyVersion(0, step)
+        self.trainer.version.step = step
+
+    async def until_serving(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.session.is_serving:
+                await asyncio.sleep(0)
+
+
+async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        assert order.begun
+        receive = await next_order(scene.session)
+        assert receive.receive.order == order
+        # The server has it from the first publish.
+        assert not receive.receive.layout.tensors
+        commit = (await next_order(scene.session)).commit
+        assert (commit.publish_id, commit.version.step) == (order.publish_id, 1)
+        assert list(commit.bucket_digests) == DIGESTS
+        # The server is done before the learner says so.
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        scene.say(order.publish_id, SERVING)
+        await scene.until_serving()
+        assert scene.session.version == PolicyVersion(0, 1)
+        assert list((await scene.finish(order.publish_id)).serving) == ["a"]
+        # Nothing else is said to it.
+        assert scene.sent() == []
+
+
+@pytest.mark.parametrize("unknown", ["communicator_id", "bucket_digests", "version"])
+async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
+    progress: RunProgress, unknown: str
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.trainer.ClearField(unknown)
+        order = await scene.ordered()
+        assert not order.begun
+        assert order.new_communicator == (unknown == "communicator_id")
+        assert scene.session.is_serving
+        assert scene.sent() == []
+
+
+async def test_nobody_stands_still_while_a_probe_is_scored(progress: RunProgress) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.publisher.totals.publishes = progress.config.weights.verify_every
+        order = await scene.ordered()
+        assert order.verify
+        assert not order.begun
+        assert not order.new_communicator
+
+
+async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        assert scene.sent() == ["receive", "commit"]
+        # It asks again: the answer was lost.
+        assert await scene.publisher.prepare(scene.trainer) is None
+        assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
+        assert (await next_order(scene.session)).abort.publish_id == order.publish_id
+        scene.session.retry_publish_s = 0.0
+        assert (await scene.ordered()).new_communicator
+
+
+async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        scene.sent()
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        scene.say(order.publish_id, SERVING)
+        await scene.until_serving()
+        receipt = await scene.finish(order.publish_id, error="another server died")
+        assert receipt.discard_communicator
+        assert scene.session.is_serving
+        assert scene.sent() == []
+
+
+@pytest.mark.parametrize(
+    ("report", "result"),
+    [
+        ({"phase": FAILED, "message": "late"}, {}),
+        ({"phase": LOADED, "bucket_digests": [b"another"]}, {}),
+        ({"phase": LOADED, "bucket_digests": DIGESTS}, {"bucket_digests": [b"another"]}),
+        ({"phase": LOADED, "bucket_digests": DIGESTS}, {"error": "a bucket was not sent"}),
+    ],
+)
+async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
+    progress: RunProgress, report: dict[str, Any], result: dict[str, Any]
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        scene.sent()
+        scene.say(order.publish_id, **report)
+        receipt = await scene.finish(order.publish_id, **result)
+        assert receipt.discard_communicator
+        assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
+        assert scene.session.failed_publishes == 1
+        assert scene.sent() == ["abort"]
+
+
+async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        scene.fleet.remove(scene.session, "its stream ended")
+        receipt = await scene.finish(order.publish_id)
+    assert receipt.discard_communicator
+    assert list(receipt.serving) == []
+
+
+async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.trainer.ClearField("bucket_digests")
+        assert not (await scene.ordered()).begun
+        scene.publisher.trainer_lost()
+        assert scene.session.is_serving
+        assert scene.sent() == []
 
 
 async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(
@@ -122,6 +327,7 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
         with pytest.raises(asyncio.CancelledError):
             await finishing
         assert session.state == fleet_pb2.SERVER_STATE_STALE
+        assert (await next_order(session)).commit.publish_id == publish_id
         assert (await next_order(session)).abort.publish_id == publish_id
         session.retry_publish_s = 0.0
         assert publisher.due() == [session]

@@ -26,11 +26,18 @@ def config(address: str, tmp_path: Path) -> Config:
     )
 
 
+def ask(client: ControllerClient) -> list[pb.Directive]:
+    return client.next(PolicyVersion(0, 3), communicator_id="c-1", bucket_digests=[b"one", b"two"])
+
+
 def test_next_hands_out_all_messages_of_an_order(tmp_path: Path) -> None:
     order = batch_order(make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=8))
     with FakeController([order]) as controller:
         client = ControllerClient(config(controller.address, tmp_path))
-        assert client.next(PolicyVersion(0, 0)) == order
+        assert ask(client) == order
+        (request,) = controller.requests
+        assert (request.version.step, request.communicator_id) == (3, "c-1")
+        assert list(request.bucket_digests) == [b"one", b"two"]
         client.close()
 
 
@@ -39,8 +46,8 @@ def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:
         client = ControllerClient(config(controller.address, tmp_path))
         waiter = threading.Thread(target=lambda: (controller.asked.wait(10), client.stop("now")))
         waiter.start()
-        assert client.next(PolicyVersion(0, 0)) == [pb.Directive(stop=pb.StopOrder(reason="now"))]
-        assert client.next(PolicyVersion(0, 0)) == [pb.Directive(stop=pb.StopOrder(reason="now"))]
+        assert ask(client) == [pb.Directive(stop=pb.StopOrder(reason="now"))]
+        assert ask(client) == [pb.Directive(stop=pb.StopOrder(reason="now"))]
         waiter.join()
         client.close()
 

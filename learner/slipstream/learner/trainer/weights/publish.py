@@ -36,6 +36,12 @@ class WeightPublisher:
     ) -> None:
         self._stream, self._senders = stream, senders
         self._ranks, self._client = ranks, client
+        self._sender: WeightSender | None = None
+
+    @property
+    def communicator_id(self) -> str:
+        """The communicator that this rank can send through; empty: none."""
+        return "" if self._sender is None else self._sender.communicator_id or ""
 
     def run(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
         """Carries out `order`; what goes wrong on the way to the servers is reported, not raised.
@@ -55,8 +61,11 @@ class WeightPublisher:
         if order.new_communicator:
             # The one before may be of another transport.
             self._senders.abort()
-        sender = self._senders.of(order.communicator.transport)
-        announced, problem = self._agree(order, sender)
+        self._sender = sender = self._senders.of(order.communicator.transport)
+        announced: weights_pb2.Communicator | None = order.communicator
+        problem = ""
+        if not order.begun:
+            announced, problem = self._agree(order, sender)
         if announced is None and not problem:
             return
         if announced is not None:

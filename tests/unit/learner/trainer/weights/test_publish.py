@@ -253,13 +253,15 @@ class Publish:
         self.controller = FakeController([], on_start_publish=self._start)
         self.client = ControllerClient(config(self.controller.address))
         self.receivers: Receivers | None = None
+        # That the trainer says it has, after a publish.
+        self.communicator_id: str | None = None
         self.senders = [
             WeightSenders(SOON, torch.device("cpu"), largest_bucket=1) for _ in range(num_senders)
         ]
         self.on_fill: Callable[[int, int], None] = lambda rank, place: None
 
-    def run(self, *, new_communicator: bool) -> None:
-        order = publish_order(1, new_communicator=new_communicator, verify=False)[0].publish
+    def run(self, *, new_communicator: bool, begun: bool = False) -> None:
+        order = publish_order(1, new_communicator=new_communicator, verify=False, begun=begun)
 
         def on_rank(ranks: ThreadRanks) -> None:
             def on_fill(place: int) -> None:
@@ -269,7 +271,9 @@ class Publish:
             stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES)
             senders = self.senders[ranks.rank]
             publisher = WeightPublisher(stream, senders, ranks=ranks, client=self.client)
-            publisher.run(order, None)
+            publisher.run(order[0].publish, None)
+            if ranks.is_main:
+                self.communicator_id = publisher.communicator_id
 
         run_ranks(self.num_senders, on_rank)
 
@@ -316,6 +320,26 @@ def test_publish_reports_the_digests_and_the_bytes(publish: Publish) -> None:
     received = publish.receivers.tensors(0)
     assert {spec.name for spec in publish.tensors} == set(received)
     assert all(torch.equal(received[spec.name], t) for spec, t in publish.tensors.items())
+
+
+def test_publish_that_has_begun_is_sent_without_asking_the_controller(publish: Publish) -> None:
+    twice = publish.buckets + publish.buckets
+    publish.buckets = twice
+    publish.run(new_communicator=True)
+    assert publish.communicator_id == "members-1"
+    publish.run(new_communicator=False, begun=True)
+    assert publish.receivers is not None
+    publish.receivers.join()
+    assert len(publish.receivers.received[0]) == len(twice)
+    assert len(publish.controller.starts) == 1
+    first, second = publish.controller.results
+    assert (second.error, list(second.bucket_digests)) == ("", list(first.bucket_digests))
+
+
+def test_publish_that_has_begun_fails_when_the_communicator_is_lost(publish: Publish) -> None:
+    publish.run(new_communicator=False, begun=True)
+    assert "no communicator" in publish.controller.results[0].error
+    assert publish.communicator_id == ""
 
 
 def test_publish_that_the_controller_gave_up_ends_there(publish: Publish) -> None:

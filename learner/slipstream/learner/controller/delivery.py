@@ -1,0 +1,167 @@
+"""One version on its way to one server: the commit, what the server made of it, or its failure.
+
+Consumes: a server's reports. Produces: commits, verdicts on probes, aborts. Waits for: the end of
+each receiver, with a deadline. Unblocked by: its report, its loss, or a failure of the publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.fleet import Fleet, ServerSession
+from slipstream.learner.controller.groups import ServerKey
+from slipstream.learner.controller.membership import Membership
+from slipstream.learner.controller.phases import PhaseReports
+from slipstream.learner.controller.probe_gap import logit_gap
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publish_totals import PublishTotals
+from slipstream.protocol.codec import unpack_logprobs, version_to_pb
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2, weights_pb2
+
+MAX_RETRY_S = 30.0
+# Publishes in a row that a server may fail before it is sent away.
+MAX_FAILED_PUBLISHES = 8
+
+
+@dataclass(eq=False)
+class Publish:
+    """One version on its way to some servers."""
+
+    publish_id: str
+    version: PolicyVersion
+    verify: bool
+    receivers: list[ServerSession]
+    order: weights_pb2.PublishOrder
+    # Of its buckets, where the trainer has said beforehand what it sends; else it says it at last.
+    digests: tuple[bytes, ...] = ()
+    # Its receivers were told to receive.
+    is_announced: bool = False
+    # Receivers that failed in it.
+    failed: set[ServerKey] = field(default_factory=set)
+
+
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
+
+
+class Deliveries:
+    """Follows every receiver of every publish to its end."""
+
+    def __init__(
+        self, fleet: Fleet, progress: RunProgress, tasks: asyncio.TaskGroup, reports: PhaseReports
+    ) -> None:
+        self._fleet, self._progress = fleet, progress
+        self._settings = progress.config.weights
+        self._tasks, self._reports = tasks, reports
+        self.membership = Membership(progress.run_id)
+        self.totals = PublishTotals()
+
+    def commit(
+        self,
+        publish: Publish,
+        session: ServerSession,
+        digests: Sequence[bytes],
+        probe: weights_pb2.Probe | None,
+    ) -> None:
+        """Lets a server go on once it has loaded what has these digests."""
+        self._reports.expect(publish.publish_id, session.key, SERVING)
+        session.send(
+            fleet_pb2.ControllerMessage(
+                commit=fleet_pb2.CommitPublish(
+                    publish_id=publish.publish_id,
+                    version=version_to_pb(publish.version),
+                    probe=probe if publish.verify else None,
+                    bucket_digests=digests,
+                )
+            )
+        )
+        # Its buckets may still be on their way, each with its deadline; then it loads and resumes.
+        settings = self._settings
+        limit_s = 2 * settings.join_deadline_s + len(digests) * settings.bucket_deadline_s
+        self._tasks.create_task(self._follow(publish, session, probe, limit_s))
+
+    async def _follow(
+        self,
+        publish: Publish,
+        session: ServerSession,
+        probe: weights_pb2.Probe | None,
+        limit_s: float,
+    ) -> None:
+        if session.key in publish.failed:
+            # Before this task began: nobody would report anything.
+            return
+        report = await self._reports.wait(publish.publish_id, session.key, SERVING, limit_s)
+        if session.key in publish.failed:
+            return
+        if report.phase != SERVING:
+            self.fail(publish, session, report.message or "it failed")
+            return
+        self.totals.served(report)
+        problem = ""
+        if publish.verify:
+            assert probe is not None
+            problem = self._check_probe(probe, report)
+            session.send(
+                fleet_pb2.ControllerMessage(
+                    probe_verdict=fleet_pb2.ProbeVerdict(
+                        publish_id=publish.publish_id, passed=not problem, message=problem
+                    )
+                )
+            )
+        if problem:
+            self.membership.forget()
+            self.make_stale(session, problem)
+        else:
+            session.failed_publishes = 0
+            session.version, session.cause = publish.version, ""
+            session.state = fleet_pb2.SERVER_STATE_SERVING
+        self._progress.signal.notify()
+
+    def fail(self, publish: Publish, session: ServerSession, cause: str) -> None:
+        """Once for each receiver, whoever notices it first."""
+        if session.key in publish.failed:
+            return
+        publish.failed.add(session.key)
+        self.membership.forget()
+        self.make_stale(session, cause, publish.publish_id)
+        self._reports.give_up(publish.publish_id, session.key, cause)
+
+    def make_stale(self, session: ServerSession, cause: str, publish_id: str = "") -> None:
+        """It serves nothing until it has a complete version; `publish_id` is aborted there."""
+        if publish_id:
+            session.send(
+                fleet_pb2.ControllerMessage(
+                    abort=fleet_pb2.AbortPublish(publish_id=publish_id, reason=cause)
+                )
+            )
+        if self._fleet.find(session.key) is not session:
+            return
+        session.failed_publishes += 1
+        session.state, session.cause = fleet_pb2.SERVER_STATE_STALE, cause
+        wait_s = min(0.5 * 2**session.failed_publishes, MAX_RETRY_S)
+        session.retry_publish_s = time.monotonic() + wait_s
+        self._progress.events.add(
+            f"rollout server {session.name} is stale: {cause}", Severity.WARNING
+        )
+        if session.failed_publishes >= MAX_FAILED_PUBLISHES:
+            session.disconnect()
+            self._fleet.remove(session, f"{session.failed_publishes} publishes failed: {cause}")
+
+    def _check_probe(self, probe: weights_pb2.Probe, report: fleet_pb2.PublishReport) -> str:
+        expected = unpack_logprobs(probe.expected_logprobs)
+        got = unpack_logprobs(report.probe_logprobs)
+        if len(expected) == 0 or len(expected) != len(got):
+            return f"the probe asked for {len(expected)} log-probabilities and got {len(got)}"
+        gap = logit_gap(expected, got)
+        self.totals.verified += 1
+        self.totals.probe_gap_max = max(self.totals.probe_gap_max, gap)
+        if not gap <= probe.tolerance:
+            return (
+                "the probe's log-probabilities differ from the learner's like logits that are off "
+                f"by {gap:.2e}, more than {probe.tolerance:.2e}"
+            )
+        return ""
