@@ -60,6 +60,8 @@ class NcclTransport:
         if not self._buffers or self._buffers[0].numel() != size:
             self._buffers = []
             self._buffers = [self._room(size) for _ in range(_NUM_BUFFERS)]
+            # Memory that the allocator hands out may still be in use on the consumer's stream.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return [
             self._buffers[place % _NUM_BUFFERS][: bucket.num_bytes]
             for place, bucket in enumerate(incoming.buckets)
@@ -72,9 +74,8 @@ class NcclTransport:
         buckets, consumer = incoming.buckets, torch.cuda.current_stream(self._device)
         arrived = [torch.cuda.Event() for _ in buckets]  # type: ignore[no-untyped-call]
         rooms = dict(enumerate(memory))
-        # Memory that the allocator hands out may still be in use on the consumer's stream.
-        self._stream.wait_stream(consumer)
 
+        # The first buckets need not wait for the engine's steps under way, only their copies do.
         def enqueue(place: int) -> None:
             if incoming.own_buffers:
                 rooms[place] = self._room(buckets[place].num_bytes)
