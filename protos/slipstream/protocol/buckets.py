@@ -15,9 +15,9 @@ from slipstream.v1 import weights_pb2
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT_BYTES = 16
-# What is done with the last bucket comes after the wire: it is halved until it is no larger. The
-# rate of a broadcast falls off below.
-LAST_BUCKET_BYTES = 64 << 20
+# What is done with the last bucket comes after the wire: it is halved until it is no larger. Each
+# broadcast more takes as long as 9 MB on the wire do, which smaller halves do not win back.
+LAST_BUCKET_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)

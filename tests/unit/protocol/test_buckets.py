@@ -82,20 +82,20 @@ def test_a_small_plan_by_hand() -> None:
 
 def test_the_last_bucket_is_halved_until_little_is_left_behind_the_wire() -> None:
     # In MiB; the first bucket is full, each half ends with a whole tensor.
-    sizes = [100, 100, 70, 30, 20, 40, 10, 10]
+    sizes = [200, 200, 140, 60, 40, 80, 20, 20]
     tensors = [TensorSpec(f"w{n}", "float32", (size << 18,)) for n, size in enumerate(sizes)]
-    buckets = plan_buckets(tensors, 200 << 20)
+    buckets = plan_buckets(tensors, 400 << 20)
     assert [[span.tensor.name for span in b.spans] for b in buckets] == [
         ["w0", "w1"],
         ["w2"],
         ["w3", "w4"],
         ["w5", "w6", "w7"],
     ]
-    assert [bucket.num_bytes >> 20 for bucket in buckets] == [200, 70, 50, 60]
-    assert [span.offset_bytes >> 20 for span in buckets[-1].spans] == [0, 40, 50]
+    assert [bucket.num_bytes >> 20 for bucket in buckets] == [400, 140, 100, 120]
+    assert [span.offset_bytes >> 20 for span in buckets[-1].spans] == [0, 80, 100]
     # One tensor stays whole.
-    (whole,) = plan_buckets(tensors[:1], 200 << 20)
-    assert whole.num_bytes >> 20 == 100
+    (whole,) = plan_buckets(tensors[:1], 400 << 20)
+    assert whole.num_bytes >> 20 == 200
 
 
 def test_a_bucket_without_room_and_an_unknown_type_are_refused() -> None:
