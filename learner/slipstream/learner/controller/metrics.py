@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from slipstream.learner.controller.batch_statistics import batch_statistics, env
 from slipstream.learner.controller.batches import Batch, token_lags, with_several_versions
 from slipstream.learner.controller.busy import BusyMeter, Interval
 from slipstream.learner.controller.evaluation import EvaluationResult
+from slipstream.learner.controller.generation_rate import GenerationRate
 from slipstream.learner.controller.history import RunHistory
 from slipstream.learner.controller.resources import run_resources
 from slipstream.learner.controller.trackers.writers import Trackers
@@ -27,8 +28,6 @@ from slipstream.v1 import fleet_pb2, status_pb2
 EDGE_STEPS = 5
 SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
-# The rate of generation is a mean over so long.
-RATE_WINDOW_S = 5.0
 
 
 @dataclass
@@ -72,8 +71,7 @@ class RunRecorder:
         self._trackers = trackers
         # Time goes on where the last row of an earlier start has it.
         self._started_s = time.time() - max((row["wall_s"] for row in earlier), default=0.0)
-        # Moments and generated tokens of the newest steps: heartbeats are too coarse for one step.
-        self._recent: deque[tuple[float, int]] = deque([(time.time(), 0)])
+        self.rate = GenerationRate()
         self._last_step_s = time.time()
         self.rows: list[dict[str, float]] = [row for row in earlier if "step" in row]
         self.facts = RunFacts()
@@ -81,6 +79,8 @@ class RunRecorder:
     def restore(self, history: RunHistory) -> None:
         """Takes over what adds up over the run."""
         facts = self.facts
+        lives = history.servers.values()
+        self.rate.earlier = sum(max(life.generated, life.received) for life in lives)
         facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
@@ -100,7 +100,10 @@ class RunRecorder:
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
         """Notes when an engine was busy."""
-        self.facts.busy.generated([(span.start_s, span.end_s) for span in report.busy_intervals])
+        intervals = [(span.start_s, span.end_s) for span in report.busy_intervals]
+        self.facts.busy.generated(intervals)
+        if intervals:
+            self.rate.began(intervals[0][0])
 
     def step(
         self,
@@ -122,7 +125,7 @@ class RunRecorder:
             **metrics,
             **gauges,
             "step_s": elapsed,
-            "generated_tokens_per_s": self._generation_rate(now, generated_tokens),
+            "generated_tokens_per_s": self.rate.at(now, generated_tokens),
             "trained_tokens_per_s": metrics.get("trained_tokens", 0.0) / elapsed,
             "training_s": training[1] - training[0],
         }
@@ -206,13 +209,6 @@ class RunRecorder:
         finite = _finite(summary)
         (self._folder / "summary.json").write_text(json.dumps(finite, indent=2) + "\n")
         return finite
-
-    def _generation_rate(self, now: float, generated_tokens: int) -> float:
-        self._recent.append((now, generated_tokens))
-        while len(self._recent) > 2 and now - self._recent[1][0] >= RATE_WINDOW_S:
-            self._recent.popleft()
-        then, before = self._recent[0]
-        return (generated_tokens - before) / max(now - then, 1e-9)
 
     def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
