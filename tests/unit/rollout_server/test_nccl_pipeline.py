@@ -68,6 +68,24 @@ def test_copies_of_a_bucket_run_while_the_next_one_arrives(
     transport.close()
 
 
+def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.Stream) -> None:
+    membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+    transport = NcclTransport(membership, torch.device("cuda", 0))
+    incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=False)
+    transport.prepare(incoming)
+    transport._digests = Digests()
+    (link,) = nccl_transport._streams(torch.device("cuda", 0))
+    consumer.work(100.0)
+    ended = []
+    for _ in transport.receive(incoming):
+        ended.append(link.time)
+        consumer.work(COPY)
+    # The third one overwrites the first, which is copied behind the steps.
+    first_copied = 100.0 + DIGEST + COPY
+    assert ended[:2] == [2 * BROADCAST, first_copied + BROADCAST]
+    transport.close()
+
+
 def test_broadcasts_come_before_copies_where_processors_are_scarce(
     consumer: fake_streams.Stream,
 ) -> None:
