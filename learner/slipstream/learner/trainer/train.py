@@ -84,19 +84,20 @@ class Trainer:
         while True:
             with self._stages.measure("waiting"):
                 order = self._next_order()
+            if isinstance(order, weights_pb2.PublishOrder):
+                # Before anything else: servers may wait for the first bucket already.
+                with self._stages.measure("publish"):
+                    self._publish(order)
             with self._stages.measure("checkpoint"):
                 self._tell(self._checkpointer.poll())
             if isinstance(order, Batch):
                 with self._profile.step(order.step):
                     self._train(order)
-            elif isinstance(order, weights_pb2.PublishOrder):
-                with self._stages.measure("publish"):
-                    self._publish(order)
             elif isinstance(order, Stop):
                 self._finish(order)
                 return
             else:
-                assert isinstance(order, Wait)
+                assert isinstance(order, (Wait, weights_pb2.PublishOrder))
 
     def _register(self) -> None:
         has_experts = self._policy.chunks[0].config.num_moe_experts is not None

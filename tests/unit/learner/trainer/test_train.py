@@ -1,0 +1,53 @@
+"""The order in which the trainer's loop does things."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from slipstream.learner.trainer.orders import Order, Stop, Wait
+from slipstream.learner.trainer.train import Trainer
+from slipstream.v1 import weights_pb2
+
+
+class Loop(Trainer):
+    """Only notes what it is to do."""
+
+    def __init__(self, *orders: Order) -> None:
+        self.seen: list[str] = []
+        self._orders = list(orders)
+        self._ranks = SimpleNamespace(is_main=True)
+        self._client = SimpleNamespace()
+        self._stages = SimpleNamespace(measure=lambda _: contextlib.nullcontext())
+        self._checkpointer = SimpleNamespace(poll=lambda: self.seen.append("poll"))
+
+    def _register(self) -> None:
+        self.seen.append("register")
+
+    def _next_order(self) -> Order:
+        return self._orders.pop(0)
+
+    def _tell(self, saved: object) -> None:
+        assert saved is None
+
+    def _publish(self, order: weights_pb2.PublishOrder) -> None:
+        self.seen.append(order.publish_id)
+
+    def _finish(self, order: Stop) -> None:
+        self.seen.append(order.reason)
+
+
+@pytest.fixture(autouse=True)
+def own_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_servers_do_not_wait_for_a_checkpoint_that_is_finished() -> None:
+    loop = Loop(weights_pb2.PublishOrder(publish_id="p1"), Wait(), Stop("the end"))
+    loop.run()
+    assert loop.seen == ["register", "p1", "poll", "poll", "poll", "the end"]
