@@ -231,7 +231,13 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
     assert {name: len(tokens) for name, tokens in engine.tokens.items()} == sampled
     # Nothing is left to say; new weights forget the cache and all are computed again.
     assert not engine.has_work()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    num_blocks = len(pool.blocks)
+    # One of each request, all four under one hash: their tokens are alike.
+    assert sum(block.block_hash is not None for block in pool.blocks) == 4
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert len(pool.blocks) == num_blocks
+    assert all(block.block_hash is None for block in pool.blocks)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.drain()
     assert [len(engine.tokens[f"r{number}"]) for number in range(4)] == [60] * 4

@@ -22,6 +22,8 @@ from slipstream.protocol.errors import ConfigError
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -61,7 +63,7 @@ def check_outputs(fields: Iterable[str]) -> None:
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Blocks of the KV cache that requests can fill: all at full length, and as much of prefixes.
 
-    A pause makes vLLM look at every block that it plans with, millions with a small model.
+    Of a small model there are millions, and vLLM makes an object of each.
     """
     longest = int(vllm_config.model_config.max_model_len)
     groups = kv_cache_config.kv_cache_groups
@@ -173,6 +175,20 @@ class _Chunking(Scheduler):  # type: ignore[misc]
             self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
         )
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - vLLM's own
+        """See vLLM, which goes through every block while the engine stands still.
+
+        Only those that are cached have anything to be reset.
+        """
+        pool = self.kv_cache_manager.block_pool
+        every = pool.blocks
+        if not pool._reuse_watchers:
+            pool.blocks = list(_cached_blocks(pool))
+        try:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        finally:
+            pool.blocks = every
+
     def make_stats(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
         """None: a message for every step that nobody reads."""
 
@@ -239,6 +255,14 @@ class _Chunking(Scheduler):  # type: ignore[misc]
     def _forget(self, request_id: str) -> None:
         self._chunks.pop(request_id, None)
         self._streamed.discard(request_id)
+
+
+def _cached_blocks(pool: BlockPool) -> Iterator[KVCacheBlock]:
+    for found in pool.cached_block_hash_to_block._cache.values():
+        if isinstance(found, dict):
+            yield from found.values()
+        else:
+            yield found
 
 
 class ChunkingScheduler(_Chunking):
