@@ -59,6 +59,9 @@ class NcclWeightSender:
     ) -> None:
         self._weights, self._backend, self._stream = weights, backend, stream
         self._make_unique_id = make_unique_id
+        # NCCL listens for the members of each id that was made, on a thread and a socket that end
+        # when all have come: one that nobody was told of is kept for the next communicator.
+        self._unused_id: bytes | None = None
         self._id: str | None = None
         self._group: NcclGroup | None = None
 
@@ -73,10 +76,11 @@ class NcclWeightSender:
     ) -> weights_pb2.Communicator:
         """See `WeightSender`."""
         self.abort()
+        self._unused_id = self._unused_id or self._make_unique_id()
         return weights_pb2.Communicator(
             communicator_id=communicator_id,
             transport="nccl",
-            unique_id=self._make_unique_id(),
+            unique_id=self._unused_id,
             world_size=world_size,
             num_senders=num_senders,
         )
@@ -84,6 +88,7 @@ class NcclWeightSender:
     def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
         """See `WeightSender`."""
         self.abort()
+        self._unused_id = None
         self._group = NcclGroup.join(
             self._backend,
             announced.unique_id,

@@ -70,6 +70,7 @@ class Fleet:
         self.meetings: dict[bytes, Meeting] = {}
         self.num_ids = 0
         self.num_buckets = len(BUCKETS)
+        self.is_empty = False
         self.receiver_deadline_s = 20.0
         self.bring_s = 0.0
         self.received: list[dict[str, bytes]] = []
@@ -105,6 +106,8 @@ class Fleet:
         return b"id-%d" % self.num_ids
 
     def _start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
+        if self.is_empty:
+            return []
         thread = threading.Thread(target=self._receive, args=(start.communicator,))
         thread.start()
         self._threads.append(thread)
@@ -202,6 +205,18 @@ def test_parameters_come_back_from_the_host_before_a_bucket_is_waited_for(fleet:
     (result,) = fleet.controller.results
     assert result.error == ""
     assert fleet.received == [EXPECTED]
+
+
+def test_publishes_that_are_given_up_before_anybody_is_told_make_one_id(fleet: Fleet) -> None:
+    fleet.is_empty = True
+    for _ in range(3):
+        fleet.publish(new_communicator=True)
+    assert fleet.num_ids == 1
+    fleet.is_empty = False
+    fleet.publish(new_communicator=True)
+    fleet.publish(new_communicator=True)
+    assert fleet.num_ids == 2
+    assert fleet.received == [EXPECTED, EXPECTED]
 
 
 def test_sender_without_a_communicator_says_so() -> None:
