@@ -52,8 +52,17 @@ OWNERS = {
     "torch": ("slipstream.learner.trainer", "slipstream.rollout_server"),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
+# Their pipes, queues and files pickle what goes through them.
+PICKLING_MODULES = {"multiprocessing", "joblib", "torch.multiprocessing", "pandas"}
+# torch's collectives of any object pickle it.
+PICKLING_CALLS = {
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list", "read_pickle", "to_pickle"),
+}
 # The one reader of a pickle that torch insists on; it lets only plain records out.
 UNPICKLER = "slipstream.learner.trainer.checkpoints.restricted_pickle"
+# A handler of gRPC owns the wait of its reader.
+ALLOWED = {"slipstream.protocol.queue.grpc": "no limit"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "yaml.load", "os.system", "os.popen"}
 ALL_INTERFACES = ".".join("0000")
 
@@ -195,6 +204,37 @@ def test_nothing_unpickles_or_runs_text_as_code() -> None:
     assert not wrong
 
 
+def doubtful_calls(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and complaint of calls that trust what they are given, or wait without a limit."""
+    for call in calls(path):
+        name = dotted(call.func).rpartition(".")[2]
+        if name in PICKLING_CALLS:
+            yield call.lineno, f"{name} pickles"
+        for keyword in call.keywords:
+            value = keyword.value.value if isinstance(keyword.value, ast.Constant) else ...
+            if keyword.arg == "trust_remote_code" and value is not False:
+                yield call.lineno, "code of a model's folder"
+            if keyword.arg in ("timeout", "timeout_s", "limit_s") and value is None:
+                yield call.lineno, "no limit"
+            if keyword.arg in ("verify", "check_hostname") and value is False:
+                yield call.lineno, "whoever answers"
+
+
+def test_no_package_pickles_by_another_name_or_trusts_what_it_reads() -> None:
+    wrong = [
+        f"{where(path, line)}: {name}"
+        for path in package_sources()
+        for line, name in imports(path)
+        if any(within(name, module) for module in PICKLING_MODULES)
+    ]
+    for path in package_sources():
+        allowed = ALLOWED.get(module_name(path))
+        wrong += [
+            f"{where(path, line)}: {what}" for line, what in doubtful_calls(path) if what != allowed
+        ]
+    assert not wrong
+
+
 def test_nothing_listens_on_all_interfaces() -> None:
     wrong = [
         where(path, line)
@@ -231,3 +271,8 @@ def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
     file.write_text("import pickle\ndef f():\n    from vllm import LLM\n    eval('1')\n")
     assert list(imports(file)) == [(1, "pickle"), (3, "vllm.LLM")]
     assert [dotted(call.func) for call in calls(file)] == ["eval"]
+    file.write_text(
+        "dist.all_gather_object(x, y)\nload(trust_remote_code=True)\nwait(timeout=None)\n"
+        "get(verify=False)\nload(trust_remote_code=False)\nwait(timeout=1)\n"
+    )
+    assert [line for line, _ in doubtful_calls(file)] == [1, 2, 3, 4]

@@ -174,3 +174,15 @@ def test_every_toml_block_fits_into_a_run(page: Path):
 def test_every_python_block_can_be_parsed(page: Path):
     for text in blocks(page, "python"):
         ast.parse(text, page.name)
+
+
+def test_the_tests_that_the_page_on_security_names_exist():
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| .* \| .* \| (.*test_.*) \|$", page, re.MULTILINE)
+    assert len(rows) >= 15
+    for file, names in re.findall(
+        r"`([\w/]+\.py)`(?:: ((?:`test_\w+`(?:, )?)+))?", "\n".join(rows)
+    ):
+        text = (ROOT / "tests" / file).read_text()
+        for name in re.findall(r"`(test_\w+)`", names):
+            assert f"def {name}(" in text, f"{file}: {name}"

@@ -19,16 +19,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     # What gRPC's core logs by itself, nobody at a terminal can use.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from slipstream.client.terminal import plain
     from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 
     try:
         result = arguments.execute(arguments)
         return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
     except (ConfigError, EnvironmentFailed) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
+        print(plain(f"slipstream: {error}"), file=sys.stderr)
         return 2
     except SlipstreamError as error:
-        print(f"slipstream: {error}", file=sys.stderr)
+        print(plain(f"slipstream: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

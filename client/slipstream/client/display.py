@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from slipstream.client.terminal import plain
 from slipstream.protocol.config import Config
 from slipstream.v1 import status_pb2
 
@@ -85,7 +86,7 @@ class Display:
         width = max(len(name) for name, _ in rows)
         self._out.write("\n")
         for name, value in rows:
-            self._out.write(f"  {name:<{width}}  {value}\n")
+            self._out.write(f"  {name:<{width}}  {plain(value)}\n")
         files = [name for name in FILES if (folder / name).exists()]
         self._out.write(f"\n  {folder}/: {', '.join(files)}\n")
         self._out.flush()
@@ -93,7 +94,7 @@ class Display:
     def _line(self, text: str) -> None:
         self.spoke_s = time.monotonic()
         elapsed = self.spoke_s - self._started_s
-        self._out.write(f"{elapsed:7.1f} s  {text}\n")
+        self._out.write(f"{elapsed:7.1f} s  {plain(text, indent=11)}\n")
         self._out.flush()
 
 

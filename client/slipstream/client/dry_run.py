@@ -11,10 +11,11 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.model_sizes import read_model_sizes
 from slipstream.protocol.rank_layout import RankLayout
 from slipstream.protocol.roles import role_settings
+from slipstream.protocol.security import without_password
 
 
 def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> str:
-    """TOML that `load_config` reads back; all that is no setting stands in comments.
+    """TOML that `load_config` reads back, but for a password; what is no setting is a comment.
 
     `ranks` and `servers` would start here. The model's config.json is read, nothing else of it.
     ConfigError as of `check_sizes`.
@@ -35,7 +36,7 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> str:
         notes += ["", f"Warning: {config.algorithm.staleness_warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
-    return f"{dump_config(config)}\n{as_comments(notes)}"
+    return f"{dump_config(without_password(config))}\n{as_comments(notes)}"
 
 
 def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Config, list[str]]:

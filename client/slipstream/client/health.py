@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slipstream.client.client import Client
 from slipstream.client.status import RunStatus
+from slipstream.client.terminal import plain
 from slipstream.protocol.errors import SlipstreamError
 
 WORKING = ("loading", "serving", "draining")
@@ -57,7 +58,7 @@ def main() -> int:
     except SlipstreamError as error:
         fault = str(error)
     if fault is not None:
-        print(fault, file=sys.stderr)
+        print(plain(fault), file=sys.stderr)
     return 0 if fault is None else 1
 
 

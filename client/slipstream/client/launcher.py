@@ -21,6 +21,7 @@ from slipstream.client.preflight import (
     check_port,
     check_run_folder,
     check_settings,
+    make_run_folder,
 )
 from slipstream.client.session import (
     GRACE_S,
@@ -34,9 +35,11 @@ from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import dump_config, load_config, parse_config
 from slipstream.protocol.errors import ConfigError, RunFailed
+from slipstream.protocol.names import check_server_id
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
 from slipstream.protocol.sections import QueueEnd
+from slipstream.protocol.security import without_password
 from slipstream.protocol.tracking import check_trackers
 
 REPLAY = "slipstream.learner.trainer.replay"
@@ -60,6 +63,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     placement = place_here(config, **local)
     config = share_memory(config, placement)
     check_transport(config, placement)
+    make_run_folder(config)
     logs = config.run_dir / "logs"
     await check_environments(config, logs / "preflight.log")
     async with AsyncExitStack() as stack:
@@ -108,6 +112,7 @@ async def run_learner(
         print(describe_dry_run(config, ranks=per_node), end="")
         return 0
     placement = place_here(config, ranks=per_node)
+    make_run_folder(config)
     if has_controller:
         await check_environments(config, config.run_dir / "logs" / "preflight.log")
     async with Session(config, credentials, placement, node_rank=node_rank) as session:
@@ -136,11 +141,12 @@ async def run_rollout_server(
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
         config, gpus = place_dry(config, servers=1)
-        print(dump_config(config) + as_comments(gpus), end="")
+        print(dump_config(without_password(config)) + as_comments(gpus), end="")
         return 0
     placement = place_here(config, servers=1)
     await check_controller(config.controller.address, credentials, connect_timeout_s)
-    name = server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+    name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
+    make_run_folder(config)
     folder = config.run_dir / "servers" / name
     resolved = write_config(config, folder)
     arguments = ["--config", str(resolved), "--controller", config.controller.address]

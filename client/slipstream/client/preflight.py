@@ -22,6 +22,7 @@ from slipstream.protocol.config_changes import check_resumable
 from slipstream.protocol.config_file import check_model, check_sizes, dump_config, load_config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.exposure import check_private
+from slipstream.protocol.process import open_variables
 from slipstream.protocol.roles import role_settings
 from slipstream.protocol.sections import QueueEnd
 from slipstream.protocol.security import (
@@ -100,10 +101,18 @@ def check_run_folder(config: Config) -> bool:
     return True
 
 
-def make_folder(path: Path) -> Path:
+def make_run_folder(config: Config) -> None:
+    """Makes the run's folder for its owner's eyes; ConfigError. One that is there stays as it is.
+
+    It will hold prompts, replies and weights.
+    """
+    make_folder(config.run_dir, mode=0o700)
+
+
+def make_folder(path: Path, *, mode: int = 0o777) -> Path:
     """`path` with all above it; ConfigError when it cannot be made."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:
         raise ConfigError(f"run.dir: cannot make {path}: {error.strerror}") from error
     return path
@@ -188,6 +197,8 @@ async def check_environments(config: Config, log_path: Path) -> None:
                 *[sys.executable, "-m", "slipstream.client.worker", "--check", reference],
                 *["--args", json.dumps(args), "--search-path", os.getcwd()],
                 *["--timeout-s", str(timeout_s)],
+                # As in a worker beside a rollout server.
+                env=open_variables(os.environ),
                 stdout=log,
                 stderr=asyncio.subprocess.PIPE,
             )

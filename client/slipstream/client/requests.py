@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
+from slipstream.client.terminal import plain
 from slipstream.protocol.errors import ConfigError
 
 
@@ -36,7 +37,7 @@ async def submit(arguments: argparse.Namespace) -> int:
         )
     tasks = f"{status.num_tasks:,} tasks" if status.num_tasks else "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
-    print(f"environment {status.name} is {status.state}: {detail}")
+    print(plain(f"environment {status.name} is {status.state}: {detail}"))
     return 0
 
 
@@ -47,7 +48,7 @@ async def status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(dataclasses.asdict(run), indent=2))
     else:
-        print("\n".join(status_lines(run)))
+        print("\n".join(map(plain, status_lines(run))))
     return 0
 
 
@@ -55,7 +56,7 @@ async def environments(arguments: argparse.Namespace) -> int:
     """`slipstream environments`."""
     async with connect(arguments) as client:
         entries = await client.environments()
-    print("\n".join(environment_lines(entries)))
+    print("\n".join(map(plain, environment_lines(entries))))
     return 0
 
 

@@ -10,8 +10,11 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Mapping
 
 _PR_SET_PDEATHSIG = 1
+# What environment code may see of our environment: no secrets.
+_OPEN_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
 
 
 def die_with_parent() -> None:
@@ -24,6 +27,11 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that a process with environment code gets."""
+    return {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import grpc
 import grpc.aio
-from slipstream.protocol.config import QueueSection, SecuritySection, address_parts
+from slipstream.protocol.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.sections import QueueEnd
@@ -184,6 +185,24 @@ def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
         raise ConfigError(f"{what}: {file} is empty")
     between = "&" if parts.query else "?"
     return f"{queue.redis_url}{between}{urlencode(entries)}"
+
+
+def without_password(config: Config) -> Config:
+    """The same settings with *** for a password in `queue.redis_url`, to be shown."""
+    if config.queue.redis_url is None:
+        return config
+    parts = urlsplit(config.queue.redis_url)
+    login, at, place = parts.netloc.rpartition("@")
+    user, colon, _ = login.partition(":")
+    shown = parts._replace(
+        netloc=f"{user}{colon and ':***'}{at}{place}",
+        query=re.sub(r"(^|&)password=[^&]*", r"\1password=***", parts.query),
+    )
+    # `geturl` forgets slashes before an empty host.
+    scheme, _, _ = config.queue.redis_url.partition("//")
+    path = f"{shown.path}{shown.query and '?'}{shown.query}"
+    queue = config.queue.model_copy(update={"redis_url": f"{scheme}//{shown.netloc}{path}"})
+    return config.model_copy(update={"queue": queue})
 
 
 def call_metadata(credentials: Credentials) -> tuple[tuple[str, str], ...]:

@@ -23,6 +23,7 @@ from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_file import check_model, load_config
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exposure import narrow_sockets
+from slipstream.protocol.names import check_server_id
 from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.process import die_with_parent
 from slipstream.protocol.types import ServerId
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     die_with_parent()
     try:
+        check_server_id(options.server_id)
         config = load_config(options.config)
         check_model(config)
         asyncio.run(_serve(config, options))

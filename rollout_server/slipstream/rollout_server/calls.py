@@ -155,11 +155,16 @@ class StreamSession:
         )
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
         verdict = answer.verdict
-        if not math.isfinite(verdict.reward):
-            raise EnvironmentFailed(
-                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                f"the reward must be a finite number, got {verdict.reward}",
-            )
+        # What a client serves need not be written with our package.
+        numbers = {"the reward": verdict.reward} | {
+            f"the metric {name!r}": value for name, value in verdict.metrics.items()
+        }
+        for what, value in numbers.items():
+            if not math.isfinite(value):
+                raise EnvironmentFailed(
+                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                    f"{what[:_MAX_MESSAGE_CHARACTERS]} must be a finite number, got {value}",
+                )
         return Verdict(
             reward=verdict.reward,
             done=verdict.done,

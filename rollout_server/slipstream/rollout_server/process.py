@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from slipstream.protocol.config import RolloutServerSection
-from slipstream.protocol.process import die_with_parent
+from slipstream.protocol.process import die_with_parent, open_variables
 
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -23,9 +23,6 @@ _QUIET = {
 
 # Exit code of a server whose engine did not start; its log says why.
 NOT_STARTED = 3
-
-# What an environment worker may see of our environment: no secrets.
-_WORKER_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
 
 
 def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[str, str]:
@@ -54,8 +51,7 @@ def is_cpu_build() -> bool:
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
     """The whole environment of an environment worker."""
-    clean = {name: variables[name] for name in _WORKER_VARIABLES if name in variables}
-    return clean | {"SLIPSTREAM_TOKEN": token}
+    return open_variables(variables) | {"SLIPSTREAM_TOKEN": token}
 
 
 @contextlib.contextmanager

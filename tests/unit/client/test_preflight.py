@@ -10,8 +10,10 @@ import pytest
 import tomli_w
 from slipstream.client import preflight
 from slipstream.client.launcher import run_learner
-from slipstream.client.preflight import free_port
+from slipstream.client.preflight import check_environments, free_port, make_run_folder
+from slipstream.protocol.config import EnvironmentSection
 from slipstream.protocol.errors import ConfigError
+from small_configs import config_of
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
@@ -63,3 +65,39 @@ async def test_only_the_controllers_node_needs_the_password_of_the_queue(
     else:
         assert await run == 0
         assert "# 2 ranks" in capsys.readouterr().out
+
+
+SPY = """
+import os
+from slipstream.client.builtin.echo import Echo
+
+class Spy(Echo):
+    def __init__(self):
+        super().__init__()
+        seen = sorted(set(os.environ) - {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"})
+        raise ValueError(f"it sees {' '.join(seen)}.")
+"""
+
+
+async def test_an_environment_sees_no_secrets_when_it_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spy.py").write_text(SPY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    spy = EnvironmentSection(name="spy", reference="spy:Spy")
+    config = config_of(tmp_path).model_copy(update={"environments": (spy,)})
+    with pytest.raises(ConfigError) as caught:
+        await check_environments(config, tmp_path / "logs" / "preflight.log")
+    # Python sets the last one itself.
+    seen = str(caught.value).partition("it sees ")[2].partition(".")[0].split()
+    assert set(seen) <= {"LC_CTYPE"}, caught.value
+
+
+def test_the_folder_of_a_run_is_for_its_owner_alone(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "runs")
+    make_run_folder(config)
+    assert config.run_dir.stat().st_mode & 0o777 == 0o700
+    config.run_dir.chmod(0o750)
+    make_run_folder(config)
+    assert config.run_dir.stat().st_mode & 0o777 == 0o750

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.sections import SecuritySection
+from slipstream.protocol.sections import QueueSection, SecuritySection
 from slipstream.protocol.security import (
     Credentials,
     bind,
@@ -18,7 +18,9 @@ from slipstream.protocol.security import (
     is_loopback,
     open_blocking_channel,
     open_channel,
+    without_password,
 )
+from small_configs import config_of
 
 TOKEN = "s" * 32
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
@@ -72,21 +74,25 @@ async def call(channel: grpc.aio.Channel, shape: str, credentials: Credentials) 
     return b"".join([part async for part in answer])
 
 
+def make_certificate(folder: Path, names: str, *, days: int = 2) -> Path:
+    """A self-signed certificate for these names; its key lies beside it as key.pem."""
+    folder.mkdir(exist_ok=True)
+    (folder / "extensions").write_text(f"subjectAltName={names}\n")
+    request = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    sign = ("openssl", "x509", "-req", "-in", "request.pem", "-signkey", "key.pem")
+    for command in (
+        (*request, "-subj", "/CN=localhost", "-keyout", "key.pem", "-out", "request.pem"),
+        (*sign, "-days", str(days), "-extfile", "extensions", "-out", "certificate.pem"),
+    ):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "certificate.pem"
+
+
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """A self-signed certificate for localhost and its key."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
+    made = make_certificate(tmp_path, "DNS:localhost,IP:127.0.0.1")
+    return made, made.with_name("key.pem")
 
 
 @pytest.mark.parametrize(
@@ -211,3 +217,65 @@ def test_credentials_name_the_file_that_is_missing_or_too_short(tmp_path: Path) 
     )
     with pytest.raises(ConfigError, match="security.tls_ca: "):
         Credentials.load(SecuritySection(tls_ca=tmp_path / "none"))
+
+
+@pytest.mark.parametrize("fault", ["another name", "expired", "another authority"])
+async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(
+    fault: str, tmp_path: Path
+) -> None:
+    names = "DNS:elsewhere.example" if fault == "another name" else "DNS:localhost"
+    days = -1 if fault == "expired" else 2
+    shown = known = make_certificate(tmp_path / "server", names, days=days)
+    if fault == "another authority":
+        known = make_certificate(tmp_path / "other", names)
+    (tmp_path / "token").write_text(TOKEN)
+    token = {"token_file": tmp_path / "token"}
+    serving = Credentials.load(
+        SecuritySection(tls_certificate=shown, tls_key=shown.with_name("key.pem"), **token)
+    )
+    calling = Credentials.load(SecuritySection(tls_ca=known, **token))
+    server = create_server(serving)
+    seen: list[str] = []
+    server.add_generic_rpc_handlers((Listener(seen), echo_handlers()))
+    address = f"localhost:{bind(server, 'localhost:0', serving)}"
+    await server.start()
+    async with open_channel(address, calling) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, "UnaryUnary", calling)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert TOKEN not in str(caught.value)
+    # The token never left.
+    assert seen == []
+    await server.stop(None)
+
+
+class Listener(grpc.GenericRpcHandler):
+    """Notes what reaches a server."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self._seen = seen
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
+        self._seen.append(handler_call_details.method)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:p:w@127.0.0.1:6379/0", "redis://:***@127.0.0.1:6379/0"),
+        ("rediss://user:secret@queue/0?db=1", "rediss://user:***@queue/0?db=1"),
+        ("unix:///run/v.sock?password=secret&db=1", "unix:///run/v.sock?password=***&db=1"),
+        (
+            "unix://user@/run/v.sock?db=1&password=secret",
+            "unix://user@/run/v.sock?db=1&password=***",
+        ),
+        ("rediss://queue.example:6380/0", "rediss://queue.example:6380/0"),
+    ],
+)
+def test_settings_are_shown_without_the_password_of_the_queue(
+    url: str, shown: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"queue": QueueSection(kind="redis", redis_url=url)})
+    assert without_password(config).queue.redis_url == shown
+    assert without_password(config).run == config.run

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 import time
 
 from slipstream.client import Environment, StepResult
@@ -63,3 +65,15 @@ class Unloadable(Environment):
 class DiesWhileLoading(Environment):
     def __init__(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Curious(Good):
+    """Says which descriptors it has, and what is in its environment."""
+
+    def reset(self, task):
+        found = {
+            name: os.readlink(f"/proc/self/fd/{name}")
+            for name in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{name}")
+        }
+        return [{"role": "user", "content": json.dumps([found, dict(os.environ), sys.argv])}]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -182,6 +184,27 @@ async def test_unloading_ends_the_workers(hosted) -> None:
             await asyncio.sleep(0.02)
     with pytest.raises(EnvironmentFailed):
         await session.reset(0, 0)
+
+
+async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
+    hosted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-server")
+    with (tmp_path / "token").open("w") as held:
+        os.set_inheritable(held.fileno(), True)
+        hosted.load("Curious")
+        await hosted.report()
+        session = await hosted.open("Curious")
+        ((_, told),) = (await session.reset(0, 0)).messages
+        session.close()
+    files, variables, arguments = json.loads(told)
+    # Its log, the null device, and what it has opened itself: sockets, an event loop, its listing.
+    own = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", str(tmp_path / "logs"))
+    assert [path for path in files.values() if not path.startswith(own)] == []
+    assert set(variables) <= {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
+    # Its token is gone when the environment is loaded, and never stood on the command line.
+    assert arguments[1:2] == ["--connect"]
+    assert len(arguments) == 3
 
 
 def test_a_worker_sees_no_secrets() -> None:

@@ -20,11 +20,15 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.relay import raise_failure
 from slipstream.learner.controller.transport_choice import misfit
 from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.names import check_server_id
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
 OUTBOX_MESSAGES = 10_000
+# Of one server; no machine has so many GPUs.
+MAX_ENGINE_WORKERS = 1024
 
 
 @dataclass(eq=False)
@@ -246,6 +250,8 @@ class FleetServicer:
                 f"the controller speaks {PROTOCOL_VERSION}"
             )
             reason = Reason.PROTOCOL
+        elif problem := _impossible(hello):
+            reason = Reason.PROTOCOL
         elif hello.max_episodes < config.algorithm.group_size:
             problem = (
                 f"room for {hello.max_episodes} episodes, a group has {config.algorithm.group_size}"
@@ -268,9 +274,9 @@ class FleetServicer:
             await abort(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"server {hello.server_id}: {problem}",
+                f"server {hello.server_id[:100]}: {problem}",
                 reason,
-                {"server_id": hello.server_id},
+                {"server_id": hello.server_id[:100]},
             )
         return ServerSession(ServerKey(ServerId(hello.server_id), hello.server_epoch), hello)
 
@@ -285,3 +291,14 @@ class FleetServicer:
             self._fleet.remove(session, f"its stream broke: {error.details()}")
         finally:
             session.disconnect()
+
+
+def _impossible(hello: fleet_pb2.ServerHello) -> str:
+    """What no server of ours would say of itself; empty: nothing."""
+    try:
+        check_server_id(hello.server_id)
+    except ConfigError as error:
+        return str(error)
+    if not 1 <= hello.engine_workers <= MAX_ENGINE_WORKERS:
+        return f"an engine has 1 to {MAX_ENGINE_WORKERS} workers, got {hello.engine_workers}"
+    return ""

@@ -1,0 +1,156 @@
+"""Nothing that the controller serves answers without the token, and absurd callers are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from controller_runs import make_config
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from slipstream.learner.controller.application import Controller
+from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.security import Credentials, call_metadata
+from slipstream.v1 import (
+    environment_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    trainer_pb2,
+    trajectory_pb2,
+)
+
+TOKEN = "t" * 40
+MODULES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
+OTHERS = (health_pb2, reflection_pb2)
+
+
+def with_token(token: str | None) -> Credentials:
+    return Credentials(certificate=None, key=None, ca=None, token=token)
+
+
+def services() -> Iterator[ServiceDescriptor]:
+    for module in (*MODULES, *OTHERS):
+        yield from module.DESCRIPTOR.services_by_name.values()
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path) -> AsyncIterator[str]:
+    """The address of a controller with a token."""
+    config = make_config(tmp_path)
+    controller = Controller(config, with_token(TOKEN))
+    running = asyncio.ensure_future(controller.run())
+    address = config.controller.address
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = status_pb2_grpc.StatusServiceStub(channel)
+            await stub.GetStatus(
+                status_pb2.GetStatusRequest(),
+                metadata=call_metadata(with_token(TOKEN)),
+                wait_for_ready=True,
+                timeout=20,
+            )
+        yield address
+    finally:
+        controller.stop("the test is over")
+        async with asyncio.timeout(30):
+            await running
+
+
+async def call(channel: grpc.aio.Channel, method: MethodDescriptor, token: str | None) -> None:
+    """One empty request, whatever the method's shape."""
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield b""
+
+    shapes = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    kind = shapes[method.client_streaming, method.server_streaming]
+    made = kind(f"/{method.containing_service.full_name}/{method.name}")(
+        requests() if method.client_streaming else b"",
+        metadata=call_metadata(with_token(token)),
+        timeout=20,
+    )
+    if method.server_streaming:
+        await made.read()
+    else:
+        await made
+
+
+async def test_no_method_answers_without_the_token(tmp_path: Path) -> None:
+    methods = [method for service in services() for method in service.methods]
+    served = {f"{method.containing_service.name}.{method.name}" for method in methods}
+    assert {"FleetService.Join", "StatusService.StopRun", "TrainerService.Next"} <= served
+    # Served by rollout servers, on a unix socket of their own.
+    methods = [m for m in methods if m.containing_service.name != "WorkerService"]
+    async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+        for method in methods:
+            for token in (None, "", TOKEN[:-1], TOKEN.upper()):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call(channel, method, token)
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, method.full_name
+
+
+@pytest.mark.parametrize(
+    ("hello", "rule"),
+    [
+        ({"server_id": "../../etc"}, "the id of a rollout server has up to 100 letters"),
+        ({"server_id": ""}, "the id of a rollout server has up to 100 letters"),
+        ({"server_id": "s" * 10_000}, "the id of a rollout server has up to 100 letters"),
+        ({"server_id": "s\x1b[2J"}, "the id of a rollout server has up to 100 letters"),
+        ({"engine_workers": 0}, "an engine has 1 to 1024 workers, got 0"),
+        ({"engine_workers": 2**31}, "an engine has 1 to 1024 workers, got 2147483648"),
+        ({"max_episodes": 0}, "room for 0 episodes, a group has 4"),
+    ],
+)
+async def test_a_server_that_cannot_be_is_refused_by_name_and_rule(
+    hello: dict, rule: str, tmp_path: Path
+) -> None:
+    greeting = {
+        "server_id": "s0",
+        "server_epoch": 1,
+        "protocol_version": PROTOCOL_VERSION,
+        "max_episodes": 64,
+        "engine_workers": 1,
+        "max_model_len": 4096,
+        "queue_bytes": 256 << 20,
+    }
+    message = fleet_pb2.ServerMessage(hello=fleet_pb2.ServerHello(**(greeting | hello)))
+
+    async def messages() -> AsyncIterator[fleet_pb2.ServerMessage]:
+        yield message
+        await asyncio.Event().wait()
+
+    async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+        join = fleet_pb2_grpc.FleetServiceStub(channel).Join(
+            messages(), metadata=call_metadata(with_token(TOKEN)), timeout=20
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await join.read()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert rule in caught.value.details()
+    assert len(caught.value.details()) < 400
+
+
+async def test_a_message_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path) as address,
+        grpc.aio.insecure_channel(
+            address, options=[("grpc.max_send_message_length", -1)]
+        ) as channel,
+    ):
+        stop = channel.unary_unary("/slipstream.v1.StatusService/StopRun")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stop(bytes((64 << 20) + 1), metadata=call_metadata(with_token(TOKEN)), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,0 +1,49 @@
+"""What models and environments write does not steer the terminal that shows it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from slipstream.client.cli import main
+from slipstream.client.display import Display
+from slipstream.client.terminal import plain
+from slipstream.v1 import status_pb2
+from small_configs import config_of
+
+# Clears the screen, sets the title, moves the cursor, turns the writing direction.
+HOSTILE = "\x1b[2J\x1b]0;title\x07 a\rb \x9b1A \u202eevil \ud800"
+
+
+def is_harmless(text: str) -> bool:
+    return all(character.isprintable() or character == "\n" for character in text)
+
+
+@pytest.mark.parametrize("text", ["", "reward 0.5", "größer ↗ 模型 🙂", r"C:\x1b"])
+def test_text_that_a_terminal_only_shows_stays_as_it_is(text: str) -> None:
+    assert plain(text) == text
+
+
+def test_what_a_terminal_would_obey_is_shown_as_escapes() -> None:
+    shown = plain(HOSTILE)
+    assert is_harmless(shown)
+    assert shown == (r"\x1b[2J\x1b]0;title\x07 a\rb \x9b1A \u202eevil \ud800")
+
+
+def test_further_lines_stand_below_the_first() -> None:
+    assert plain("one\ntwo", indent=3) == "one\n   two"
+
+
+def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path) -> None:
+    out = io.StringIO()
+    display = Display(config_of(tmp_path), out)
+    display.show(status_pb2.Event(number=1, text=HOSTILE.removesuffix("\ud800") + "\n0.1 s  fine"))
+    display.warn(HOSTILE)
+    assert is_harmless(out.getvalue())
+    assert [line[:11].strip(" .0123456789s") for line in out.getvalue().splitlines()] == [""] * 3
+
+
+def test_errors_cannot_steer_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "no\x1b[2Jsuch.toml"]) == 2
+    assert capsys.readouterr().err == "slipstream: no\\x1b[2Jsuch.toml: no such file\n"
