@@ -67,6 +67,7 @@ class Engine:
     sizes: list[int] = field(default_factory=list)
     messages: int = 0
     preempted: int = 0
+    plans: list[Any] = field(default_factory=list)
     _queue: deque[tuple[Any, Any]] = field(default_factory=deque)
     _computed: dict[str, int] = field(default_factory=dict)
 
@@ -77,6 +78,7 @@ class Engine:
         if self.scheduler.has_requests():
             plan = self.scheduler.schedule()
             self.preempted += len(plan.preempted_req_ids or ())
+            self.plans.append(self._picture(plan))
             self._queue.append((plan, self._run(plan)))
             if len(self._queue) < self.depth and plan.total_num_scheduled_tokens:
                 return
@@ -85,6 +87,32 @@ class Engine:
                 self.messages += 1
                 for output in outputs.outputs:
                     self._take(output)
+
+    def state(self) -> Any:  # noqa: ANN401 - vLLM's
+        """What the cache and the requests look like."""
+        (blocks,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        pool = blocks.block_pool
+        return (
+            {name: [b.block_id for b in held] for name, held in blocks.req_to_blocks.items()},
+            dict(blocks.num_cached_block),
+            [(b.block_id, b.block_hash) for b in pool.blocks],
+            [b.block_id for b in pool.free_block_queue.get_all_free_blocks()],
+            {
+                name: (
+                    (request.status, request.prefill_stats is None, len(request.events)),
+                    (request.num_computed_tokens, request.num_output_placeholders),
+                    (request.num_in_flight_tokens, request.num_stale_output_tokens),
+                    (list(request.all_token_ids), list(request.block_hashes)),
+                )
+                for name, request in self.scheduler.requests.items()
+            },
+        )
+
+    def _picture(self, plan: Any) -> Any:  # noqa: ANN401 - vLLM's
+        new = [(n.req_id, n.block_ids, n.num_computed_tokens) for n in plan.scheduled_new_reqs]
+        gone = (plan.finished_req_ids, plan.preempted_req_ids)
+        scheduled = dict(plan.num_scheduled_tokens)
+        return new, plan.scheduled_cached_reqs, scheduled, gone, self.state()
 
     def drain(self) -> None:
         for _ in range(2000):
@@ -146,7 +174,9 @@ StartEngine = Callable[..., Engine]
 
 @pytest.fixture
 def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
-    def start(*, ours: bool, overlapping: bool, num_blocks: int = 100) -> Engine:
+    def start(
+        *, ours: bool, overlapping: bool, num_blocks: int = 100, windowed: bool = False
+    ) -> Engine:
         from slipstream.rollout_server.chunking_scheduler import scheduler_class
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -154,6 +184,7 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
             FullAttentionSpec,
             KVCacheConfig,
             KVCacheGroupSpec,
+            SlidingWindowSpec,
         )
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -163,9 +194,19 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
             block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
         )
         settings.cache_config.num_gpu_blocks = num_blocks
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        if windowed:
+            window = SlidingWindowSpec(
+                block_size=BLOCK,
+                num_kv_heads=1,
+                head_size=32,
+                dtype=torch.float32,
+                sliding_window=24,
+            )
+            groups = [KVCacheGroupSpec(["layer"], window)]
         scheduler = cls(
             vllm_config=settings,
-            kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            kv_cache_config=KVCacheConfig(num_blocks, [], groups),
             structured_output_manager=StructuredOutputManager(settings),
             block_size=BLOCK,
             hash_block_size=BLOCK,
@@ -176,7 +217,15 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
     return start
 
 
-def add(engine: Engine, name: str, limit: int, **parameters: object) -> None:
+def add(
+    engine: Engine,
+    name: str,
+    limit: int,
+    *,
+    prompt: list[int] = PROMPT,
+    eos: int | None = None,
+    **parameters: object,
+) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.utils.hashing import sha256
@@ -186,8 +235,9 @@ def add(engine: Engine, name: str, limit: int, **parameters: object) -> None:
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     chosen = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY} | parameters
-    sampling = SamplingParams(max_tokens=limit, ignore_eos=True, **chosen)
-    engine.scheduler.add_request(Request(name, list(PROMPT), sampling, None, block_hasher=hasher))
+    sampling = SamplingParams(max_tokens=limit, ignore_eos=eos is None, **chosen)
+    sampling.update_from_generation_config({}, eos)
+    engine.scheduler.add_request(Request(name, list(prompt), sampling, None, block_hasher=hasher))
 
 
 both = pytest.mark.parametrize("overlapping", [False, True], ids=["sync", "async"])
@@ -213,6 +263,88 @@ def test_replies_are_those_of_vllms_scheduler(start, overlapping: bool, num_bloc
     assert len(ours.sizes) < len(theirs.sizes) / 6
     # Steps that hand nothing out send nothing.
     assert ours.messages < theirs.messages * 0.7
+
+
+@both
+@pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("windowed", [False, True], ids=["full", "windowed"])
+def test_every_plan_is_that_of_vllms_scheduler(
+    start, overlapping: bool, num_blocks: int, windowed: bool
+) -> None:
+    ours, theirs = (
+        start(ours=each, overlapping=overlapping, num_blocks=num_blocks, windowed=windowed)
+        for each in (True, False)
+    )
+    for engine in (ours, theirs):
+        for number, limit in enumerate(LIMITS):
+            # Two end at a token before their limit.
+            ends = {"stop_token_ids": [129]} if number == 5 else {}
+            add(engine, f"r{number}", limit, eos=131 if number == 6 else None, **ends)
+        for step in range(30):
+            engine.step()
+            if step == 20:
+                # All that is under way is computed again.
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        # Their beginning is in the cache, of the second one all but its last token.
+        for number, length in enumerate((12, 7)):
+            add(engine, f"later{number}", 20, prompt=[*PROMPT, *range(110, 110 + length)])
+        engine.drain()
+    assert len(ours.plans) == len(theirs.plans) > 60
+    for mine, other in zip(ours.plans, theirs.plans, strict=True):
+        assert mine == other
+    assert len(ours.tokens["r5"]) == len(ours.tokens["r6"]) - 2 == 20
+    if num_blocks == 100:
+        found = {name: computed for plan in ours.plans for name, _, computed in plan[0]}
+        assert found["later0"] == found["later1"] == BLOCK
+    elif not windowed:
+        assert ours.preempted > 0
+
+
+@both
+def test_a_pause_finds_the_same_blocks_in_the_cache(start, overlapping: bool) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    ours, theirs = (start(ours=each, overlapping=overlapping) for each in (True, False))
+    for engine in (ours, theirs):
+        add(engine, "r0", 60)
+    for _ in range(40):
+        for engine in (ours, theirs):
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+            engine.step()
+            engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            engine.drain()
+        assert ours.state() == theirs.state()
+    assert len(ours.tokens["r0"]) > 22
+
+
+@both
+def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
+    start, overlapping: bool
+) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    engine = start(ours=True, overlapping=overlapping)
+    slots = engine.scheduler.kv_cache_manager.allocate_slots
+    asked, taken = [], []
+    vllms_slots, vllms_update = slots._allocate, engine.scheduler._update_request_with_output
+
+    def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        asked.append(request.num_computed_tokens)
+        return vllms_slots(request, *args, **kwargs)
+
+    def update(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        taken.append(request.num_output_tokens)
+        return vllms_update(request, *args, **kwargs)
+
+    slots._allocate = allocate
+    engine.scheduler._update_request_with_output = update
+    assert isinstance(engine.scheduler, Scheduler)
+    add(engine, "r0", 60)
+    engine.drain()
+    assert len(engine.tokens["r0"]) == 60
+    # A prompt of 10 tokens; the last position that is computed is 68.
+    assert asked == [0, 15, 16, 31, 32, 47, 48, 63, 64]
+    assert taken == [0, 59]
 
 
 @both

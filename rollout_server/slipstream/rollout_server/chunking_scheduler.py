@@ -19,6 +19,12 @@ from typing import Any
 
 import numpy as np
 from slipstream.protocol.errors import ConfigError
+from slipstream.rollout_server.steady_decoding import (
+    KnownSlots,
+    SteadyRequest,
+    decodes_plainly,
+    plans_ahead,
+)
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
@@ -79,6 +85,8 @@ class _Chunk:
     client_index: int
     limit: int
     with_logprobs: bool
+    # None: every step of this request is vLLM's.
+    steady: SteadyRequest | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed_experts: list[np.ndarray] = field(default_factory=list)
@@ -142,6 +150,10 @@ class _Chunking(Scheduler):  # type: ignore[misc]
         # Requests beside them whose log-probabilities vLLM cuts out itself.
         self._streamed: set[str] = set()
         self._num_added = 0
+        self._decodes_plainly, self._plans_ahead = decodes_plainly(self), plans_ahead(self)
+        if self._decodes_plainly:
+            manager = self.kv_cache_manager
+            manager.allocate_slots = KnownSlots(manager, self.hash_block_size)
 
     def add_request(self, request: Request) -> None:
         """Opens the request's chunk."""
@@ -158,7 +170,11 @@ class _Chunking(Scheduler):  # type: ignore[misc]
         # the same step.
         self._num_added += 1
         limit = 1 + self._num_added % CHUNK_TOKENS
-        self._chunks[request.request_id] = _Chunk(request.client_index, limit, wants_logprobs)
+        steady = None
+        if self._decodes_plainly and SteadyRequest.fits(request, parameters):
+            steady = SteadyRequest(request, parameters, self.max_model_len)
+        chunk = _Chunk(request.client_index, limit, wants_logprobs, steady)
+        self._chunks[request.request_id] = chunk
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -199,43 +215,21 @@ class _Chunking(Scheduler):  # type: ignore[misc]
         logprobs = model_runner_output.logprobs
         if logprobs is not None and not self._streamed:
             model_runner_output.logprobs = None
-        by_client = super().update_from_output(scheduler_output, model_runner_output)
         values = None if logprobs is None else logprobs.logprobs[:, 0].tolist()
         starts = None if logprobs is None else logprobs.cu_num_generated_tokens
+        full: list[tuple[_Chunk, EngineCoreOutput]] = []
+        if starts is None and not model_runner_output.num_nans_in_logits:
+            num_scheduled = scheduler_output.num_scheduled_tokens
+            others, full = self._decode(num_scheduled, model_runner_output, values)
+            # What is done already is not vLLM's to do.
+            scheduler_output = dataclasses.replace(scheduler_output, num_scheduled_tokens=others)
+        by_client = super().update_from_output(scheduler_output, model_runner_output)
         rows = model_runner_output.req_id_to_index
-        chunks = self._chunks
         for outputs in by_client.values():
-            ready = []
-            # Once for each request and step: as little as can be.
-            for output in outputs.outputs:
-                request_id = output.request_id
-                chunk = chunks.get(request_id)
-                if chunk is None:
-                    ready.append(output)
-                    if output.finish_reason is not None:
-                        self._forget(request_id)
-                    continue
-                token_ids = output.new_token_ids
-                if values is not None and token_ids and chunk.with_logprobs:
-                    row = rows[request_id]
-                    if starts is None:
-                        chunk.logprobs.append(values[row])
-                    else:
-                        chunk.logprobs += values[starts[row] : starts[row] + len(token_ids)]
-                chunk.token_ids += token_ids
-                if (
-                    output.prefill_stats is not None
-                    or output.new_prompt_logprobs_tensors is not None
-                    or output.routed_experts is not None
-                    or output.events
-                ):
-                    chunk.keep(output)
-                if output.finish_reason is not None:
-                    self._forget(request_id)
-                elif len(chunk.token_ids) < chunk.limit:
-                    continue
-                ready.append(chunk.pour(output))
-            outputs.outputs = ready
+            outputs.outputs = self._join(outputs.outputs, rows, values, starts)
+        for chunk, output in full:
+            outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
+            outputs.outputs.append(chunk.pour(output))
         if self.pause_state is PauseState.PAUSED_ALL:
             self._hand_out(by_client)
         return {
@@ -243,6 +237,75 @@ class _Chunking(Scheduler):  # type: ignore[misc]
             for client, outputs in by_client.items()
             if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
         }
+
+    def _decode(
+        self,
+        num_scheduled: dict[str, int],
+        model_runner_output: ModelRunnerOutput,
+        logprobs: list[float] | None,
+    ) -> tuple[dict[str, int], list[tuple[_Chunk, EngineCoreOutput]]]:
+        """Takes the tokens of requests in the middle of a reply.
+
+        Returns the other requests, and the chunks that are full now.
+        """
+        others: dict[str, int] = {}
+        full: list[tuple[_Chunk, EngineCoreOutput]] = []
+        chunks, ahead = self._chunks, self._plans_ahead
+        manager, block_size = self.kv_cache_manager, self.hash_block_size
+        rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+        # Once for each request and step: as little as can be.
+        for request_id, num_tokens in num_scheduled.items():
+            chunk = chunks.get(request_id)
+            if (
+                chunk is None
+                or (steady := chunk.steady) is None
+                or num_tokens != 1
+                or not sampled
+                or (logprobs is None and chunk.with_logprobs)
+                or not steady.is_between(token_ids := sampled[row := rows[request_id]])
+            ):
+                others[request_id] = num_tokens
+                continue
+            if ahead:
+                steady.append_ahead(token_ids[0], manager, block_size)
+            else:
+                steady.append(token_ids[0])
+            chunk.token_ids.append(token_ids[0])
+            if logprobs is not None and chunk.with_logprobs:
+                chunk.logprobs.append(logprobs[row])
+            if len(chunk.token_ids) >= chunk.limit:
+                full.append((chunk, EngineCoreOutput(request_id, [])))
+        return others, full
+
+    def _join(
+        self,
+        outputs: list[EngineCoreOutput],
+        rows: dict[str, int],
+        logprobs: list[float] | None,
+        starts: list[int] | None,
+    ) -> list[EngineCoreOutput]:
+        """Puts outputs into their chunks; returns those to hand out."""
+        ready = []
+        for output in outputs:
+            request_id, token_ids = output.request_id, output.new_token_ids
+            chunk = self._chunks.get(request_id)
+            if chunk is None:
+                ready.append(output)
+                if output.finish_reason is not None:
+                    self._forget(request_id)
+                continue
+            if logprobs is not None and token_ids and chunk.with_logprobs:
+                row = rows[request_id]
+                start = row if starts is None else starts[row]
+                chunk.logprobs += logprobs[start : start + len(token_ids)]
+            chunk.token_ids += token_ids
+            chunk.keep(output)
+            if output.finish_reason is not None:
+                self._forget(request_id)
+            elif len(chunk.token_ids) < chunk.limit:
+                continue
+            ready.append(chunk.pour(output))
+        return ready
 
     def _hand_out(self, by_client: dict[int, EngineCoreOutputs]) -> None:
         for request_id, chunk in list(self._held()):
