@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
+from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
@@ -101,8 +102,10 @@ class Checkpointer:
         """Loads the newest whole checkpoint of the run; None when there is none.
 
         Removes what an interrupted save left. CheckpointError when the checkpoint is damaged or of
-        other models.
+        other models, or when there are to be checkpoints and the ranks share no folder for them.
         """
+        if self._settings.every_steps:
+            check_shared(self._folder, self._ranks)
         chosen = b""
         if self._ranks.is_main:
             for name in remove_partial(self._folder):

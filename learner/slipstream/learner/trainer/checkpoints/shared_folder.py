@@ -1,0 +1,40 @@
+"""Whether all ranks see one folder: a checkpoint whose parts lie on several machines is none."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.protocol.errors import CheckpointError
+
+# A network file system may show a new file to other machines so much later.
+SEEN_LIMIT_S = 10.0
+POLL_S = 0.1
+
+
+def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -> None:
+    """CheckpointError on every rank when one does not see what rank 0 writes to `folder`.
+
+    Collective; blocks until all have seen it, or for `limit_s`.
+    """
+    mark = b""
+    if ranks.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = f".seen-by-all-{secrets.token_hex(8)}".encode()
+        (folder / mark.decode()).touch()
+    path = folder / ranks.broadcast_bytes(mark if ranks.is_main else None).decode()
+    deadline_s = time.monotonic() + limit_s
+    while not (seen := path.exists()) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    blind = b"" if seen else f"rank {ranks.rank} on {socket.gethostname()}".encode()
+    who = [name.decode() for name in ranks.gather_bytes(blind) if name]
+    if ranks.is_main:
+        path.unlink(missing_ok=True)
+    if who:
+        raise CheckpointError(
+            f"checkpoints need a run.dir that all nodes of the learner share: {', '.join(who)} "
+            f"cannot see what rank 0 writes to {folder}; checkpoint.every_steps = 0 makes none"
+        )
