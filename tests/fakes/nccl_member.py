@@ -1,7 +1,7 @@
 """One member of an NCCL communicator, on the first GPU that it sees; no torch.
 
 Arguments: a folder where members meet, rank, world size, and what it does: "broadcast", "survive"
-or "victim".
+"victim", "leave" or "left".
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def say(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def join(folder: Path, name: str, rank: int, world_size: int) -> NcclGroup:
+def meet(folder: Path, name: str, rank: int) -> bytes:
+    """The unique id, which rank 0 makes."""
     path = folder / name
     if rank == 0:
         path.with_suffix(".partial").write_bytes(make_unique_id())
@@ -35,8 +36,15 @@ def join(folder: Path, name: str, rank: int, world_size: int) -> NcclGroup:
     while not path.exists():
         assert time.monotonic() < end
         time.sleep(0.005)
+    return path.read_bytes()
+
+
+def join(
+    folder: Path, name: str, rank: int, world_size: int, deadline_s: float = 60.0
+) -> NcclGroup:
+    unique_id = meet(folder, name, rank)
     return NcclGroup.join(
-        CupyNccl(0), path.read_bytes(), rank=rank, world_size=world_size, deadline_s=60.0
+        CupyNccl(0), unique_id, rank=rank, world_size=world_size, deadline_s=deadline_s
     )
 
 
@@ -102,10 +110,38 @@ def survive(group: NcclGroup, folder: Path, rank: int, world_size: int) -> None:
         say(error=str(error), released_s=round(released_s, 3), rebuilt_s=round(rebuilt_s, 3))
 
 
+def leave(folder: Path, rank: int, world_size: int) -> None:
+    """Meets the others and is gone before their first broadcast."""
+    CupyNccl(0).connect(meet(folder, "first", rank), rank=rank, world_size=world_size)
+    os._exit(0)
+
+
+def be_left(folder: Path, rank: int, world_size: int) -> None:
+    """What such a member costs: the deadline, and nothing on the device."""
+    import cupy
+
+    started = time.monotonic()
+    error = ""
+    try:
+        join(folder, "first", rank, world_size, deadline_s=20.0)
+    except WeightSyncError as found:
+        error = str(found)
+    joined_s = time.monotonic() - started
+    # All of it: also the kernel of the broadcast.
+    cupy.cuda.Device(0).synchronize()
+    idle_s = time.monotonic() - started - joined_s
+    again = join(folder, "second", rank, world_size - 1)
+    again.abort()
+    say(error=error, joined_s=round(joined_s, 3), idle_s=round(idle_s, 3))
+
+
 def main() -> None:
     folder, rank, world_size, mode = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
     set_nccl_environment(os.environ)
     CupyNccl(0).use()
+    if mode in ("leave", "left"):
+        (leave if mode == "leave" else be_left)(folder, rank, world_size)
+        return
     started = time.monotonic()
     group = join(folder, "first", rank, world_size)
     if mode == "broadcast":

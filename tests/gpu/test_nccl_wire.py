@@ -139,3 +139,19 @@ def test_kill_of_a_receiver_in_mid_broadcast_costs_one_deadline(tmp_path: Path) 
         assert line["released_s"] < 3
         if world_size > 2:
             assert line["rebuilt_s"] < 5
+
+
+def test_member_that_dies_before_the_first_broadcast_leaves_nothing_on_the_others(
+    tmp_path: Path,
+) -> None:
+    world_size = min(torch.cuda.device_count(), 4)
+    if world_size < 2:
+        pytest.skip("fewer than 2 GPUs")
+    with members(tmp_path, *["left"] * (world_size - 1), "leave") as processes:
+        found = [lines_of(process) for process in processes]
+    assert [process.returncode for process in processes] == [0] * world_size
+    for rank, (line,) in enumerate(found[:-1]):
+        report(test="left", world_size=world_size, rank=rank, **line)
+        assert line["error"]
+        assert line["joined_s"] < 40
+        assert line["idle_s"] < 5
