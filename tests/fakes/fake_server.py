@@ -131,8 +131,8 @@ class FakeServer:
                 queue_bytes=self.queue_bytes,
             )
         )
-        while True:
-            yield await self.outbox.get()
+        while (message := await self.outbox.get()) is not None:
+            yield message
 
     async def _beat(self) -> None:
         while True:
@@ -184,6 +184,8 @@ class FakeServer:
                 self.version, self.rejected = None, self.rejected + 1
                 for task in self.running.values():
                     task.cancel()
+            case "drain" if message.drain.finish:
+                self.tasks.create_task(self.leave())
             case "drain":
                 await self._drain()
 
@@ -218,6 +220,16 @@ class FakeServer:
     async def _say(self, publish_id: str, phase, **fields) -> None:
         report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **fields)
         await self.outbox.put(fleet_pb2.ServerMessage(publish=report))
+
+    async def leave(self, finish_s: float = 0.05) -> None:
+        """As on SIGTERM: what ends within `finish_s` is finished, the rest is handed back."""
+        draining = fleet_pb2.Draining(reason="it was told to stop")
+        await self.outbox.put(fleet_pb2.ServerMessage(draining=draining))
+        running = list(self.running.values())
+        if running:
+            await asyncio.wait(running, timeout=finish_s)
+        await self._drain()
+        await self.outbox.put(None)
 
     async def _drain(self) -> None:
         for task in self.running.values():

@@ -13,6 +13,7 @@ from fake_server import OPEN, FakeServer, environment_failure
 from fake_trainer import FakeTrainer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from slipstream.client import Client
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.journal import Journal, read_batch, read_records
 from slipstream.protocol.config import Config
@@ -371,6 +372,78 @@ async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
     await play(config, FakeServer(address), trainer=FakeTrainer(address), during=join)
     (said,) = refused
     assert said.startswith("server small: a queue of 268435455 bytes, queue.max_bytes of the")
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["sigterm", "ordered"])
+async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path, ordered):
+    config = make_config(tmp_path, run__steps=8, controller__max_attempts=1)
+    address = config.controller.address
+    leaving, staying = FakeServer(address, "leaving"), FakeServer(address, "staying")
+    trainer = FakeTrainer(address)
+    seen = {}
+
+    async def drain(controller, tasks):
+        while trainer.version.step < 2:
+            await asyncio.sleep(0.01)
+        leaving.gate.clear()
+        while not leaving.gated:
+            await asyncio.sleep(0.01)
+        published = len(leaving.loaded_versions)
+        async with Client(address) as client:
+            if ordered:
+                await client.drain("leaving", "test")
+            else:
+                tasks.append(asyncio.ensure_future(leaving.leave()))
+            while True:
+                status = await client.status()
+                states = {s.server_id: (s.state, s.cause) for s in status.servers}
+                if states["leaving"][0] == "draining":
+                    seen["cause"] = states["leaving"][1]
+                    seen["leases"] = len(leaving.leases)
+                if states["leaving"][0] == "dead":
+                    break
+                await asyncio.sleep(0)
+        seen["departed"] = states["leaving"]
+        seen["published"] = len(leaving.loaded_versions) - published
+        seen["events"] = [event.text for event in controller._progress.events._events]
+
+    summary = await play(config, leaving, staying, trainer=trainer, during=drain)
+    assert summary["steps"] == 8
+    assert seen["cause"] == ("test" if ordered else "it was told to stop")
+    assert seen["departed"] == ("dead", "it was drained")
+    assert seen["leases"] == len(leaving.leases)
+    # The publish under way at most.
+    assert seen["published"] <= 1
+    handed_back = {
+        lease.group_id
+        for lease in leaving.leases
+        if lease.group_id in {other.group_id for other in staying.leases}
+    }
+    assert handed_back
+    ledger = summary["ledger"]
+    assert (ledger["lost"], ledger["difference"]) == (0, 0)
+    # Nobody is to blame: with one attempt a lost server would have set them aside.
+    kinds = {r["kind"] for r in read_records(config.run_dir / "journal")}
+    assert "set_aside" not in kinds
+    assert "rollout server leaving has left" in seen["events"]
+
+
+async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
+    config = make_config(tmp_path, run__steps=2)
+    address = config.controller.address
+    trainer = FakeTrainer(address)
+    trainer.gate.clear()
+
+    async def ask(controller, tasks):
+        while not controller._fleet.sessions:
+            await asyncio.sleep(0.01)
+        async with Client(address) as client:
+            with pytest.raises(ConfigError, match="no rollout server x is in the run; .*: fake"):
+                await client.drain("x", "test")
+        trainer.gate.set()
+
+    summary = await play(config, FakeServer(address), trainer=trainer, during=ask)
+    assert summary["steps"] == 2
 
 
 async def test_stop_ends_the_run_in_order(tmp_path):

@@ -148,6 +148,12 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_connection(environments)
     environments.set_defaults(execute=_environments)
 
+    drain = commands.add_parser("drain", help="let one rollout server leave a run in order")
+    drain.add_argument("server_id", metavar="SERVER", help="its name, as slipstream status has it")
+    drain.add_argument("--reason", default="a client asked for it")
+    _add_connection(drain)
+    drain.set_defaults(execute=_drain)
+
     stop = commands.add_parser("stop", help="end a run in order")
     stop.add_argument("--reason", default="a client asked for it")
     _add_connection(stop)
@@ -239,6 +245,12 @@ async def _environments(arguments: argparse.Namespace) -> int:
     from slipstream.client.requests import environments
 
     return await environments(arguments)
+
+
+async def _drain(arguments: argparse.Namespace) -> int:
+    from slipstream.client.requests import drain
+
+    return await drain(arguments)
 
 
 async def _stop(arguments: argparse.Namespace) -> int:

@@ -204,6 +204,15 @@ class Client:
                 metadata=self._metadata,
             )
 
+    async def drain(self, server_id: str, reason: str) -> None:
+        """Asks one rollout server to end or hand back what it runs, and to leave the run."""
+        with self._mapped_errors():
+            await self._status.DrainServer(
+                status_pb2.DrainServerRequest(server_id=server_id, reason=reason),
+                timeout=CALL_TIMEOUT_S,
+                metadata=self._metadata,
+            )
+
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """All events with a larger number than `after`, as they happen; ends with the run."""
         patience = _Patience()

@@ -68,6 +68,14 @@ async def stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
+async def drain(arguments: argparse.Namespace) -> int:
+    """`slipstream drain`."""
+    async with connect(arguments) as client:
+        await client.drain(arguments.server_id, arguments.reason)
+    print(f"rollout server {arguments.server_id} drains")
+    return 0
+
+
 def status_lines(run: RunStatus) -> list[str]:
     """A run for people."""
     lines = [f"run {run.run_id} is {run.state}" + (f": {run.cause}" if run.cause else "")]

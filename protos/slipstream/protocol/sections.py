@@ -215,6 +215,9 @@ class RolloutServerSection(Section):
     engine: dict[str, JsonValue] = {}
     # Restarts of a server by `slipstream run` before it gives up; one if the engine did not start.
     max_restarts: int = Field(5, ge=0)
+    # Time that running episodes get to end when the server is told to leave (SIGTERM, `slipstream
+    # drain`); then they are handed back and run elsewhere. 0: at once.
+    drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of starting the engine.
     start_timeout_s: Seconds = 600.0
 

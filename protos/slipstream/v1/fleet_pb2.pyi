@@ -189,20 +189,28 @@ class PublishStages(_message.Message):
     def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease")
+    __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease", "draining")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     hello: ServerHello
     heartbeat: ServerReport
     environment: EnvironmentReport
     publish: PublishReport
     drained: ServerReport
     lease: LeaseReport
-    def __init__(self, hello: _Optional[_Union[ServerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerReport, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentReport, _Mapping]] = ..., publish: _Optional[_Union[PublishReport, _Mapping]] = ..., drained: _Optional[_Union[ServerReport, _Mapping]] = ..., lease: _Optional[_Union[LeaseReport, _Mapping]] = ...) -> None: ...
+    draining: Draining
+    def __init__(self, hello: _Optional[_Union[ServerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerReport, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentReport, _Mapping]] = ..., publish: _Optional[_Union[PublishReport, _Mapping]] = ..., drained: _Optional[_Union[ServerReport, _Mapping]] = ..., lease: _Optional[_Union[LeaseReport, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class LeaseReport(_message.Message):
     __slots__ = ("group_id", "closed", "unfinished")
@@ -289,10 +297,12 @@ class CancelLease(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "finish")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    finish: bool
+    def __init__(self, reason: _Optional[str] = ..., finish: bool = ...) -> None: ...
 
 class ControllerMessage(_message.Message):
     __slots__ = ("welcome", "lease", "cancel", "environment", "prepare", "receive", "commit", "abort", "probe_verdict", "drain")

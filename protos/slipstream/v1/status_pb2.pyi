@@ -173,3 +173,15 @@ class StopRunRequest(_message.Message):
 class StopRunResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DrainServerRequest(_message.Message):
+    __slots__ = ("server_id", "reason")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    reason: str
+    def __init__(self, server_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DrainServerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

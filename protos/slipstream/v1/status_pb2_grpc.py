@@ -49,6 +49,11 @@ class StatusServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_status__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_status__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.DrainServer = channel.unary_unary(
+                '/slipstream.v1.StatusService/DrainServer',
+                request_serializer=slipstream_dot_v1_dot_status__pb2.DrainServerRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_status__pb2.DrainServerResponse.FromString,
+                _registered_method=True)
 
 
 class StatusServiceServicer(object):
@@ -72,6 +77,13 @@ class StatusServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainServer(self, request, context):
+        """One rollout server ends or hands back what it runs, and leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,6 +101,11 @@ def add_StatusServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=slipstream_dot_v1_dot_status__pb2.StopRunRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_status__pb2.StopRunResponse.SerializeToString,
+            ),
+            'DrainServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainServer,
+                    request_deserializer=slipstream_dot_v1_dot_status__pb2.DrainServerRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_status__pb2.DrainServerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -172,6 +189,33 @@ class StatusService(object):
             '/slipstream.v1.StatusService/StopRun',
             slipstream_dot_v1_dot_status__pb2.StopRunRequest.SerializeToString,
             slipstream_dot_v1_dot_status__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.StatusService/DrainServer',
+            slipstream_dot_v1_dot_status__pb2.DrainServerRequest.SerializeToString,
+            slipstream_dot_v1_dot_status__pb2.DrainServerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -119,6 +119,7 @@ class Dispatcher:
         self._slots = asyncio.Semaphore(max_episodes)
         self._closed = closed
         self._groups: dict[GroupId, _Group] = {}
+        self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         # Set while new weights wait for their verdict: whether they passed.
@@ -141,6 +142,10 @@ class Dispatcher:
         group.cancelled = True
         for episode in tuple(group.episodes):
             await episode.cancel()
+
+    def drain(self) -> None:
+        """Starts no more attempts: what runs may end, the rest is handed back."""
+        self._draining = True
 
     async def cancel_all(self) -> None:
         """Ends all episodes."""
@@ -189,12 +194,12 @@ class Dispatcher:
                 if end is not Status.CANCELLED:
                     group.unfinished.discard(member)
                 return
-            if group.cancelled:
+            if group.cancelled or self._draining:
                 # Another server tries it again.
                 return
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
-        """One attempt; None when the lease was cancelled before it could start."""
+        """One attempt; None when the lease was cancelled, or the server drains, before it began."""
         ledger, lease = self._services.ledger, group.lease
         ledger.waiting_episodes += 1
         try:
@@ -202,7 +207,7 @@ class Dispatcher:
         finally:
             ledger.waiting_episodes -= 1
         try:
-            if group.cancelled:
+            if group.cancelled or self._draining:
                 return None
             task = EpisodeTask(
                 run_id=self._identity.run_id,

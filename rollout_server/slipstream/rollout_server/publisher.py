@@ -72,9 +72,12 @@ class Publisher:
         """Takes an order; it is carried out after those before it."""
         self._orders.put_nowait(order)
 
-    def close(self) -> None:
-        """Ends `run` after what is being done now."""
-        while not self._orders.empty():
+    def close(self, *, carry_out: bool) -> None:
+        """Ends `run` after what is being done now; with `carry_out` after all orders that came.
+
+        Others wait for a receiver that was told to receive.
+        """
+        while not (carry_out or self._orders.empty()):
             self._orders.get_nowait()
         self._orders.put_nowait(None)
 

@@ -110,6 +110,9 @@ class Session:
         self._publisher = Publisher(services.engine, self._dispatcher, self._publish_report)
         self._group = group
         self._drain_ordered = asyncio.Event()
+        # Nothing that runs is waited for.
+        self._leave_at_once = asyncio.Event()
+        self._reason = "it was told to stop"
 
     async def serve(self, call: JoinCall, stop: asyncio.Event) -> End:
         """Serves until the stream ends or `stop` is set; then no episode runs any more."""
@@ -119,13 +122,15 @@ class Session:
         stopping = self._group.create_task(_first(stop, self._drain_ordered))
         await asyncio.wait((reader, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        if not reader.done():
+            await self._let_finish(reader)
         if reader.done():
             log.warning("lost the controller; what runs may end within the heartbeat's limit")
             await _within(self._dispatcher.wait_idle(), self._welcome.heartbeat_timeout_s)
-            await self._end_episodes(publishing)
+            await self._end_episodes(publishing, carry_out=False)
             heart.cancel()
             return End.LOST
-        await self._end_episodes(publishing)
+        await self._end_episodes(publishing, carry_out=True)
         await _within(self._flush(), _FLUSH_LIMIT_S)
         heart.cancel()
         self._outbox.put(fleet_pb2.ServerMessage(drained=self._report()))
@@ -133,6 +138,24 @@ class Session:
         await _within(asyncio.shield(reader), _GOODBYE_LIMIT_S)
         reader.cancel()
         return End.DRAINED
+
+    async def _let_finish(self, reader: asyncio.Task[None]) -> None:
+        """Tells the controller; then what runs may end, within the limit."""
+        draining = fleet_pb2.Draining(reason=self._reason)
+        self._outbox.put(fleet_pb2.ServerMessage(draining=draining))
+        self._dispatcher.drain()
+        limit_s = self._services.config.rollout_server.drain_timeout_s
+        waits = [
+            asyncio.create_task(wait)
+            for wait in (self._dispatcher.wait_idle(), self._leave_at_once.wait())
+        ]
+        try:
+            await asyncio.wait(
+                (reader, *waits), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _read(self, call: JoinCall) -> None:
         """Takes orders until the stream ends, however it ends."""
@@ -154,6 +177,9 @@ class Session:
                 self._services.environments.order(message.environment)
             case "drain":
                 log.info("draining: %s", message.drain.reason)
+                self._reason = message.drain.reason
+                if not message.drain.finish:
+                    self._leave_at_once.set()
                 self._drain_ordered.set()
             case "prepare" | "receive" | "commit" | "abort" | "probe_verdict":
                 self._publisher.put(message)
@@ -163,8 +189,8 @@ class Session:
             await asyncio.sleep(self._welcome.heartbeat_s)
             self._outbox.put(fleet_pb2.ServerMessage(heartbeat=self._report()))
 
-    async def _end_episodes(self, publishing: asyncio.Task[None]) -> None:
-        self._publisher.close()
+    async def _end_episodes(self, publishing: asyncio.Task[None], *, carry_out: bool) -> None:
+        self._publisher.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
         await self._dispatcher.cancel_all()
         await _within(self._dispatcher.wait_idle(), _CANCEL_LIMIT_S)

@@ -12,6 +12,7 @@ import pytest
 from fake_workers import Empty, Good
 from slipstream.client import Client
 from slipstream.client import client as client_module
+from slipstream.client.cli import parse
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.protocol.security import Credentials, bind, create_server
 from slipstream.v1 import (
@@ -61,6 +62,7 @@ class Controller(
         self.state = environment_pb2.ENVIRONMENT_STATE_READY
         self.status = status_pb2.RunStatus(state=status_pb2.RUN_STATE_RUNNING)
         self.stopped: list[str] = []
+        self.drained: list[tuple[str, str]] = []
         # What each stream of ServeEpisodes does, one after the other.
         self.streams: list[Stream] = []
         # Events of each Watch stream, and whether it breaks after them.
@@ -96,6 +98,10 @@ class Controller(
         for event in self.events.pop(0):
             yield event
         await context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
+
+    async def DrainServer(self, request, context):  # noqa: N802
+        self.drained.append((request.server_id, request.reason))
+        return status_pb2.DrainServerResponse()
 
     async def StopRun(self, request, context):  # noqa: N802
         self.stopped.append(request.reason)
@@ -412,3 +418,12 @@ async def test_cancelling_serve_ends_the_stream(client: Client, controller: Cont
         with pytest.raises(asyncio.CancelledError):
             await serving
         await ended.wait()
+
+
+async def test_the_command_drains_the_server_that_it_names(capsys) -> None:
+    controller = Controller()
+    async with listening(controller) as address:
+        arguments = parse(["drain", "server-1", "--reason", "new driver", "--controller", address])
+        assert await arguments.execute(arguments) == 0
+    assert controller.drained == [("server-1", "new driver")]
+    assert capsys.readouterr().out == "rollout server server-1 drains\n"

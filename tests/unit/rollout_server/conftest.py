@@ -39,7 +39,7 @@ def config(tokenizer_folder: Path, tmp_path: Path) -> Config:
         "model": {"path": str(tokenizer_folder), "dtype": "float32"},
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 32, "max_turns": 4},
-        "rollout_server": {"max_episodes": 8},
+        "rollout_server": {"max_episodes": 8, "drain_timeout_s": 0.2},
     }
     return parse_config(table, source="test")
 
@@ -67,7 +67,7 @@ StartServer = Callable[..., AbstractAsyncContextManager[Server]]
 @pytest.fixture
 def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartServer:
     @contextlib.asynccontextmanager
-    async def start(**fleet_options: float) -> AsyncIterator[Server]:
+    async def start(config: Config = config, **fleet_options: float) -> AsyncIterator[Server]:
         engine, stop = FakeEngine(), asyncio.Event()
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()

@@ -501,12 +501,81 @@ async def test_a_server_that_is_told_to_stop_drains(start_server) -> None:
     assert connection.messages[-1].HasField("drained")
 
 
-async def test_the_controller_can_drain_a_server(start_server) -> None:
-    async with start_server() as server:
+async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(
+    start_server, config
+) -> None:
+    server_settings = config.rollout_server.model_copy(update={"drain_timeout_s": 20.0})
+    async with start_server(
+        config=config.model_copy(update={"rollout_server": server_settings})
+    ) as server:
+        server.engine.limit = 2
         connection = await server.join()
-        connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
+        for number in range(3):
+            connection.lease(f"g{number}")
+        await server.engine.wait_tokens(16)
+        server.stop.set()
+        draining = await connection.wait_for("draining")
+        assert draining.reason == "it was told to stop"
+        server.engine.let_go()
         await server.task
+        reports = {m.lease.group_id: m.lease for m in connection.messages if m.HasField("lease")}
+    # Eight episodes ran; the third group had not begun.
+    assert {t.status for t in server.fleet.trajectories} == {Status.COMPLETED}
+    assert {t.group_id for t in server.fleet.trajectories} == {"g0", "g1"}
+    unfinished = {name: list(report.unfinished) for name, report in reports.items()}
+    assert unfinished == {"g0": [], "g1": [], "g2": [0, 1, 2, 3]}
+    assert connection.messages[-1].HasField("drained")
+
+
+async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere(
+    start_server,
+) -> None:
+    async with start_server() as server:
+        server.engine.limit = 2
+        connection = await server.join()
+        connection.lease("g1", members=[0])
+        await server.engine.wait_tokens(2)
+        connection.send(drain=fleet_pb2.Drain(reason="test", finish=True))
+        assert (await connection.wait_for("draining")).reason == "test"
+        server.engine.fail_with = "no memory"
+        server.engine.let_go()
+        await server.task
+        report = await connection.wait_for("lease")
+    (trajectory,) = server.fleet.trajectories
+    assert (trajectory.status, trajectory.will_retry) == (Status.FAILED, True)
+    assert list(report.unfinished) == [0]
+
+
+async def test_the_controller_can_drain_a_server_at_once(start_server, config) -> None:
+    server_settings = config.rollout_server.model_copy(update={"drain_timeout_s": 1000.0})
+    async with start_server(
+        config=config.model_copy(update={"rollout_server": server_settings})
+    ) as server:
+        server.engine.limit = 2
+        connection = await server.join()
+        connection.lease("g1")
+        await server.engine.wait_tokens(8)
+        connection.send(drain=fleet_pb2.Drain(reason="leave", finish=True))
+        await connection.wait_for("draining")
+        connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
+        async with asyncio.timeout(20):
+            await server.task
         await connection.wait_for("drained")
+    assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
+
+
+async def test_a_server_that_drains_still_receives_what_others_wait_for(start_server) -> None:
+    async with start_server() as server:
+        server.engine.limit = 2
+        connection = await server.join(step=5)
+        connection.lease("g1")
+        await server.engine.wait_tokens(8)
+        server.stop.set()
+        await connection.wait_for("draining")
+        order = weights_pb2.PublishOrder(publish_id="p")
+        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
+        await server.task
 
 
 async def test_a_lost_stream_ends_what_runs_and_joins_in_a_new_epoch(start_server) -> None:

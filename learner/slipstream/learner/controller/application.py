@@ -199,6 +199,7 @@ class Controller:
             environment=self._environment_servicer.reported,
             publish=self._publisher.report,
             lease=self._lease_reported,
+            draining=self._server_drains,
         )
         self._add_services(server)
 
@@ -236,6 +237,10 @@ class Controller:
                 f"{missing} episodes of {len(orphans)} groups wait for another server",
                 Severity.WARNING,
             )
+
+    def _server_drains(self, session: ServerSession) -> None:
+        self._evaluator.server_lost(session)
+        self._publisher.pinned.discard(session.key)
 
     def _server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
         self._ledger.report(session.key, report)
@@ -295,8 +300,8 @@ class Controller:
                     await self._trainer.finished.wait()
             except TimeoutError:
                 self._progress.events.add("the trainer did not say goodbye", Severity.WARNING)
-        order = fleet_pb2.Drain(reason=self._progress.cause)
-        self._fleet.broadcast(fleet_pb2.ControllerMessage(drain=order))
+        for session in list(self._fleet.sessions.values()):
+            self._fleet.order_drain(session, self._progress.cause, finish=False)
         groups = list(self._book.groups.values())
         self._intake.withdraw(groups, "the run is over")
         sessions = list(self._fleet.sessions.values())

@@ -19,6 +19,7 @@ from slipstream.learner.controller.phases import PhaseReports
 from slipstream.learner.controller.probe_gap import logit_gap
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish_totals import PublishTotals
+from slipstream.learner.controller.server_states import ServerEvent
 from slipstream.protocol.codec import unpack_logprobs, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, weights_pb2
@@ -118,7 +119,7 @@ class Deliveries:
         else:
             session.failed_publishes = 0
             session.version, session.cause = publish.version, ""
-            session.state = fleet_pb2.SERVER_STATE_SERVING
+            session.on(ServerEvent.PUBLISHED)
         self._progress.signal.notify()
 
     def fail(self, publish: Publish, session: ServerSession, cause: str) -> None:
@@ -141,7 +142,10 @@ class Deliveries:
         if self._fleet.find(session.key) is not session:
             return
         session.failed_publishes += 1
-        session.state, session.cause = fleet_pb2.SERVER_STATE_STALE, cause
+        session.on(ServerEvent.FAILED)
+        if session.is_leaving:
+            return
+        session.cause = cause
         wait_s = min(0.5 * 2**session.failed_publishes, MAX_RETRY_S)
         session.retry_publish_s = time.monotonic() + wait_s
         self._progress.events.add(

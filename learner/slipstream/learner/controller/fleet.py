@@ -18,6 +18,14 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.relay import raise_failure
+from slipstream.learner.controller.server_states import (
+    DEAD,
+    DRAINING,
+    JOINING,
+    SERVING,
+    ServerEvent,
+    next_state,
+)
 from slipstream.learner.controller.transport_choice import misfit
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.errors import ConfigError
@@ -37,7 +45,7 @@ class ServerSession:
 
     key: ServerKey
     hello: fleet_pb2.ServerHello
-    state: fleet_pb2.ServerState = fleet_pb2.SERVER_STATE_JOINING
+    state: fleet_pb2.ServerState = JOINING
     # What it serves, or served last.
     version: PolicyVersion | None = None
     cause: str = ""
@@ -59,7 +67,16 @@ class ServerSession:
     @property
     def is_serving(self) -> bool:
         """Whether it may be leased a group."""
-        return self.state == fleet_pb2.SERVER_STATE_SERVING
+        return self.state == SERVING
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no part in anything new."""
+        return self.state in (DRAINING, DEAD)
+
+    def on(self, event: ServerEvent) -> None:
+        """Moves to the state that follows."""
+        self.state = next_state(self.state, event)
 
     def send(self, message: fleet_pb2.ControllerMessage) -> None:
         """Puts an order on its stream."""
@@ -80,6 +97,7 @@ class FleetHandlers:
     environment: Callable[[ServerSession, fleet_pb2.EnvironmentReport], None]
     publish: Callable[[ServerSession, fleet_pb2.PublishReport], None]
     lease: Callable[[ServerSession, fleet_pb2.LeaseReport], None]
+    draining: Callable[[ServerSession], None]
 
 
 class Fleet:
@@ -104,6 +122,7 @@ class Fleet:
         reports = [session.report for session in self.sessions.values()]
         return {
             "servers_serving": float(len(self.serving())),
+            "servers_draining": float(sum(s.state == DRAINING for s in self.sessions.values())),
             "open_episodes": float(sum(report.open_episodes for report in reports)),
             "waiting_episodes": float(sum(report.waiting_episodes for report in reports)),
             "queued_bytes": float(sum(report.queued_bytes for report in reports)),
@@ -139,17 +158,42 @@ class Fleet:
         if self.find(session.key) is not session:
             return
         del self.sessions[session.key.server_id]
-        session.state, session.cause = fleet_pb2.SERVER_STATE_DEAD, cause
+        session.on(ServerEvent.LOST)
+        session.cause = "it was drained" if session.drained.is_set() else cause
         self.departed[session.key.server_id] = describe(session)
         if not self.sessions:
             self.empty_since_s = time.monotonic()
-        if not session.drained.is_set():
+        if session.drained.is_set():
+            self._tell(f"rollout server {session.name} has left")
+        else:
             self._progress.events.add(
                 f"rollout server {session.name} is gone: {cause}", Severity.WARNING
             )
         assert self.handlers is not None
         self.handlers.lost(session)
         self._progress.signal.notify()
+
+    def drains(self, session: ServerSession, reason: str) -> None:
+        """A server takes nothing new from now on; it leaves when it has ended what it runs."""
+        if session.is_leaving:
+            return
+        session.on(ServerEvent.DRAIN)
+        session.cause = reason
+        self._tell(f"rollout server {session.name} drains: {reason}")
+        assert self.handlers is not None
+        self.handlers.draining(session)
+        self._progress.signal.notify()
+
+    def order_drain(self, session: ServerSession, reason: str, *, finish: bool) -> None:
+        """Tells a server to leave; `finish`: what runs may end first."""
+        order = fleet_pb2.Drain(reason=reason, finish=finish)
+        session.send(fleet_pb2.ControllerMessage(drain=order))
+        self.drains(session, reason)
+
+    def _tell(self, text: str) -> None:
+        # At the end of a run all of them leave: the end itself is told.
+        if not self._progress.is_over:
+            self._progress.events.add(text)
 
     def remove_silent(self) -> None:
         """Removes the servers that were silent for too long."""
@@ -178,6 +222,8 @@ class Fleet:
                 self.handlers.publish(session, message.publish)
             case "lease":
                 self.handlers.lease(session, message.lease)
+            case "draining":
+                self.drains(session, message.draining.reason)
 
 
 def describe(session: ServerSession) -> status_pb2.ServerStatus:

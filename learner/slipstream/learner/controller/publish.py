@@ -16,6 +16,7 @@ from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.phases import PhaseReports
 from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.server_states import JOINING, STALE, ServerEvent
 from slipstream.learner.controller.transport_choice import choose_for
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
@@ -50,7 +51,7 @@ class Publisher:
             and time.monotonic() >= session.retry_publish_s
             and (
                 (session.is_serving and self._is_behind(session, regular=regular))
-                or session.state in (fleet_pb2.SERVER_STATE_JOINING, fleet_pb2.SERVER_STATE_STALE)
+                or session.state in (JOINING, STALE)
             )
         ]
 
@@ -101,7 +102,8 @@ class Publisher:
         )
         ready = self._drop(targets, problems)
         transport, misfits = choose_for(self._progress, {s.name: s.hello.place for s in ready})
-        ready = self._drop(ready, misfits)
+        # One that began to drain meanwhile need not be waited for.
+        ready = [s for s in self._drop(ready, misfits) if not s.is_leaving]
         if not ready:
             return None
         order = self._membership.order_for(ready, transport, trainer_has=trainer.communicator_id)
@@ -239,7 +241,7 @@ class Publisher:
         for session in publish.receivers:
             # A server may be done before the learner says so.
             self._reports.expect(publish.publish_id, session.key, LOADED)
-            session.state = fleet_pb2.SERVER_STATE_LOADING
+            session.on(ServerEvent.RECEIVE)
             session.send(
                 fleet_pb2.ControllerMessage(
                     receive=fleet_pb2.ReceiveWeights(

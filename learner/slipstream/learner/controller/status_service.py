@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
 import grpc.aio
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.fleet import Fleet, describe
@@ -13,6 +14,7 @@ from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.ledger import TokenLedger
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.scheduler import Scheduler
+from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -81,6 +83,24 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         else:
             self._progress.stop(request.reason or "a client asked for it")
         return status_pb2.StopRunResponse()
+
+    async def DrainServer(  # noqa: N802
+        self, request: status_pb2.DrainServerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.DrainServerResponse:
+        """One rollout server ends or hands back what it runs, and leaves."""
+        session = self._fleet.sessions.get(ServerId(request.server_id))
+        if session is None:
+            known = ", ".join(sorted(self._fleet.sessions)) or "none"
+            await abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"no rollout server {request.server_id} is in the run; there are: {known}",
+                Reason.BAD_ARGUMENT,
+                {"server_id": request.server_id},
+            )
+        reason = request.reason or "a client asked for it"
+        self._fleet.order_drain(session, reason, finish=True)
+        return status_pb2.DrainServerResponse()
 
     def _server(self, server_id: ServerId) -> status_pb2.ServerStatus:
         session = self._fleet.sessions[server_id]

@@ -75,6 +75,15 @@ async def ordered(
     return order
 
 
+async def ordered_of(
+    publisher: Publisher, session: ServerSession, tasks: asyncio.TaskGroup
+) -> weights_pb2.PublishOrder:
+    """As `ordered`, behind orders that nobody read."""
+    while not session.outbox.empty():
+        session.outbox.get_nowait()
+    return await ordered(publisher, session, tasks)
+
+
 class Scene:
     """One server that serves a version, by a publish through the communicator `trainer` has."""
 
@@ -83,7 +92,7 @@ class Scene:
         self.progress, self.tasks = progress, tasks
         self.publisher = Publisher(self.fleet, progress, tasks)
         lost = self.publisher.server_lost
-        self.fleet.handlers = FleetHandlers(nothing, lost, nothing, nothing, nothing, nothing)
+        self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 5)
         self.session = joined(self.fleet, "a")
         self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)
 
@@ -274,7 +283,7 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
     progress: RunProgress,
 ) -> None:
     fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(nothing, nothing, nothing, nothing, nothing, nothing)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(fleet, progress, tasks)
         session = joined(fleet, "a")
@@ -290,7 +299,7 @@ async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_cal
     progress: RunProgress,
 ) -> None:
     fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(nothing, nothing, nothing, nothing, nothing, nothing)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(fleet, progress, tasks)
         session = joined(fleet, "a")
@@ -308,7 +317,7 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
     progress: RunProgress,
 ) -> None:
     fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(nothing, nothing, nothing, nothing, nothing, nothing)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(fleet, progress, tasks)
         session = joined(fleet, "a")
@@ -331,3 +340,84 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
         assert (await next_order(session)).abort.publish_id == publish_id
         session.retry_publish_s = 0.0
         assert publisher.due() == [session]
+
+
+async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        leaving, staying = joined(fleet, "a"), joined(fleet, "b")
+        assert publisher.due() == [leaving, staying]
+        preparing = tasks.create_task(publisher.prepare())
+        publish_id = (await next_order(leaving)).prepare.publish_id
+        ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
+        # It was ready, and then it was told to leave.
+        fleet.drains(leaving, "SIGTERM")
+        while not preparing.done():
+            publisher.report(leaving, ready)
+            publisher.report(staying, ready)
+            await asyncio.sleep(0)
+        order = preparing.result()
+        assert order is not None
+        assert [receiver.server_id for receiver in order.receivers] == ["b"]
+        assert publisher.due() == [staying]
+        publisher.trainer_lost()
+
+
+async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        session = joined(fleet, "a")
+        order = await ordered(publisher, session, tasks)
+        publish_id = order.publish_id
+        start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
+        assert publisher.start(start)
+        fleet.drains(session, "SIGTERM")
+        loaded = fleet_pb2.PublishReport(
+            publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_LOADED
+        )
+        result = trainer_pb2.PublishResult(publish_id=publish_id)
+        finishing = tasks.create_task(publisher.finish(result))
+        while not finishing.done():
+            publisher.report(session, loaded)
+            await asyncio.sleep(0)
+        assert list(finishing.result().serving) == ["a"]
+        await next_order(session)
+        assert (await next_order(session)).HasField("commit")
+        report = fleet_pb2.PublishReport(
+            publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_SERVING
+        )
+        publisher.report(session, report)
+    assert session.state == fleet_pb2.SERVER_STATE_DRAINING
+    assert fleet.serving() == []
+
+
+async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        leaving, staying = joined(fleet, "a"), joined(fleet, "b")
+        preparing = tasks.create_task(publisher.prepare())
+        publish_id = (await next_order(leaving)).prepare.publish_id
+        ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
+        while not preparing.done():
+            publisher.report(leaving, ready)
+            publisher.report(staying, ready)
+            await asyncio.sleep(0)
+        order = preparing.result()
+        assert order is not None
+        fleet.remove(leaving, "its stream ended")
+        start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
+        assert publisher.start(start) == []
+        assert staying.state == fleet_pb2.SERVER_STATE_JOINING
+        assert publisher.due() == [staying]
+        again = await ordered_of(publisher, staying, tasks)
+        assert again.new_communicator

@@ -42,7 +42,7 @@ class Rig:
         self.book = LeaseBook(**algorithm, num_steps=10)
         self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
         self.fleet = Fleet(self.progress)
-        self.fleet.handlers = FleetHandlers(nothing, nothing, nothing, nothing, nothing, nothing)
+        self.fleet.handlers = FleetHandlers(*[nothing] * 7)
         self.folder, self.journal = folder / "journal", journal
         self.journal.append("start", format=1, run_id="r")
         self.given_up: list[Group] = []
