@@ -221,7 +221,9 @@ class Ours(Served):
         seeds = range(first_seed, first_seed + CHECKED_REQUESTS)
         start = self._vllm.use().generated_tokens
         replies = [asyncio.create_task(self._generate(seed)) for seed in seeds]
-        while self._vllm.use().generated_tokens < start + 8 * CHECKED_REQUESTS:
+        enough = start + 8 * CHECKED_REQUESTS
+        # Replies that failed say so when they are gathered.
+        while self._vllm.use().generated_tokens < enough and not all(r.done() for r in replies):
             await asyncio.sleep(0.001)
         started_s = time.perf_counter()
         await self._vllm.pause()
