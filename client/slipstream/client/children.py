@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_BYTES = 65536
+# How often a log is looked at for new lines.
+LOOK_S = 0.2
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
 # Lines of a traceback that name no cause, and of vLLM that send the reader to one above.
 NO_CAUSE = re.compile(r'(\[rank\d+\]:\s*)?([\s^~]*$|File ")')
@@ -93,6 +95,25 @@ async def start_child(
             start_new_session=True,
         )
     return Child(name, process, log_path, log_start)
+
+
+async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
+    """Prints the lines of a growing log that begin with `prefix`, as they come, until `ended`."""
+    position = 0
+    while True:
+        is_last = ended.is_set()
+        with path.open("rb") as log:
+            log.seek(position)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        position += len(whole) + len(newline)
+        for line in whole.decode(errors="replace").splitlines():
+            if line.startswith(prefix):
+                print(line, flush=True)
+        if is_last:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await ended.wait()
 
 
 def last_complaint(path: Path, start: int = 0) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from slipstream.client.children import start_child
+from slipstream.client.children import show_lines, start_child
 from slipstream.client.dry_run import as_comments, describe_dry_run, place_dry
 from slipstream.client.placement import check_transport, place_here, share_memory
 from slipstream.client.preflight import (
@@ -187,12 +187,14 @@ async def run_replay(folder: Path) -> int:
         log_path.unlink(missing_ok=True)
         arguments = ["--config", str(path)]
         ranks.append(await start_child(name, REPLAY, arguments, log_path=log_path, environ=environ))
+    ended = asyncio.Event()
+    show = asyncio.ensure_future(show_lines(ranks[0].log_path, "version ", ended))
     try:
         await asyncio.gather(*(rank.process.wait() for rank in ranks))
     finally:
         await asyncio.gather(*(rank.stop(GRACE_S) for rank in ranks))
-    lines = ranks[0].log_path.read_text().splitlines()
-    print("\n".join(line for line in lines if line.startswith("version ")))
+        ended.set()
+        await show
     failed = [rank for rank in ranks if rank.process.returncode not in (0, 1)]
     if failed:
         raise RunFailed(failed[0].describe_end())

@@ -124,7 +124,8 @@ def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
             f"{entry.weight:g}",
             f"{entry.groups_accepted:,}",
             f"{entry.groups_failed:,}",
-            f"{entry.reward_mean:.3f}",
+            # Of an evaluation nothing is accepted; `metrics.jsonl` has what it measured.
+            f"{entry.reward_mean:.3f}" if entry.groups_accepted else "-",
             entry.cause,
         )
         for entry in entries

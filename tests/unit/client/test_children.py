@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
-from slipstream.client.children import last_complaint, start_child
+import pytest
+from slipstream.client.children import last_complaint, show_lines, start_child
 
 RAISE_TWO = """
 raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])
@@ -74,3 +76,23 @@ def test_a_line_that_sends_the_reader_to_one_above_is_not_the_cause(tmp_path: Pa
 def test_a_place_in_a_traceback_is_no_cause(tmp_path: Path) -> None:
     log = write(tmp_path / "log", "OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^")
     assert last_complaint(log) == "OSError: full"
+
+
+async def test_lines_of_a_growing_log_are_shown_once_and_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, ended = write(tmp_path / "log", "version 1", "noise"), asyncio.Event()
+    show = asyncio.create_task(show_lines(log, "version ", ended))
+    shown = ""
+    async with asyncio.timeout(20):
+        while not shown:
+            await asyncio.sleep(0.01)
+            shown = capsys.readouterr().out
+    assert shown == "version 1\n"
+    with log.open("a") as file:
+        file.write("version 2\nversi")
+        file.flush()
+        file.write("on 3\n")
+    ended.set()
+    await show
+    assert capsys.readouterr().out == "version 2\nversion 3\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.client.requests import status_lines
+from slipstream.client.requests import environment_lines, status_lines
 from slipstream.client.status import environment_from_pb, run_from_pb
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 
@@ -52,3 +52,12 @@ def test_a_suspended_environment_shows_its_cause() -> None:
     run = status_pb2.RunStatus(state=status_pb2.RUN_STATE_FAILED, environments=[entry])
     lines = status_lines(run_from_pb(run))
     assert lines[-1].endswith("KeyError: 'a'")
+
+
+def test_an_environment_without_accepted_groups_has_no_reward() -> None:
+    new = environment("new", environment_pb2.ENVIRONMENT_STATE_READY, 3)
+    old = environment("old", environment_pb2.ENVIRONMENT_STATE_READY, 3)
+    old.groups_accepted = 1
+    lines = environment_lines([environment_from_pb(new), environment_from_pb(old)])
+    assert lines[1].split()[-1] == "-"
+    assert lines[2].split()[-1] == "0.000"
