@@ -16,6 +16,7 @@ SOURCES := protos client rollout_server learner
 install: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/dev.txt
+	@echo "installing the tested versions into $(VENV): 3 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu.txt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import shlex
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
+from slipstream.client import Environment, StepResult
 from slipstream.client.cli import _parser
+from slipstream.client.environment import TaskSource
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import load_config, parse_config
 
@@ -186,3 +189,36 @@ def test_the_tests_that_the_page_on_security_names_exist():
         text = (ROOT / "tests" / file).read_text()
         for name in re.findall(r"`(test_\w+)`", names):
             assert f"def {name}(" in text, f"{file}: {name}"
+
+
+ENVIRONMENT_BLOCKS = [
+    text
+    for page in PAGES
+    for text in blocks(page, "python")
+    if "(Environment)" in text and "def tasks" in text and "..." not in text
+]
+# Where the class cannot do without.
+ARGUMENTS = {"Warmer": {"temperatures": {"Rome": 21.5, "Oslo": 4.0}}}
+
+
+@pytest.mark.parametrize("text", ENVIRONMENT_BLOCKS, ids=lambda text: text.split("class ")[1][:8])
+async def test_every_environment_that_is_shown_can_be_used(text: str) -> None:
+    names: dict[str, object] = {}
+    exec(compile(text, "page", "exec"), names)  # noqa: S102 - our own pages
+    (found,) = [
+        value
+        for value in names.values()
+        if isinstance(value, type) and issubclass(value, Environment) and value is not Environment
+    ]
+    environment = found(**ARGUMENTS.get(found.__name__, {}))
+    for index in range(3):
+        opened = environment.reset(TaskSource(environment)[index])
+        messages = await opened if inspect.isawaitable(opened) else opened
+        assert {message["role"] for message in messages} <= {"system", "user"}
+    if found.__name__ == "Poem":
+        # Its judge is not there.
+        return
+    judged = environment.step("<look>Rome</look>")
+    verdict = await judged if inspect.isawaitable(judged) else judged
+    assert isinstance(verdict, StepResult)
+    assert verdict.done is (found.__name__ != "Warmer")
