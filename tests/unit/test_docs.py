@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -202,9 +203,9 @@ ARGUMENTS = {"Warmer": {"temperatures": {"Rome": 21.5, "Oslo": 4.0}}}
 
 
 @pytest.mark.parametrize("text", ENVIRONMENT_BLOCKS, ids=lambda text: text.split("class ")[1][:8])
-async def test_every_environment_that_is_shown_can_be_used(text: str) -> None:
-    names: dict[str, object] = {}
-    exec(compile(text, "page", "exec"), names)  # noqa: S102 - our own pages
+async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(text)
+    names = runpy.run_path(str(tmp_path / "shown.py"))
     (found,) = [
         value
         for value in names.values()
