@@ -80,6 +80,8 @@ class PlainModel:
 class PlainFilling:
     """Each tensor lies on the rank that sends it; `on_fill` is told of every bucket before."""
 
+    fills_any = True
+
     def __init__(
         self,
         tensors: dict[TensorSpec, torch.Tensor],

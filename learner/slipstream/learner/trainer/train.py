@@ -135,10 +135,12 @@ class Trainer:
 
     def _next_order(self) -> Order:
         data = None
+        # While parameters come back from host memory nobody should wait for a bucket: then a
+        # publish begins when the trainer says so.
+        at_once = not self._config.learner.offload.parameters
+        if at_once:
+            self._stream.fill_ahead()
         if self._ranks.is_main:
-            # While parameters come back from host memory nobody should wait for a bucket: then a
-            # publish begins when the trainer says so.
-            at_once = not self._config.learner.offload.parameters
             directives = self._client.next(
                 self._version,
                 communicator_id=self._publisher.communicator_id,

@@ -31,6 +31,8 @@ class Filling(Protocol):
     tensors: tuple[TensorSpec, ...]
     # Ranks of the trainer; `TensorSpec.sender` is a place in it.
     senders: tuple[int, ...]
+    # Any bucket can be filled at any time; otherwise only all of them in turn.
+    fills_any: bool
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         """Bucket number k will be filled in lane k modulo their number, uint8."""
@@ -49,6 +51,7 @@ class BridgeFilling:
     """Through Bridge's export, which puts every tensor together on every rank; rank 0 sends."""
 
     senders: tuple[int, ...] = (0,)
+    fills_any = False
 
     def __init__(self, policy: Policy, dtype: str) -> None:
         self._policy, self._dtype = policy, getattr(torch, dtype)
@@ -170,6 +173,8 @@ class PlannedFilling:
 
     Besides the lanes, groups of several ranks use memory for one bucket, and for their part of it.
     """
+
+    fills_any = True
 
     def __init__(self, policy: Policy, dtype: str, pieces: Sequence[Piece]) -> None:
         self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)

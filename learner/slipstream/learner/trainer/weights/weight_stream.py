@@ -70,6 +70,8 @@ class WeightStream:
         size = self.largest_bucket if self.sender is not None else 0
         lanes = min(NUM_LANES, len(self.buckets))
         self._lanes = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(lanes)]
+        # So many of the first buckets lie in their lanes already.
+        self._ahead = 0
         self._digests = open_digests(self.buckets, device)
         self._stream = _new_stream(device)
         with policy.memory.resident(Part.PARAMETERS):
@@ -112,8 +114,22 @@ class WeightStream:
             yield
 
     @torch.no_grad()
+    def fill_ahead(self) -> None:
+        """Puts the first buckets together for the next pass if that one sends: it begins with them.
+
+        A pass went over these weights before, and they do not change until the next one.
+        """
+        if self._ahead or not self._filling.fills_any:
+            return
+        with self.resident(), self._on_stream():
+            for place in range(len(self._lanes)):
+                self._filling.fill(place)
+        self._ahead = len(self._lanes)
+
+    @torch.no_grad()
     def run(self, send: Send | None = None) -> WeightDigests:
         """Puts every bucket together once, gives each to `send` on the senders, digests all."""
+        ahead, self._ahead = self._ahead if send is not None else 0, 0
         releases: list[Release | None] = [None] * len(self._lanes)
         clock = _Clock(self._stream)
         with self.resident():
@@ -125,8 +141,9 @@ class WeightStream:
                     release = releases[lane]
                     if release is not None:
                         release()
-                    with clock.measure():
-                        self._filling.fill(place)
+                    if place >= ahead:
+                        with clock.measure():
+                            self._filling.fill(place)
                     buffer = self._lanes[lane][: bucket.num_bytes]
                     if send is not None and self.sender is not None:
                         releases[lane] = send(place, bucket, buffer)

@@ -57,6 +57,39 @@ def test_bucket_is_sent_before_its_digest_and_waits_only_for_the_lane_before() -
     ]
 
 
+def test_what_was_filled_ahead_is_sent_at_once_and_never_after_the_weights_have_changed() -> None:
+    events: list[str] = []
+    tensors = dict(TENSORS)
+
+    def send(place: int, bucket: Bucket, data: Tensor) -> Release:
+        events.append(f"send {place}")
+        return lambda: None
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        filling = PlainFilling(tensors, ranks, on_fill=lambda place: events.append(f"fill {place}"))
+        stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=1000)
+        before = stream.run()
+        del events[:]
+        stream.fill_ahead()
+        stream.fill_ahead()
+        assert events == ["fill 0", "fill 1"]
+        assert stream.run(send).by_name == before.by_name
+        assert events[2:] == ["send 0", "send 1", "fill 2", "send 2", "fill 3", "send 3"]
+        # A step of training, and the pass that tells its digests.
+        stream.fill_ahead()
+        for spec, data in TENSORS.items():
+            tensors[spec] = data + 1
+        changed = stream.run()
+        assert changed.by_name == {
+            spec.name: tensor_digest(data.numpy().data) for spec, data in tensors.items()
+        }
+        del events[:]
+        assert stream.run(send).by_name == changed.by_name
+        assert events[:2] == ["fill 0", "send 0"]
+
+    run_ranks(1, on_rank)
+
+
 def test_buckets_are_as_large_as_the_largest_tensor_if_that_is_more() -> None:
     weights = WeightsSection(bucket_mib=2)
     small, large = TensorSpec("a", "bfloat16", (3,)), TensorSpec("b", "bfloat16", (1024, 1025))
