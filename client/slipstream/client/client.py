@@ -31,7 +31,7 @@ from slipstream.client.status import (
 )
 from slipstream.protocol.config import SecuritySection, address_parts
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
-from slipstream.protocol.security import Credentials, call_metadata, check_address, open_channel
+from slipstream.protocol.security import Credentials, call_metadata, is_loopback, open_channel
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -75,7 +75,12 @@ class Client:
         address_parts(address)
         self._address = address
         self._credentials = Credentials.load(SecuritySection(token_file=token_file, tls_ca=tls_ca))
-        check_address(address, self._credentials, what="the controller")
+        for name, given in (("tls_ca", tls_ca), ("token_file", token_file)):
+            if given is None and not is_loopback(address):
+                option = name.replace("_", "-")
+                raise ConfigError(
+                    f"the controller {address} is not loopback: give {name} (--{option})"
+                )
 
     async def __aenter__(self) -> Client:
         self._channel = open_channel(self._address, self._credentials)

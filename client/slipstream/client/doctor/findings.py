@@ -50,8 +50,8 @@ def advice(area: str, seen: str, remedy: str) -> Finding:
     return Finding(area, Verdict.ADVICE, seen, remedy)
 
 
-def problem(area: str, seen: str, remedy: str) -> Finding:
-    """It cannot work without the remedy."""
+def problem(area: str, seen: str, remedy: str = "") -> Finding:
+    """It cannot work without the remedy; none where `seen` says what must be."""
     return Finding(area, Verdict.PROBLEM, seen, remedy)
 
 

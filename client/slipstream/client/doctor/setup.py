@@ -34,7 +34,7 @@ def _model(config: Config) -> Finding:
     try:
         check_model(config)
     except ConfigError as error:
-        return problem("model", str(error), "see the rule in the message")
+        return problem("model", str(error))
     parallel = config.learner.parallel
     sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
     return ok("model", f"{config.model.path} fits world size {config.learner.world_size}, {sizes}")
