@@ -9,7 +9,6 @@ import json
 import os
 import random
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from slipstream.client.programs import run_module
 from slipstream.protocol.config import Config, address_parts
 from slipstream.protocol.config_changes import check_resumable
 from slipstream.protocol.config_file import check_model, check_sizes, dump_config, load_config
@@ -36,6 +36,10 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 
 SETTINGS_CHECK = "slipstream.learner.trainer.check"
 RETRY_S = 0.2
+# Of a check by Megatron: its imports, on a busy machine.
+SETTINGS_LIMIT_S = 300.0
+# Beyond an environment's own limit: starting the worker, and saying what hangs.
+WORKER_GRACE_S = 30.0
 # The controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Below every usual range of ports that the kernel gives out by itself.
@@ -174,16 +178,17 @@ async def check_passed_settings(config: Config) -> None:
     learners = [config.learner, *(role.learner for role in role_settings(config).values())]
     if not any(learner.ddp or learner.optimizer or learner.transformer for learner in learners):
         return
-    process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", SETTINGS_CHECK],
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
+    checked = await run_module(
+        [SETTINGS_CHECK], limit_s=SETTINGS_LIMIT_S, given=dump_config(config).encode()
     )
-    _, errors = await process.communicate(dump_config(config).encode())
-    if process.returncode != 0:
-        lines = errors.decode(errors="replace").strip().splitlines() or ["it says nothing"]
-        raise ConfigError(lines[-1].removeprefix("slipstream: "))
+    if checked.code is None:
+        raise ConfigError(
+            f"Megatron did not look at learner.ddp, optimizer and transformer "
+            f"within {SETTINGS_LIMIT_S:g} s"
+        )
+    if checked.code != 0:
+        said = checked.lines[-1] if checked.lines else "it says nothing"
+        raise ConfigError(said.removeprefix("slipstream: "))
 
 
 async def check_environments(config: Config, log_path: Path) -> None:
@@ -193,20 +198,21 @@ async def check_environments(config: Config, log_path: Path) -> None:
     make_folder(log_path.parent)
     for name, reference, args, timeout_s in sections:
         with log_path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *[sys.executable, "-m", "slipstream.client.worker", "--check", reference],
-                *["--args", json.dumps(args), "--search-path", os.getcwd()],
-                *["--timeout-s", str(timeout_s)],
-                # As in a worker beside a rollout server.
-                env=open_variables(os.environ),
-                stdout=log,
-                stderr=asyncio.subprocess.PIPE,
-            )
+            arguments = ["slipstream.client.worker", "--check", reference]
+            arguments += ["--args", json.dumps(args), "--search-path", os.getcwd()]
             with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
-                _, errors = await process.communicate()
-        if process.returncode != 0:
-            lines = errors.decode(errors="replace").strip().splitlines()
-            said = lines[-1] if lines else f"exited with code {process.returncode}"
+                checked = await run_module(
+                    [*arguments, "--timeout-s", str(timeout_s)],
+                    # The worker says itself where it hangs, if it still can.
+                    limit_s=timeout_s + WORKER_GRACE_S,
+                    output=log,
+                    # As in a worker beside a rollout server.
+                    environ=open_variables(os.environ),
+                )
+        if checked.code is None:
+            raise ConfigError(f"environment {name}: no answer within {timeout_s:g} s")
+        if checked.code != 0:
+            said = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
             raise ConfigError(
                 f"environment {name}: {said.removeprefix(f'environment {reference}: ')}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from pathlib import Path
@@ -11,7 +12,7 @@ import tomli_w
 from slipstream.client import preflight
 from slipstream.client.launcher import run_learner
 from slipstream.client.preflight import check_environments, free_port, make_run_folder
-from slipstream.protocol.config import EnvironmentSection
+from slipstream.protocol.config import Config, EnvironmentSection
 from slipstream.protocol.errors import ConfigError
 from small_configs import config_of
 
@@ -101,3 +102,53 @@ def test_the_folder_of_a_run_is_for_its_owner_alone(tmp_path: Path) -> None:
     config.run_dir.chmod(0o750)
     make_run_folder(config)
     assert config.run_dir.stat().st_mode & 0o777 == 0o750
+
+
+HANGING = """
+import ctypes, os, subprocess, sys
+from slipstream.client.builtin.echo import Echo
+
+class Leaving(Echo):
+    '''Leaves a process behind that keeps its stderr open.'''
+    def reset(self, task):
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open("helper", "w").write(str(helper.pid))
+        return super().reset(task)
+
+class Frozen(Echo):
+    '''Holds the interpreter, so that no thread of its own can say so.'''
+    def reset(self, task):
+        ctypes.PyDLL(None).pause()
+"""
+
+
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Config:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    monkeypatch.chdir(tmp_path)
+    section = EnvironmentSection(name="e", reference=f"hanging:{name}", timeout_s=20.0)
+    return config_of(tmp_path).model_copy(update={"environments": (section,)})
+
+
+async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = hanging(tmp_path, monkeypatch, "Leaving")
+    async with asyncio.timeout(60):
+        await check_environments(config, tmp_path / "logs" / "preflight.log")
+    helper = int((tmp_path / "helper").read_text())
+    async with asyncio.timeout(10):
+        # Its parent is gone; whoever adopts it has to notice.
+        while Path(f"/proc/{helper}/status").exists() and " Z " not in (
+            Path(f"/proc/{helper}/stat").read_text()
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_environment_that_holds_its_process_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "WORKER_GRACE_S", -15.0)
+    config = hanging(tmp_path, monkeypatch, "Frozen")
+    with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
+        async with asyncio.timeout(60):
+            await check_environments(config, tmp_path / "logs" / "preflight.log")

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.groups import ServerKey
+from slipstream.learner.controller.outbox import Outbox
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.relay import raise_failure
 from slipstream.learner.controller.server_states import (
@@ -34,7 +35,6 @@ from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
-OUTBOX_MESSAGES = 10_000
 # Of one server; no machine has so many GPUs.
 MAX_ENGINE_WORKERS = 1024
 
@@ -51,9 +51,7 @@ class ServerSession:
     cause: str = ""
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
     last_seen_s: float = field(default_factory=time.monotonic)
-    outbox: asyncio.Queue[fleet_pb2.ControllerMessage | None] = field(
-        default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES)
-    )
+    outbox: Outbox[fleet_pb2.ControllerMessage] = field(default_factory=Outbox)
     # Not before this moment may a publish be tried again.
     retry_publish_s: float = 0.0
     failed_publishes: int = 0
@@ -79,12 +77,13 @@ class ServerSession:
         self.state = next_state(self.state, event)
 
     def send(self, message: fleet_pb2.ControllerMessage) -> None:
-        """Puts an order on its stream."""
-        self.outbox.put_nowait(message)
+        """Puts an order on its stream; ends the stream of a server that does not read."""
+        if not self.outbox.put(message):
+            self.outbox.close()
 
     def disconnect(self) -> None:
         """Ends its stream."""
-        self.outbox.put_nowait(None)
+        self.outbox.close()
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ class FleetServicer:
         self._fleet.add(session)
         reader = asyncio.create_task(self._read(session, requests))
         try:
-            while (message := await session.outbox.get()) is not None:
+            async for message in session.outbox.messages():
                 yield message
             raise_failure(reader)
         finally:

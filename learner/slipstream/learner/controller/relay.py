@@ -3,7 +3,8 @@
 Consumes: calls of rollout servers, answers of clients. Produces: the same on the other side, with
 call ids of its own.
 Waits for: messages. Unblocked by: a message, or the end of either stream, which fails the calls
-that were open.
+that were open. Nobody waits for one who does not read: calls to such a client fail, and a rollout
+server loses its stream.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.learner.controller.outbox import Outbox
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
-OUTBOX_MESSAGES = 10_000
 HELLO_TIMEOUT_S = 10.0
 
 
@@ -31,16 +32,14 @@ class ClientSession:
     spec: pb.EnvironmentSpec
     num_tasks: int
     max_episodes: int
-    outbox: asyncio.Queue[pb.WorkerCommand | None] = field(
-        default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES)
-    )
+    outbox: Outbox[pb.WorkerCommand] = field(default_factory=Outbox)
 
 
 @dataclass(frozen=True)
 class OpenCall:
     """A call on its way: who asked, under which id, and whom."""
 
-    answers: asyncio.Queue[fleet_pb2.EnvironmentAnswer | None]
+    answers: Outbox[fleet_pb2.EnvironmentAnswer]
     call_id: int
     client: ClientSession
 
@@ -85,7 +84,7 @@ class Relay:
         self._clients[client.spec.name] = client
         reader = asyncio.create_task(self._read_answers(client, requests))
         try:
-            while (command := await client.outbox.get()) is not None:
+            async for command in client.outbox.messages():
                 yield command
             raise_failure(reader)
         finally:
@@ -96,10 +95,10 @@ class Relay:
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
     ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
         """One rollout server's calls, and their answers in the order in which they come."""
-        answers: asyncio.Queue[fleet_pb2.EnvironmentAnswer | None] = asyncio.Queue(OUTBOX_MESSAGES)
+        answers = Outbox[fleet_pb2.EnvironmentAnswer]()
         reader = asyncio.create_task(self._read_calls(requests, answers))
         try:
-            while (answer := await answers.get()) is not None:
+            async for answer in answers.messages():
                 yield answer
             raise_failure(reader)
         finally:
@@ -108,28 +107,31 @@ class Relay:
     def close(self) -> None:
         """Ends the streams of all clients: the run is over."""
         for client in self._clients.values():
-            client.outbox.put_nowait(None)
+            client.outbox.close()
 
     async def _read_calls(
         self,
         requests: AsyncIterator[fleet_pb2.EnvironmentCall],
-        answers: asyncio.Queue[fleet_pb2.EnvironmentAnswer | None],
+        answers: Outbox[fleet_pb2.EnvironmentAnswer],
     ) -> None:
         try:
             async for call in requests:
                 client = self._clients.get(call.environment)
                 if client is None:
                     cause = f"no client serves {call.environment}"
-                    await answers.put(_lost(call.command.call_id, cause))
+                    _answer(answers, _lost(call.command.call_id, cause))
                     continue
                 number = next(self._numbers)
                 self._calls[number] = OpenCall(answers, call.command.call_id, client)
                 command = pb.WorkerCommand()
                 command.CopyFrom(call.command)
                 command.call_id = number
-                await client.outbox.put(command)
+                if not client.outbox.put(command):
+                    del self._calls[number]
+                    cause = f"the client that serves {call.environment} does not read"
+                    _answer(answers, _lost(call.command.call_id, cause))
         finally:
-            answers.put_nowait(None)
+            answers.close()
 
     async def _read_answers(
         self, client: ClientSession, requests: AsyncIterator[pb.WorkerMessage]
@@ -139,9 +141,9 @@ class Relay:
                 call = self._calls.pop(message.call_id, None)
                 if call is not None:
                     message.call_id = call.call_id
-                    await call.answers.put(fleet_pb2.EnvironmentAnswer(message=message))
+                    _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
         finally:
-            client.outbox.put_nowait(None)
+            client.outbox.close()
 
     def _forget(self, client: ClientSession) -> None:
         if self._clients.get(client.spec.name) is client:
@@ -150,7 +152,7 @@ class Relay:
             if call.client is client:
                 del self._calls[number]
                 cause = f"the client that served {client.spec.name} left"
-                call.answers.put_nowait(_lost(call.call_id, cause))
+                _answer(call.answers, _lost(call.call_id, cause))
         self._on_departure(client)
 
 
@@ -158,6 +160,14 @@ def raise_failure(reader: asyncio.Task[None]) -> None:
     """Raises what ended a stream's reader, so that it ends the call and is logged, not lost."""
     if reader.done() and not reader.cancelled():
         reader.result()
+
+
+def _answer(
+    answers: Outbox[fleet_pb2.EnvironmentAnswer], answer: fleet_pb2.EnvironmentAnswer
+) -> None:
+    """Ends the stream of a rollout server that does not read: it opens another one."""
+    if not answers.put(answer):
+        answers.close()
 
 
 def _lost(call_id: int, cause: str) -> fleet_pb2.EnvironmentAnswer:

@@ -52,9 +52,7 @@ def joined(fleet: Fleet, name: str) -> ServerSession:
 
 async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
     async with asyncio.timeout(10):
-        message = await session.outbox.get()
-    assert message is not None
-    return message
+        return await anext(aiter(session.outbox.messages()))
 
 
 async def ordered(
@@ -79,8 +77,8 @@ async def ordered_of(
     publisher: Publisher, session: ServerSession, tasks: asyncio.TaskGroup
 ) -> weights_pb2.PublishOrder:
     """As `ordered`, behind orders that nobody read."""
-    while not session.outbox.empty():
-        session.outbox.get_nowait()
+    while session.outbox.pop() is not None:
+        pass
     return await ordered(publisher, session, tasks)
 
 
@@ -130,8 +128,8 @@ class Scene:
     def sent(self) -> list[str]:
         """Kinds of the messages to the server since the last call."""
         messages = []
-        while not self.session.outbox.empty():
-            messages.append(self.session.outbox.get_nowait())
+        while (message := self.session.outbox.pop()) is not None:
+            messages.append(message)
         return [message.WhichOneof("message") for message in messages]
 
     def make_version(self, step: int) -> None:
@@ -309,7 +307,7 @@ async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_cal
         )
         assert publisher.start(start) == publisher.start(start)
         assert (await next_order(session)).HasField("receive")
-        assert session.outbox.empty()
+        assert session.outbox.pop() is None
         publisher.trainer_lost()
 
 

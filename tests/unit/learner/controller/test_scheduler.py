@@ -82,8 +82,8 @@ class Rig:
 
     def orders(self, session: ServerSession) -> list[fleet_pb2.Lease]:
         sent = []
-        while not session.outbox.empty():
-            sent.append(session.outbox.get_nowait().lease)
+        while (message := session.outbox.pop()) is not None:
+            sent.append(message.lease)
         return sent
 
 

@@ -1,0 +1,64 @@
+"""Programs that check something for a command, and end with it.
+
+Waits for: the end of the program itself; what it has started does not count. Unblocked by: its end,
+or the limit, at which it is killed with all that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+TAIL_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and the last lines that it wrote to stderr."""
+
+    # None: it did not, within its limit.
+    code: int | None
+    lines: tuple[str, ...]
+
+
+async def run_module(
+    arguments: Sequence[str],
+    *,
+    limit_s: float,
+    given: bytes = b"",
+    output: IO[bytes] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `python -m arguments` with `given` on its stdin; `output`: where its stdout goes."""
+    # Files rather than pipes: a pipe stays open as long as anything that the program has started.
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
+        stdin.write(given)
+        stdin.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "slipstream.protocol.process"],
+            *[sys.executable, "-m", *arguments],
+            stdin=stdin,
+            stdout=asyncio.subprocess.DEVNULL if output is None else output,
+            stderr=stderr,
+            env=environ,
+            start_new_session=True,
+        )
+        code = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    code = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
+        text = stderr.read().decode(errors="replace")
+        return Ended(code, tuple(text.strip().splitlines()))
