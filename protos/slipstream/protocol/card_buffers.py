@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupy.cuda import runtime
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.errors import ConfigError, WeightSyncError
 
 
 class CardBuffers:
@@ -27,16 +27,22 @@ class CardBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int, card: int) -> CardBuffers:
-        """New ones on CUDA device `card`; their content is arbitrary."""
+        """New ones on CUDA device `card`; their content is arbitrary. ConfigError without room."""
         # Threads begin with device 0.
         runtime.setDevice(card)
-        with contextlib.ExitStack() as stack:
-            pointers = []
-            for _ in range(count):
-                pointers.append(runtime.malloc(num_bytes))
-                stack.callback(runtime.free, pointers[-1])
-            handles = [runtime.ipcGetMemHandle(pointer).hex() for pointer in pointers]
-            stack.pop_all()
+        pointers = []
+        try:
+            with contextlib.ExitStack() as stack:
+                for _ in range(count):
+                    pointers.append(runtime.malloc(num_bytes))
+                    stack.callback(runtime.free, pointers[-1])
+                handles = [runtime.ipcGetMemHandle(pointer).hex() for pointer in pointers]
+                stack.pop_all()
+        except runtime.CUDARuntimeError as error:
+            raise ConfigError(
+                f"weights.transport ipc needs {count} buffers of {num_bytes:,} bytes on the "
+                f"learner's GPU: {error}; a smaller weights.bucket_mib needs less"
+            ) from error
         return cls(handles, pointers, num_bytes, is_owner=True)
 
     @classmethod

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.errors import ConfigError, WeightSyncError
 
 _FOLDER = Path("/dev/shm")
 _PREFIX = "slipstream-"
@@ -44,7 +44,7 @@ class HostBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int) -> HostBuffers:
-        """New ones, filled with zeros."""
+        """New ones, filled with zeros; ConfigError when there is no room for them."""
         handles: list[str] = []
         maps: list[mmap.mmap] = []
         try:
@@ -57,10 +57,14 @@ class HostBuffers:
                     maps.append(mmap.mmap(descriptor, num_bytes))
                 finally:
                     os.close(descriptor)
-        except OSError:
-            # Where there is no room for all: those that were made would keep theirs for ever.
+        except OSError as error:
+            # Those that were made would keep their room for ever.
             _unlink(handles)
-            raise
+            raise ConfigError(
+                f"weights.transport ipc needs {count} buffers of {num_bytes:,} bytes in {_FOLDER}: "
+                f"{error}; containers get more by --shm-size, a smaller weights.bucket_mib needs "
+                "less"
+            ) from error
         return cls(handles, maps)
 
     @classmethod
@@ -93,7 +97,7 @@ class HostBuffers:
 
 
 def make_buffers(count: int, num_bytes: int, card: int | None) -> SharedBuffers:
-    """Buffers to share, on CUDA device `card`; None: in main memory."""
+    """Buffers to share, on CUDA device `card`; None: in main memory. ConfigError without room."""
     if card is None:
         return HostBuffers.make(count, num_bytes)
     from slipstream.protocol.card_buffers import CardBuffers
