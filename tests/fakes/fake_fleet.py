@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -84,7 +84,11 @@ class Connection:
         )
 
     async def serve_version(
-        self, step: int, *, probe: weights_pb2.Probe | None = None
+        self,
+        step: int,
+        *,
+        probe: weights_pb2.Probe | None = None,
+        digests: Sequence[bytes] = DIGESTS,
     ) -> fleet_pb2.PublishReport:
         """A whole publish, against an engine that needs no real bytes."""
         publish_id = f"p{step}-{len(self.messages)}"
@@ -95,7 +99,7 @@ class Connection:
         self.send(receive=fleet_pb2.ReceiveWeights(order=order))
         await self.publish_phase(publish_id, fleet_pb2.PUBLISH_PHASE_LOADED)
         commit = fleet_pb2.CommitPublish(
-            publish_id=publish_id, version=version, probe=probe, bucket_digests=DIGESTS
+            publish_id=publish_id, version=version, probe=probe, bucket_digests=digests
         )
         self.send(commit=commit)
         return await self.publish_phase(publish_id, fleet_pb2.PUBLISH_PHASE_SERVING)

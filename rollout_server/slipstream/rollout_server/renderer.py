@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from slipstream.protocol.errors import ConfigError
 
 _PLACEHOLDER = "slipstreamreplyplaceholder"
@@ -42,7 +43,10 @@ class Renderer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path: the tokenizer in {folder} has no chat template")
-        self._prompt = lru_cache(_CACHED_PROMPTS)(self._tokenise)
+        # The members of a group begin alike.
+        self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
+        self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
+        self._whole_text = lru_cache(_CACHED_PROMPTS)(self._decode_whole)
         try:
             self._text((ChatMessage("user", "a"),))
         except RenderingFailed as error:
@@ -52,7 +56,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """The tokens before the first reply; RenderingFailed when the template refuses them."""
-        return list(self._prompt(self._text(tuple(messages))))
+        return list(self._prompt(tuple(messages)))
 
     def continuation(
         self,
@@ -69,16 +73,24 @@ class Renderer:
         _, found, tail = self._text((*history, *messages)).rpartition(_PLACEHOLDER)
         if not found:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
-        tokens = list(self._prompt(tail))
+        tokens = list(self._tokens(tail))
         return tokens[1:] if tokens[:1] == [last_token] else tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a reply, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self._decode(token_ids, skip_special_tokens=True)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of any tokens, for people who read along."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return self._whole_text(tuple(token_ids))
+
+    def _decode_whole(self, token_ids: tuple[int, ...]) -> str:
+        return self._decode(token_ids, skip_special_tokens=False)
+
+    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        # Of a list the tokenizer looks at each element first.
+        ids = np.asarray(token_ids, dtype=np.int64)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _text(self, messages: tuple[ChatMessage, ...]) -> str:
         from jinja2.exceptions import TemplateError
@@ -93,6 +105,9 @@ class Renderer:
             )
         except TemplateError as error:
             raise RenderingFailed(f"{type(error).__name__}: {error}") from error
+
+    def _render(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+        return self._tokenise(self._text(messages))
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
         # The template has written the special tokens already.

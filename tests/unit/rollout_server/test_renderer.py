@@ -82,3 +82,16 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
         Renderer(tmp_path)
+
+
+def test_the_members_of_a_group_are_rendered_once_and_get_lists_of_their_own(renderer) -> None:
+    rendered = renderer._prompt.cache_info().misses
+    first, second = renderer.prompt([user("c d")]), renderer.prompt([user("c d")])
+    assert renderer._prompt.cache_info().misses == rendered + 1
+    first.append(9)
+    assert second == renderer.prompt([user("c d")]) == [1, 6, 7, 3]
+
+
+def test_a_text_for_readers_has_the_special_tokens(renderer) -> None:
+    assert renderer.decode_all(renderer.prompt([user("a b")])) == "<s> a b <reply>"
+    assert renderer.decode_all([]) == renderer.decode([]) == ""
