@@ -4,15 +4,19 @@ Ours are requests through `VllmEngine`, the object that the server uses, with th
 log-probability and version; and, in the same process, whole episodes: leases from a controller that
 a test plays, an environment's worker processes, trajectories delivered over gRPC. The peer is bare
 vLLM: AsyncLLM with the same model and settings, no log-probabilities, only final outputs, no text.
-Further rows are bare vLLM with log-probabilities, and our server with an engine that answers at
-once: what the server alone could serve. Engines live side by side on the device and take turns; all
-weights are random (vLLM's "dummy" format). Before that our engine proves that its log-probabilities
-are those that vLLM hands out token by token (`rollout_engines.py`).
 
-    python benchmarks/rollout.py --repeats 5                   # one GPU
+In a wave all requests start together and the turn ends with the last one, as in a synchronous run:
+what comes before the first step and after the last one counts. In a flow twice as many requests, of
+unequal lengths, go through the same number of slots; the next one begins when one ends, as in an
+asynchronous run. The last row is our server with an engine that answers at once: what the server
+alone could serve. Engines live side by side on the device and take turns; all weights are random
+(vLLM's "dummy" format). Before that our engine proves that its log-probabilities are those that
+vLLM hands out token by token (`rollout_engines.py`).
+
+    python benchmarks/rollout.py --repeats 5                   # one GPU, 5 minutes
     python benchmarks/rollout.py --device cpu --repeats 2      # a rehearsal
 
-Prints one table and writes benchmarks/results/rollout.json.
+Prints one table; benchmarks/results/rollout.json is written after every turn.
 """
 
 from __future__ import annotations
@@ -22,27 +26,23 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import random
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from measure import Spread, note, part, progress, table, write_result
-from rollout_engines import REPLY, START_LIMIT_S, Sizes
-from slipstream.client import Environment, StepResult
+from rollout_engines import REPLY, START_LIMIT_S, Sizes, Turn
+from rollout_episodes import Episodes
 
 HERE = Path(__file__).resolve().parent
 NAME = "rollout"
 TARGET = 0.90
 RUN_LIMIT_S, ALONE_LIMIT_S = 240.0, 60.0
-# What the tokenizer of tests and quickstart knows; a prompt is "<s>", words and "<reply>".
-WORDS = "abcdefghijklmnopqrstuvwxyz"
-SPECIAL_TOKENS = 2
 
 SHAPES = {
     "qwen3-0.6b": {
@@ -64,41 +64,41 @@ SHAPES = {
         "vocab_size": 2048,
     },
 }
-# Row of the table -> (process, what it does there).
-ROWS = {
-    "ours, engine with log-probabilities": ("ours", "engine"),
-    "ours, whole server with episodes": ("ours", "episodes"),
-    "bare vLLM without log-probabilities": ("bare", "none"),
-    "bare vLLM with log-probabilities": ("bare", "logprobs"),
-}
-# Measured alone, at the end.
-SERVER_ALONE = "our server with an engine that answers at once"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the table."""
+
+    name: str
+    process: str
+    # What the process does in a turn; "episodes": the controller's side gives its server leases.
+    what: str
+    flow: bool = False
+
+    def turn(self, arguments: argparse.Namespace, first_seed: int) -> Turn:
+        """Its turn in the table's sizes."""
+        slots, length = arguments.concurrent, arguments.reply_tokens
+        if self.flow:
+            return Turn(first_seed, 2 * slots, slots, length // 2, length + length // 2)
+        return Turn(first_seed, slots, slots, length, length)
+
+
+PEER = Row("bare vLLM without log-probabilities", "bare", "none")
+FLOWING_PEER = Row("bare vLLM without log-probabilities, flow", "bare", "none", flow=True)
+SERVER_ALONE = Row("our server with an engine that answers at once", "instant", "episodes")
+WAVES = (
+    Row("ours, engine with log-probabilities", "ours", "engine"),
+    Row("ours, whole server with episodes", "ours", "episodes"),
+    PEER,
+)
+FLOWS = (
+    Row("ours, whole server with episodes, flow", "ours", "episodes", flow=True),
+    FLOWING_PEER,
+)
+# A flow is long, and this is slow: they alternate.
+WITH_LOGPROBS = (Row("bare vLLM with log-probabilities", "bare", "logprobs"),)
 ENGINES = ("ours", "bare", "instant")
-PEER = "bare vLLM without log-probabilities"
-
-
-RunRow = Callable[[int], Coroutine[Any, Any, dict[str, Any]]]
-
-
-class RandomWords(Environment[int]):
-    """Prompts of random words, each task its own; any reply ends the episode."""
-
-    def __init__(self, num_words: int) -> None:
-        """`num_words` in every prompt."""
-        self._num_words = num_words
-
-    def tasks(self) -> range:
-        """Seeds of prompts."""
-        return range(1_000_000)
-
-    def reset(self, task: int) -> list[dict[str, str]]:
-        """The words of a task."""
-        words = random.Random(task).choices(WORDS, k=self._num_words)
-        return [{"role": "user", "content": " ".join(words)}]
-
-    def step(self, reply: str) -> StepResult:
-        """Nothing is to be learnt here."""
-        return StepResult(reward=0.0)
 
 
 def make_model(folder: Path, shape: str, dtype: str) -> None:
@@ -145,12 +145,12 @@ groups_per_step = 1
 learning_rate = 1e-5
 
 [sampling]
-max_reply_tokens = {arguments.reply_tokens}
-max_episode_tokens = {arguments.prompt_tokens + arguments.reply_tokens}
+max_reply_tokens = {3 * arguments.reply_tokens // 2}
+max_episode_tokens = {arguments.prompt_tokens + 3 * arguments.reply_tokens // 2}
 ignore_eos = true
 
 [learner]
-micro_batch_tokens = {arguments.prompt_tokens + arguments.reply_tokens}
+micro_batch_tokens = {arguments.prompt_tokens + 3 * arguments.reply_tokens // 2}
 
 [rollout_server]
 max_episodes = {arguments.concurrent}
@@ -202,11 +202,17 @@ class EngineProcess:
             except TimeoutError:
                 child.kill()
 
-    async def run(self, what: str, first_seed: int) -> dict[str, Any]:
+    async def run(self, what: str, turn: Turn) -> dict[str, Any]:
         """What one run found: its tokens and seconds."""
         assert self.child.stdin is not None
-        self.child.stdin.write(f"{what} {first_seed}\n".encode())
+        self.child.stdin.write(f"{what} {json.dumps(dataclasses.asdict(turn))}\n".encode())
         return await self._answer(RUN_LIMIT_S)
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of its own process, and of vLLM's below it."""
+        process = psutil.Process(self.child.pid)
+        below = [p for p in process.children(recursive=True) if "VLLM" in " ".join(p.cmdline()[:1])]
+        return {"server": _cpu_s([process]), "engine": _cpu_s(below)}
 
     async def meanwhile(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         """What `work` finds; RuntimeError when the child ends before."""
@@ -231,168 +237,134 @@ class EngineProcess:
         raise RuntimeError("the engine's process ended")
 
 
-class Episodes:
-    """The controller's side: leases, and the trajectories that come back."""
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(each.user + each.system for each in times)
 
-    def __init__(
-        self,
-        fleet: Any,  # noqa: ANN401 - of the tests, which are no package
-        server: EngineProcess,
-        arguments: argparse.Namespace,
+
+@dataclass
+class Benchmark:
+    """What runs and what was found."""
+
+    arguments: argparse.Namespace
+    engines: dict[str, EngineProcess] = field(default_factory=dict)
+    episodes: dict[str, Episodes] = field(default_factory=dict)
+    check: dict[str, Any] = field(default_factory=dict)
+    turns: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    failures: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    async def start(
+        self, stack: contextlib.AsyncExitStack, role: str, folder: Path, limit_s: float
     ) -> None:
-        """`fleet` serves already, `server` is about to join it."""
-        self._fleet, self._server = fleet, server
-        self._arguments = arguments
-        self._connection: Any = None
+        """Starts one engine; a server joins a fleet of its own."""
+        from fake_fleet import FakeFleet
 
-    async def join(self) -> None:
-        """Waits for the server, gives it a version and the environment."""
-        from slipstream.v1 import environment_pb2, fleet_pb2
+        arguments = self.arguments
+        sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
+        fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
+        starting = EngineProcess.start(role, folder, fleet.address, sizes)
+        self.engines[role] = engine = await stack.enter_async_context(starting)
+        if role != "bare":
+            episodes = Episodes(fleet, engine.meanwhile, arguments)
+            async with asyncio.timeout(limit_s):
+                await episodes.join()
+            self.episodes[role] = episodes
 
-        self._connection = await self._fleet.joined(60.0)
-        await self._connection.serve_version(1)
-        words = self._arguments.prompt_tokens - SPECIAL_TOKENS
-        spec = environment_pb2.EnvironmentSpec(
-            name="words",
-            reference="rollout:RandomWords",
-            args_json=json.dumps({"num_words": words}),
-            timeout_s=60,
-            num_workers=self._arguments.workers,
-        )
-        self._connection.send(environment=fleet_pb2.EnvironmentOrder(spec=spec))
-        report = await self._connection.wait_for("environment")
-        if not report.num_tasks:
-            raise RuntimeError(report.failure.message)
+    async def take(self, row: Row, turn: Turn, *, warm_up: bool = False) -> None:
+        """One turn of a row."""
+        if row.process not in self.engines:
+            return
+        with part(f"{'warm up ' if warm_up else ''}{row.name}", self.failures):
+            engine = self.engines[row.process]
+            before = engine.cpu_s()
+            if row.what == "episodes":
+                result = await self.episodes[row.process].run(turn, RUN_LIMIT_S)
+            else:
+                result = await engine.run(row.what, turn)
+            result["requests"] = turn.requests
+            result["cpu_s"] = {name: s - before[name] for name, s in engine.cpu_s().items()}
+            progress(f"{result['tokens'] / result['seconds']:,.0f} tokens/s, cpu {result['cpu_s']}")
+            if not warm_up:
+                self.turns[row.name].append(result)
+                note(NAME, {"row": row.name, **result})
+                self.write()
 
-    async def run(self, first_seed: int) -> dict[str, Any]:
-        """As many episodes as requests of the other rows."""
-        return await self._server.meanwhile(self._run(first_seed))
+    async def take_turns(self) -> None:
+        """All rows of both engines, interleaved; what they do first compiles and fills caches."""
+        arguments = self.arguments
+        for row in (*WAVES, *WITH_LOGPROBS):
+            turn = row.turn(arguments, self._seeds(arguments.concurrent))
+            short = dataclasses.replace(turn, least_tokens=32, most_tokens=32)
+            await self.take(row, short, warm_up=True)
+        for repeat in range(arguments.repeats):
+            for row in (*WAVES, *(WITH_LOGPROBS if repeat % 2 else FLOWS)):
+                await self.take(row, row.turn(arguments, self._seeds(2 * arguments.concurrent)))
 
-    async def _run(self, first_seed: int) -> dict[str, Any]:
-        from slipstream.v1 import fleet_pb2
+    def _seeds(self, number: int) -> int:
+        self.seed += number
+        return self.seed - number
 
-        arguments, fleet = self._arguments, self._fleet
-        sampling = fleet_pb2.SamplingSettings(
-            temperature=1.0,
-            top_p=1.0,
-            max_reply_tokens=arguments.reply_tokens,
-            max_turns=1,
-            max_episode_tokens=arguments.prompt_tokens + arguments.reply_tokens,
-            ignore_eos=True,
-        )
-        fleet.trajectories.clear()
-        started_s = time.perf_counter()
-        for seed in range(first_seed, first_seed + arguments.concurrent):
-            self._connection.lease(
-                f"g{seed}",
-                environment="words",
-                task_index=seed,
-                members=[0],
-                sampling=sampling,
-                timeout_s=60.0,
-            )
-        trajectories = await fleet.wait_trajectories(arguments.concurrent, RUN_LIMIT_S)
-        seconds = time.perf_counter() - started_s
-        failed = {t.failure.message for t in trajectories if t.failure is not None}
-        if failed:
-            raise RuntimeError(f"episodes failed: {sorted(failed)[:2]}")
-        return {"tokens": sum(t.num_sampled_tokens for t in trajectories), "seconds": seconds}
+    def write(self) -> None:
+        """What is known by now."""
+        record = {
+            "settings": {key: str(value) for key, value in vars(self.arguments).items()},
+            "check": self.check,
+            "turns": self.turns,
+            "table": table_of(self.turns),
+            "failures": self.failures,
+        }
+        write_result(NAME, record, self.arguments.out)
 
 
 async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
-    """Both engines side by side; the rows take turns."""
+    """Both engines side by side; then the server alone."""
     sys.path.insert(0, str(HERE.parent / "tests" / "fakes"))
-    from fake_fleet import FakeFleet
-
-    sizes = Sizes(arguments.concurrent, arguments.prompt_tokens, arguments.reply_tokens)
-    failures: dict[str, str] = {}
-    engines: dict[str, EngineProcess] = {}
-    check: dict[str, Any] = {}
-    speeds: dict[str, list[float]] = {row: [] for row in ROWS}
+    found = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
-        runs: dict[tuple[str, str], RunRow] = {}
         for role in [role for role in arguments.engines if role != "instant"]:
-            with part(f"start {role}", failures):
-                starting = EngineProcess.start(role, folder, fleet.address, sizes)
-                engines[role] = engine = await stack.enter_async_context(starting)
-                episodes = Episodes(fleet, engine, arguments)
-                if role == "ours":
-                    await episodes.join()
-                for process, what in ROWS.values():
-                    if process == role:
-                        whole = what == "episodes"
-                        runs[process, what] = episodes.run if whole else partial(engine.run, what)
-        with part("check our log-probabilities and a pause", failures):
-            if "ours" in engines:
-                check = await engines["ours"].run("check", 0)
-                progress(json.dumps(check))
-                note(NAME, {"row": "check", **check})
-        seed = 0
-        # The first turn compiles kernels and fills caches.
-        for repeat in range(-1, arguments.repeats):
-            for row, key in ROWS.items():
-                if key in runs:
-                    seed += arguments.concurrent
-                    with part(f"repeat {repeat + 1}: {row}", failures):
-                        await measure(speeds, row, repeat, runs[key](seed))
-    write(arguments, check, speeds, failures)
+            with part(f"start {role}", found.failures):
+                await found.start(stack, role, folder, START_LIMIT_S)
+        with part("check our log-probabilities and a pause", found.failures):
+            if "ours" in found.engines:
+                found.check = await found.engines["ours"].run("check", Turn(0, 0, 0, 0, 0))
+                progress(json.dumps(found.check))
+                note(NAME, {"row": "check", **found.check})
+        await found.take_turns()
     if "instant" in arguments.engines:
-        with part(SERVER_ALONE, failures):
-            speeds[SERVER_ALONE] = []
-            async with FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20) as fleet:
-                starting = EngineProcess.start("instant", folder, fleet.address, sizes)
-                async with starting as engine, asyncio.timeout(ALONE_LIMIT_S):
-                    episodes = Episodes(fleet, engine, arguments)
-                    await episodes.join()
-                    for repeat in range(-1, arguments.repeats):
-                        run = episodes.run((repeat + 2) * arguments.concurrent)
-                        await measure(speeds, SERVER_ALONE, repeat, run)
-        write(arguments, check, speeds, failures)
-    print("\n".join(table_of(speeds)))
-    for name in failures:
+        with part("server alone", found.failures):
+            async with contextlib.AsyncExitStack() as stack, asyncio.timeout(ALONE_LIMIT_S):
+                await found.start(stack, "instant", folder, ALONE_LIMIT_S)
+                for repeat in range(-1, arguments.repeats):
+                    turn = SERVER_ALONE.turn(arguments, (repeat + 1) * arguments.concurrent)
+                    await found.take(SERVER_ALONE, turn, warm_up=repeat < 0)
+    found.write()
+    print("\n".join(table_of(found.turns)))
+    for name in found.failures:
         print(f"FAILED: {name}")
 
 
-def write(
-    arguments: argparse.Namespace,
-    check: dict[str, Any],
-    speeds: dict[str, list[float]],
-    failures: dict[str, str],
-) -> None:
-    """What is known by now."""
-    record = {
-        "settings": {key: str(value) for key, value in vars(arguments).items()},
-        "check": check,
-        "tokens_per_s": speeds,
-        "table": table_of(speeds),
-        "failures": failures,
-    }
-    write_result(NAME, record, arguments.out)
-
-
-async def measure(
-    speeds: dict[str, list[float]], row: str, repeat: int, run: Coroutine[Any, Any, dict[str, Any]]
-) -> None:
-    """Adds the speed of a run to its row; the turn before the first is a warm-up."""
-    result = await run
-    speed = result["tokens"] / result["seconds"]
-    progress(f"{speed:,.0f} tokens/s")
-    if repeat >= 0:
-        speeds[row].append(speed)
-        note(NAME, {"row": row, "repeat": repeat, **result})
-
-
-def table_of(speeds: dict[str, list[float]]) -> list[str]:
+def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Medians; ratios are those of the medians, against bare vLLM without log-probabilities."""
-    peer = Spread.of(speeds[PEER]).median if speeds[PEER] else float("nan")
+
+    def speed(row: Row) -> Spread | None:
+        found = turns.get(row.name)
+        return Spread.of([turn["tokens"] / turn["seconds"] for turn in found]) if found else None
+
     rows: list[Sequence[object]] = []
-    for row, values in speeds.items():
-        if values:
-            spread = Spread.of(values)
-            rows.append([row, spread.text(0), f"{spread.median / peer:.3f}"])
-    rows.append(["target", "", f"{TARGET:.2f}"])
-    return table(["", "tokens/s (min-max)", "ratio to bare"], rows)
+    for row in (*WAVES, *WITH_LOGPROBS, *FLOWS, SERVER_ALONE):
+        ours, peer = speed(row), speed(FLOWING_PEER if row.flow else PEER)
+        if ours is None:
+            continue
+        ratio = f"{ours.median / peer.median:.3f}" if peer else ""
+        cpu = [
+            Spread.of([1e6 * turn["cpu_s"][name] / turn["tokens"] for turn in turns[row.name]])
+            for name in ("server", "engine")
+        ]
+        rows.append([row.name, ours.text(0), ratio, *(f"{each.median:.1f}" for each in cpu)])
+    rows.append(["target", "", f"{TARGET:.2f}", "", ""])
+    header = ["", "tokens/s (min-max)", "ratio to bare"]
+    return table([*header, "server's CPU, ms/1,000 tokens", "engine's CPU, ms/1,000 tokens"], rows)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The processes with an engine of benchmarks/rollout.py: ours, bare vLLM, and one without a model.
 
-Each reads commands from stdin, `WHAT FIRST_SEED`, and answers with a line on stdout.
+Each reads commands from stdin, `WHAT` and a turn as JSON, and answers with a line on stdout.
 """
 
 from __future__ import annotations
@@ -34,20 +34,50 @@ if TYPE_CHECKING:
 
 REPLY = "RESULT "
 START_LIMIT_S = 400.0
-# Ids of the words that the tokenizer of tests and quickstart knows.
+# The words that the tokenizer of tests and quickstart knows, and their ids.
+WORDS = "abcdefghijklmnopqrstuvwxyz"
 WORD_IDS = range(4, 30)
 CHECKED_REQUESTS = 64
 
-Run = Callable[[int], Coroutine[Any, Any, dict[str, Any]]]
+
+@dataclass(frozen=True)
+class Turn:
+    """`requests` of which `slots` run at one time, with replies of so many tokens."""
+
+    first_seed: int
+    requests: int
+    slots: int
+    least_tokens: int
+    most_tokens: int
+
+
+Run = Callable[[Turn], Coroutine[Any, Any, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Of every run."""
 
-    concurrent: int
     prompt_tokens: int
     reply_tokens: int
+
+
+def reply_tokens(seed: int, turn: Turn) -> int:
+    """The length of a reply."""
+    return random.Random(seed).randint(turn.least_tokens, turn.most_tokens)
+
+
+async def in_slots(turn: Turn, generate: Callable[[int, int], Coroutine[Any, Any, int]]) -> int:
+    """The tokens of all replies; `generate` takes a seed and how many tokens to sample."""
+    slots = asyncio.Semaphore(turn.slots)
+
+    async def one(seed: int) -> int:
+        async with slots:
+            return await generate(seed, reply_tokens(seed, turn))
+
+    return sum(
+        await asyncio.gather(*map(one, range(turn.first_seed, turn.first_seed + turn.requests)))
+    )
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
@@ -96,6 +126,9 @@ class InstantEngine:
     def __init__(self) -> None:
         """Nothing was generated yet."""
         self._tokens = 0
+        # As our engine does after its start.
+        gc.collect()
+        gc.freeze()
 
     def use(self) -> EngineUse:
         """See `Engine`."""
@@ -187,28 +220,29 @@ class Ours(Served):
         """What can be asked of it."""
         return {"engine": self._generate_all, "check": self._check}
 
-    async def _generate(self, seed: int) -> Generation:
+    async def _generate(self, seed: int, num_tokens: int) -> Generation:
         from slipstream.rollout_server.generation import Sampling
 
-        sizes = self._sizes
         longest = self._config.sampling.max_episode_tokens
-        sampling = Sampling(1.0, 1.0, 0, sizes.reply_tokens, 1, longest, ignore_eos=True)
+        sampling = Sampling(1.0, 1.0, 0, num_tokens, 1, longest, ignore_eos=True)
         reply = await self._vllm.generate(
-            f"r{seed}", prompt_of(seed, sizes.prompt_tokens), sampling, sizes.reply_tokens
+            f"r{seed}", prompt_of(seed, self._sizes.prompt_tokens), sampling, num_tokens
         )
         assert len(reply.logprobs) == len(reply.token_ids)
         return reply
 
-    async def _generate_all(self, first_seed: int) -> dict[str, Any]:
-        seeds = range(first_seed, first_seed + self._sizes.concurrent)
-        replies = await asyncio.gather(*map(self._generate, seeds))
-        return {"tokens": sum(len(reply.token_ids) for reply in replies)}
+    async def _generate_all(self, turn: Turn) -> dict[str, Any]:
+        async def generate(seed: int, num_tokens: int) -> int:
+            return len((await self._generate(seed, num_tokens)).token_ids)
 
-    async def _check(self, first_seed: int) -> dict[str, Any]:
+        return {"tokens": await in_slots(turn, generate)}
+
+    async def _check(self, turn: Turn) -> dict[str, Any]:
         """Replies in chunks against the same ones token by token, and a pause in the middle."""
         from slipstream.protocol.types import PolicyVersion
         from vllm.sampling_params import RequestOutputKind
 
+        first_seed = turn.first_seed
         chunked = await self._seeded(first_seed, RequestOutputKind.FINAL_ONLY)
         streamed = await self._seeded(first_seed, RequestOutputKind.CUMULATIVE)
         same = [a for a, b in zip(chunked, streamed, strict=True) if a[0] == b[0]]
@@ -220,7 +254,8 @@ class Ours(Served):
         ]
         seeds = range(first_seed, first_seed + CHECKED_REQUESTS)
         start = self._vllm.use().generated_tokens
-        replies = [asyncio.create_task(self._generate(seed)) for seed in seeds]
+        length = self._sizes.reply_tokens
+        replies = [asyncio.create_task(self._generate(seed, length)) for seed in seeds]
         enough = start + 8 * CHECKED_REQUESTS
         # Replies that failed say so when they are gathered.
         while self._vllm.use().generated_tokens < enough and not all(r.done() for r in replies):
@@ -308,28 +343,25 @@ class Bare:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        sizes = self._sizes
-        parameters = SamplingParams(
-            temperature=1.0,
-            max_tokens=sizes.reply_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-            **extra,
-        )
-
-        async def generate(seed: int) -> int:
-            prompt = tokens_input(prompt_of(seed, sizes.prompt_tokens))
+        async def generate(seed: int, num_tokens: int) -> int:
+            parameters = SamplingParams(
+                temperature=1.0,
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,
+                **extra,
+            )
+            prompt = tokens_input(prompt_of(seed, self._sizes.prompt_tokens))
             collector = await self._llm.add_request(f"r{seed}", prompt, parameters)
             (reply,) = (await collector.get()).outputs
             if parameters.logprobs is not None:
                 assert len(reply.logprobs) == len(reply.token_ids)
             return len(reply.token_ids)
 
-        async def run(first_seed: int) -> dict[str, Any]:
-            seeds = range(first_seed, first_seed + sizes.concurrent)
-            return {"tokens": sum(await asyncio.gather(*map(generate, seeds)))}
+        async def run(turn: Turn) -> dict[str, Any]:
+            return {"tokens": await in_slots(turn, generate)}
 
         return run
 
@@ -348,10 +380,11 @@ async def main(role: str, folder: Path, address: str, sizes: Sizes) -> None:
     runs = engine.runs()
     _answer({"ready": True})
     loop = asyncio.get_running_loop()
-    while words := (await loop.run_in_executor(None, sys.stdin.readline)).split():
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        what, _, turn = line.partition(" ")
         try:
             started_s = time.perf_counter()
-            result = await runs[words[0]](int(words[1]))
+            result = await runs[what](Turn(**json.loads(turn)))
             _answer({**result, "seconds": time.perf_counter() - started_s})
         except Exception:  # noqa: BLE001 - told to the benchmark, which goes on with other rows
             _answer({"error": traceback.format_exc()})
