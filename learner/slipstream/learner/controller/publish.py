@@ -19,8 +19,10 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.server_states import JOINING, STALE, ServerEvent
 from slipstream.learner.controller.transport_choice import choose_for
 from slipstream.protocol.codec import version_from_pb, version_to_pb
+from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
+READY = fleet_pb2.PUBLISH_PHASE_READY
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
 
 
@@ -36,13 +38,15 @@ class Publisher:
         self._membership = self._deliveries.membership
         self._count = 0
         self._current: Publish | None = None
+        # Who was asked if it is ready for the next publish, and under which id.
+        self._asked: tuple[str, list[ServerSession]] | None = None
         # Servers that must not change their version now, because they are evaluated.
         self.pinned: set[ServerKey] = set()
         self.totals = self._deliveries.totals
 
-    def due(self) -> list[ServerSession]:
-        """The servers that should be sent the newest version now."""
-        version, every = self._progress.version, self._settings.publish_every_steps
+    def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
+        """The servers that should be sent a version now: that one, or the newest."""
+        version, every = version or self._progress.version, self._settings.publish_every_steps
         regular = version.step % every == 0 or self._progress.all_steps_done
         return [
             session
@@ -50,13 +54,12 @@ class Publisher:
             if session.key not in self.pinned
             and time.monotonic() >= session.retry_publish_s
             and (
-                (session.is_serving and self._is_behind(session, regular=regular))
+                (session.is_serving and self._is_behind(session, version, regular=regular))
                 or session.state in (JOINING, STALE)
             )
         ]
 
-    def _is_behind(self, session: ServerSession, *, regular: bool) -> bool:
-        version = self._progress.version
+    def _is_behind(self, session: ServerSession, version: PolicyVersion, *, regular: bool) -> bool:
         assert session.version is not None
         # Weights of an abandoned timeline are not the learner's.
         wanted = regular or session.version.incarnation != version.incarnation
@@ -73,6 +76,12 @@ class Publisher:
             self._give_up(self._current, "the trainer was lost")
         self._membership.forget()
 
+    def ask_ahead(self, version: PolicyVersion) -> None:
+        """The trainer makes `version` now: asks the servers that will be due then."""
+        targets = self.due(version)
+        if targets:
+            self._ask(targets, version)
+
     async def prepare(
         self, trainer: trainer_pb2.NextRequest | None = None
     ) -> weights_pb2.PublishOrder | None:
@@ -88,17 +97,13 @@ class Publisher:
         targets = self.due()
         if not targets:
             return None
-        self._count += 1
-        publish_id, version = f"p{self._count:06d}", self._progress.version
-        message = fleet_pb2.ControllerMessage(
-            prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version_to_pb(version))
-        )
-        for session in targets:
-            session.send(message)
-        phase = fleet_pb2.PUBLISH_PHASE_READY
-        limit = self._settings.join_deadline_s
+        version, limit = self._progress.version, self._settings.join_deadline_s
+        if self._asked is None or self._asked[1] != targets:
+            self._ask(targets, version)
+        assert self._asked is not None
+        (publish_id, _), self._asked = self._asked, None
         problems = await asyncio.gather(
-            *(self._problem(publish_id, session, phase, limit) for session in targets)
+            *(self._problem(publish_id, session, READY, limit) for session in targets)
         )
         ready = self._drop(targets, problems)
         transport, misfits = choose_for(self._progress, {s.name: s.hello.place for s in ready})
@@ -192,6 +197,21 @@ class Publisher:
     def _wants_proof(self, targets: Sequence[ServerSession]) -> bool:
         fresh = any(not session.is_serving for session in targets)
         return fresh or self.totals.publishes % self._settings.verify_every == 0
+
+    def _ask(self, targets: list[ServerSession], version: PolicyVersion) -> None:
+        """Asks them if they are ready; their answers are kept, those to an earlier question not."""
+        if self._asked is not None:
+            for session in self._asked[1]:
+                self._reports.forget(self._asked[0], session.key, READY)
+        self._count += 1
+        publish_id = f"p{self._count:06d}"
+        message = fleet_pb2.ControllerMessage(
+            prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version_to_pb(version))
+        )
+        for session in targets:
+            self._reports.expect(publish_id, session.key, READY)
+            session.send(message)
+        self._asked = publish_id, targets
 
     async def _problem(
         self, publish_id: str, session: ServerSession, phase: int, limit_s: float

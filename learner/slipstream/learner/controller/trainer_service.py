@@ -27,6 +27,7 @@ from slipstream.protocol.codec import (
     version_to_pb,
 )
 from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # The longest answer of `Next`; the trainer asks again.
@@ -243,6 +244,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 progress.waiting_for = f"the trainer to make version {batch.step + 1}"
                 self.batch_started_s = time.time()
                 progress.moved()
+                # While the trainer makes it the servers can answer.
+                version = progress.version
+                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.step + 1))
                 return batch
             progress.waiting_for = self._describe_wait()
             return None

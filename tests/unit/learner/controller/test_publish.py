@@ -19,6 +19,7 @@ from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
 DIGESTS = [b"one", b"two"]
+READY = fleet_pb2.PUBLISH_PHASE_READY
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
 SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
@@ -165,6 +166,47 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
         assert list((await scene.finish(order.publish_id)).serving) == ["a"]
         # Nothing else is said to it.
         assert scene.sent() == []
+
+
+async def test_servers_are_asked_while_the_trainer_makes_the_version(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        # It serves what the trainer has, and is due when the next version is there.
+        scene.session.version = PolicyVersion(0, 1)
+        scene.publisher.ask_ahead(PolicyVersion(0, 2))
+        publish_id = (await next_order(scene.session)).prepare.publish_id
+        scene.say(publish_id, READY)
+        scene.make_version(2)
+        order = await scene.publisher.prepare(scene.trainer)
+        assert order is not None
+        assert (order.publish_id, order.begun) == (publish_id, True)
+        assert scene.sent() == ["receive", "commit"]
+        scene.publisher.trainer_lost()
+
+
+async def test_servers_are_asked_anew_when_others_are_due_than_were_asked(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.publisher.ask_ahead(PolicyVersion(0, 1))
+        first = (await next_order(scene.session)).prepare.publish_id
+        scene.say(first, READY)
+        other = joined(scene.fleet, "b")
+        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        second = (await next_order(scene.session)).prepare.publish_id
+        assert second != first
+        assert (await next_order(other)).prepare.publish_id == second
+        for session in (scene.session, other):
+            report = fleet_pb2.PublishReport(publish_id=second, phase=READY)
+            scene.publisher.report(session, report)
+        order = await preparing
+        assert order is not None
+        assert [receiver.server_id for receiver in order.receivers] == ["a", "b"]
 
 
 @pytest.mark.parametrize("unknown", ["communicator_id", "bucket_digests", "version"])
