@@ -4,64 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
-from controller_runs import make_config
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from slipstream.learner.controller.application import Controller
+from guarded_controller import TOKEN, serving, with_token
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.security import Credentials, call_metadata
+from slipstream.protocol.security import call_metadata
 from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,
     fleet_pb2_grpc,
     status_pb2,
-    status_pb2_grpc,
     trainer_pb2,
     trajectory_pb2,
 )
 
-TOKEN = "t" * 40
 MODULES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
 OTHERS = (health_pb2, reflection_pb2)
-
-
-def with_token(token: str | None) -> Credentials:
-    return Credentials(certificate=None, key=None, ca=None, token=token)
 
 
 def services() -> Iterator[ServiceDescriptor]:
     for module in (*MODULES, *OTHERS):
         yield from module.DESCRIPTOR.services_by_name.values()
-
-
-@asynccontextmanager
-async def serving(tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a controller with a token."""
-    config = make_config(tmp_path)
-    controller = Controller(config, with_token(TOKEN))
-    running = asyncio.ensure_future(controller.run())
-    address = config.controller.address
-    try:
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = status_pb2_grpc.StatusServiceStub(channel)
-            await stub.GetStatus(
-                status_pb2.GetStatusRequest(),
-                metadata=call_metadata(with_token(TOKEN)),
-                wait_for_ready=True,
-                timeout=20,
-            )
-        yield address
-    finally:
-        controller.stop("the test is over")
-        async with asyncio.timeout(30):
-            await running
 
 
 async def call(channel: grpc.aio.Channel, method: MethodDescriptor, token: str | None) -> None:

@@ -1,0 +1,147 @@
+"""Strangers on open ports: what they send, or do not send, holds nobody up beyond a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import grpc.aio
+import psutil
+import pytest
+import torch
+from guarded_controller import TOKEN, serving, with_token
+from slipstream.client.preflight import free_port
+from slipstream.learner.trainer.ranks.meeting import meeting_place
+from slipstream.learner.trainer.weights.weight_sender import GlooWeightSender
+from slipstream.protocol.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.exposure import RENDEZVOUS_VARIABLE
+from slipstream.protocol.security import call_metadata
+from slipstream.rollout_server.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.gloo_transport import GlooTransport
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+HOST = "127.0.0.1"
+JOIN_S = 10.0
+
+
+def noise() -> list[bytes]:
+    """Nothing, another protocol, random bytes, and sizes that nobody can have."""
+    generator = random.Random(1)
+    return [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        generator.randbytes(4096),
+        bytes(4096),
+        b"\xff" * 4096,
+        # torch's store: its magic number in a validation, then a key of 2 ** 62 bytes.
+        struct.pack("<BIBQ", 0, 0x3C85F7CE, 1, 2**62),
+    ]
+
+
+@contextlib.contextmanager
+def strangers(ports: list[int]) -> Iterator[list[socket.socket]]:
+    """Connections to all of them that say such things, and stay."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for port in ports:
+            for words in noise():
+                with contextlib.suppress(OSError):
+                    connection = socket.create_connection((HOST, port), timeout=5)
+                    stack.enter_context(connection)
+                    opened.append(connection)
+                    connection.sendall(words)
+        yield opened
+
+
+def listening_ports() -> set[int]:
+    connections = psutil.Process().net_connections("tcp")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_weights_join_beside_strangers() -> None:
+    before = listening_ports()
+    sender = GlooWeightSender(WeightsSection(join_deadline_s=JOIN_S, bucket_deadline_s=5.0))
+    announced = sender.announce("members-secret", num_senders=1, world_size=2)
+    (bucket,) = plan_buckets([TensorSpec("w", "float32", (1000,))], 1 << 20)
+    data = torch.arange(1000, dtype=torch.float32).view(torch.uint8)
+    received = []
+
+    def receive() -> None:
+        transport = GlooTransport(Membership(announced, 1, JOIN_S), torch.device("cpu"))
+        incoming = Incoming((bucket,), 5.0, own_buffers=True)
+        received.extend(part.clone() for part in transport.receive(incoming))
+
+    receiving = threading.Thread(target=receive)
+    started_s = time.monotonic()
+    with strangers(sorted(listening_ports() - before)) as opened:
+        assert len(opened) == len(noise())
+        receiving.start()
+        sender.connect(announced, 0)
+        # Of gloo, too.
+        with strangers(sorted(listening_ports() - before)) as more:
+            assert len(more) > len(opened)
+            sender.send(bucket, data)()
+            sender.finish()
+            receiving.join(20)
+    sender.abort()
+    assert time.monotonic() - started_s < 40
+    (got,) = received
+    assert torch.equal(got, data)
+
+
+def test_strangers_alone_do_not_make_a_communicator() -> None:
+    before = listening_ports()
+    sender = GlooWeightSender(WeightsSection(join_deadline_s=2.0))
+    announced = sender.announce("members-secret", num_senders=1, world_size=2)
+    started_s = time.monotonic()
+    with (
+        strangers(sorted(listening_ports() - before)),
+        pytest.raises(WeightSyncError, match="1 others joining members-secret"),
+    ):
+        sender.connect(announced, 0)
+    assert time.monotonic() - started_s < 20
+
+
+def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port(HOST)
+    monkeypatch.setenv("MASTER_ADDR", HOST)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv(RENDEZVOUS_VARIABLE, "secret")
+    limit = timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meeting_place, 0, 2, limit)
+        until = time.monotonic() + 30
+        while port not in listening_ports():
+            assert time.monotonic() < until
+            os.sched_yield()
+        with strangers([port]):
+            second = threads.submit(meeting_place, 1, 2, limit)
+            first.result(60).set("key", "value")
+            assert second.result(60).get("key") == b"value"
+
+
+async def test_a_controller_answers_beside_three_hundred_strangers(tmp_path: Path) -> None:
+    token = call_metadata(with_token(TOKEN))
+    async with serving(tmp_path) as address:
+        port = int(address.rpartition(":")[2])
+        with contextlib.ExitStack() as stack:
+            for number in range(300):
+                connection = stack.enter_context(socket.create_connection((HOST, port), 10))
+                connection.sendall(noise()[number % 3])
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = status_pb2_grpc.StatusServiceStub(channel)
+                status = await stub.GetStatus(
+                    status_pb2.GetStatusRequest(), metadata=token, timeout=20, wait_for_ready=True
+                )
+        assert status.run_id
