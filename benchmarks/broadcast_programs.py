@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from measure import visible
 from rig import HERE, Placement
 from slipstream.client.preflight import free_port
 
@@ -35,7 +36,7 @@ class Program:
         """In a session of its own; its errors go to `log`."""
         environ = dict(os.environ)
         if on_gpu:
-            environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, places))
+            environ["CUDA_VISIBLE_DEVICES"] = visible(places)
         file = log.open("wb")
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import RESULTS, part, progress, table, write_result
+from measure import RESULTS, part, progress, table, visible, write_result
 from rig import HERE, Placement, Rig
 from shapes import make_apart
 from slipstream.client.preflight import free_port
@@ -159,7 +159,7 @@ def compare_afresh(config: Config, found: dict[str, Any], arguments: argparse.Na
     path.write_text(json.dumps(job))
     environ = dict(os.environ)
     if arguments.device == "cuda":
-        environ["CUDA_VISIBLE_DEVICES"] = "0"
+        environ["CUDA_VISIBLE_DEVICES"] = visible([0])
     with (folder / "logs" / "fresh.log").open("wb") as log:
         subprocess.run(
             [sys.executable, str(HERE / "logprob_gap.py"), "--score", str(path)],

@@ -84,6 +84,13 @@ def command() -> str:
     return " ".join(["python", *sys.argv])
 
 
+def visible(places: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for a child that takes these of the GPUs that this process may see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = seen.split(",") if seen else []
+    return ",".join(names[place] if names else str(place) for place in places)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Lines of a Markdown table."""
     return [

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc.aio
 from google.protobuf.message import Message
+from measure import visible
 from slipstream.client.children import Child, start_child
 from slipstream.client.session import ROLLOUT_SERVER, write_config
 from slipstream.client.trainer_ranks import TRAINER, rank_environments
@@ -324,7 +325,7 @@ class Rig:
     ) -> Child:
         settings = {**self._environ, **environ}
         if self._placement.device == "cuda":
-            settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, places))
+            settings["CUDA_VISIBLE_DEVICES"] = visible(places)
         child = await start_child(
             name,
             module,

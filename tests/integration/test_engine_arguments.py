@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
@@ -52,6 +52,26 @@ def test_settings_reach_vllm_by_name(model: Path) -> None:
     assert settings.load_config.load_format == "dummy"
     assert settings.scheduler_config.max_num_seqs == 16
     assert settings.model_config.logprobs_mode == "processed_logprobs"
+
+
+@pytest.mark.parametrize(("head", "dtype"), [("float32", torch.float32), ("model", torch.bfloat16)])
+def test_logits_have_the_type_that_the_learners_have(
+    model: Path, head: str, dtype: torch.dtype
+) -> None:
+    from slipstream.rollout_server.engine_arguments import engine_config
+
+    config = config_with(model, {"hf_overrides": {"rope_theta": 5000.0}})
+    section = config.model.model_copy(update={"dtype": "bfloat16", "head_dtype": head})
+    settings = engine_config(config.model_copy(update={"model": section}), seed=3)
+    assert settings.model_config.head_dtype == dtype
+
+
+def test_the_type_of_logits_cannot_be_passed_by(model: Path) -> None:
+    from slipstream.rollout_server.engine_arguments import engine_config
+
+    config = config_with(model, {"hf_overrides": {"head_dtype": "float16"}})
+    with pytest.raises(ConfigError, match="decided by model.head_dtype"):
+        engine_config(config, seed=3)
 
 
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])

@@ -32,6 +32,16 @@ def test_result_says_machine_versions_and_command(
     assert json.loads((tmp_path / "out" / "x.json").read_text()) == result
 
 
+@pytest.mark.parametrize(
+    ("seen", "shown"), [("", "1,0"), ("2,3", "3,2"), ("GPU-a,GPU-b", "GPU-b,GPU-a")]
+)
+def test_gpus_of_a_child_are_among_those_of_its_parent(
+    seen: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert measure.visible([1, 0]) == shown
+
+
 def test_rows_are_written_while_a_benchmark_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,9 @@ class ModelSection(Section):
     path: Path
     # Element type of the learner's parameters and of the rollout engine.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Element type of the logits in both: float32, or "model" for dtype. Logits in bfloat16 are
+    # rounded, differently in each, so that their log-probabilities lie further apart.
+    head_dtype: Literal["float32", "model"] = "float32"
 
 
 class EnvironmentSection(Section):

@@ -1,9 +1,9 @@
 # ruff: noqa: ANN001, ANN202 - Triton compiles the kernels from the types of their arguments
 """Sums over the vocabulary and gradients of logits as Triton kernels: one pass each, on a GPU.
 
-They do what `logits` does with torch's operations, which is their reference, on logits in the
-model's precision: nothing of [tokens, vocabulary] is made in float32. Triton is there where torch
-was built for CUDA, so import it only then.
+They do what `logits` does with torch's operations, which is their reference, on logits as they were
+projected: no other tensor of [tokens, vocabulary] is made, but a gradient of another type. Triton
+is there where torch was built for CUDA, so import it only then.
 """
 
 from __future__ import annotations
@@ -39,12 +39,18 @@ def gradient(
     log_totals: Tensor,
     slopes: Tensor,
     bends: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """As `logits.gradient`, for logits as they were projected, which become their gradient."""
+    grad: Tensor,
+) -> None:
+    """As `logits.gradient`, for logits as they were projected, into `grad`.
+
+    That may be `logits` themselves, or of another type; both lie in memory alike.
+    """
     bend, entropy = bends if bends is not None else (slopes, slopes)
     width = logits.shape[1]
+    assert grad.stride() == logits.stride()
     _gradient_kernel[(len(logits), triton.cdiv(width, _BLOCK))](
         logits,
+        grad,
         logits.stride(0),
         places,
         log_totals,
@@ -58,7 +64,6 @@ def gradient(
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
-    return logits
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -106,6 +111,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_kernel(  # type: ignore[no-untyped-def]
     logits,
+    grads,
     stride,
     places,
     log_totals,
@@ -121,10 +127,10 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     """A block of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    found = logits + row * stride + columns
+    offsets = row * stride + columns
     is_token = columns < num_tokens
     slope = tl.load(slopes + row)
-    values = tl.load(found, mask=is_token, other=0.0).to(tl.float32) * scale
+    values = tl.load(logits + offsets, mask=is_token, other=0.0).to(tl.float32) * scale
     logprobs = values - tl.load(log_totals + row)
     factor = slope
     if HAS_BENDS:
@@ -132,4 +138,4 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     grad = -tl.exp(logprobs) * factor
     grad += tl.where(columns == tl.load(places + row), slope, 0.0)
     grad = tl.where(is_token, grad, 0.0)
-    tl.store(found, grad.to(logits.dtype.element_ty), mask=columns < width)
+    tl.store(grads + offsets, grad.to(grads.dtype.element_ty), mask=columns < width)

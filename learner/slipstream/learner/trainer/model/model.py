@@ -50,6 +50,8 @@ class ParallelModel:
     attention_length: float
     # Logits of a micro batch that are kept for the backward pass when they are at most so many.
     kept_logits: int
+    # Of the logits; None: the parameters'.
+    logits_dtype: torch.dtype | None
     memory: HostMemory
 
     @property
@@ -253,6 +255,7 @@ def _load(
         use_cpu_initialization=provider.use_cpu_initialization,
         bf16=provider.bf16,
     )
+    logits_dtype = torch.float32 if config.model.head_dtype == "float32" else None
     memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
     return ParallelModel(
@@ -264,7 +267,8 @@ def _load(
         max_positions=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
         attention_length=model_sizes(hf_config.to_dict()).attention_length,
-        kept_logits=_kept_logits(config, ranks, provider.params_dtype),
+        kept_logits=_kept_logits(config, ranks, logits_dtype or provider.params_dtype),
+        logits_dtype=logits_dtype,
         memory=memory,
     )
 

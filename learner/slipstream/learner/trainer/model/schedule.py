@@ -57,6 +57,7 @@ def forward_backward(
         model.ranks.tp_group,
         entropy_gradient=entropy_gradient,
         kept_logits=model.kept_logits,
+        logits_dtype=model.logits_dtype,
     )
     return run_schedule(model, micro_batches, finish, forward_only=False)
 
@@ -78,7 +79,9 @@ def forward_logprobs(
         return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
 
     rows = _trained_rows(model, micro_batches)
-    projection = Projection(temperature, model.vocab_size, model.ranks.tp_group)
+    projection = Projection(
+        temperature, model.vocab_size, model.ranks.tp_group, logits_dtype=model.logits_dtype
+    )
     with torch.no_grad():
         return run_schedule(model, micro_batches, finish, forward_only=True)
 

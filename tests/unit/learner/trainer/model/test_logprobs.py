@@ -272,3 +272,38 @@ def test_huge_logits_give_finite_logprobs() -> None:
     )
     assert found.tolist() == [-2e4]
     assert entropy.tolist() == [0.0]
+
+
+def test_logits_in_float32_are_not_rounded_to_the_weights_type() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 128).bfloat16(), torch.randn(200, 128).bfloat16()
+    targets, rows = torch.randint(200, (64,)), torch.arange(64)
+    logs = (hidden.double() @ weight.double().T).log_softmax(-1)
+    wanted = logs.gather(1, targets[:, None])[:, 0]
+
+    def error(logits_dtype: torch.dtype | None) -> float:
+        projection = Projection(1.0, 200, logits_dtype=logits_dtype)
+        found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
+        return float((found.double() - wanted).abs().max())
+
+    assert error(torch.float32) < 1e-4
+    assert error(None) > 1e-2
+
+
+def test_gradients_of_float32_logits_have_the_types_of_states_and_weights() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(32, 64).bfloat16(), (torch.randn(50, 64) * 0.2).bfloat16()
+    targets, rows, outer = torch.randint(50, (32,)), torch.arange(32), torch.randn(32)
+    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    logs = (exact[0] @ exact[1].T).log_softmax(-1)
+    (logs.gather(1, targets[:, None])[:, 0] * outer).sum().backward()
+    ours = [tensor.requires_grad_() for tensor in (hidden, weight)]
+    projection = Projection(1.0, 50, chunk_logits=500, logits_dtype=torch.float32)
+    found, _ = vocab_parallel_logprobs(*ours, targets, rows, projection)
+    (found * outer).sum().backward()
+    for tensor, reference in zip(ours, exact, strict=True):
+        assert tensor.grad is not None
+        assert reference.grad is not None
+        assert tensor.grad.dtype == torch.bfloat16
+        difference = tensor.grad.double() - reference.grad
+        assert difference.norm() < 1e-2 * reference.grad.norm()
