@@ -53,6 +53,9 @@ class FakeEngine:
         self.fail_with: str | None = None
         self.weights_error: str | None = None
         self.prepare_error: str | None = None
+        # Closed: other members are waited for.
+        self.others_came = asyncio.Event()
+        self.others_came.set()
         self.prepared = ""
         self.ran_while_prepared = False
         self.probe: LogprobArray = np.zeros(0, dtype=np.float32)
@@ -127,6 +130,7 @@ class FakeEngine:
     ) -> None:
         self.prepared = order.publish_id
         self.ran_while_prepared = self.running.is_set()
+        await self.others_came.wait()
         await asyncio.sleep(0)
         if self.prepare_error is not None:
             raise WeightSyncError(self.prepare_error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _MAX_ORDERS = 1024
 _VERDICT_LIMIT_S = 60.0
+# Aborts whose publish may still wait in the queue: there is one at a time.
+_MAX_ABORTED = 16
 
 
 class ServingState(Enum):
@@ -54,6 +57,9 @@ class Publisher:
         self.version: PolicyVersion | None = None
         self._loaded_publish = ""
         self._failed_publish = ""
+        # Who prepares a publish waits for its other members: it is told when that is in vain.
+        self._aborted, self._preparing = deque[str](maxlen=_MAX_ABORTED), ""
+        self._given_up = asyncio.Event()
         # Of the buckets that were loaded last.
         self._digests: list[bytes] = []
         self._stages = fleet_pb2.PublishStages()
@@ -70,6 +76,10 @@ class Publisher:
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
         """Takes an order; it is carried out after those before it."""
+        if order.WhichOneof("message") == "abort":
+            self._aborted.append(order.abort.publish_id)
+            if self._preparing == order.abort.publish_id:
+                self._given_up.set()
         self._orders.put_nowait(order)
 
     def close(self, *, carry_out: bool) -> None:
@@ -77,6 +87,8 @@ class Publisher:
 
         Others wait for a receiver that was told to receive.
         """
+        if not carry_out:
+            self._given_up.set()
         while not (carry_out or self._orders.empty()):
             self._orders.get_nowait()
         self._orders.put_nowait(None)
@@ -114,8 +126,7 @@ class Publisher:
         self.state, self._loaded_publish = ServingState.LOADING, ""
         begun_s = time.monotonic()
         try:
-            # Old weights serve until all is ready: waiting for other members costs no pause.
-            await self._engine.prepare_weights(order.order, order.layout, order.first_rank)
+            await self._prepare(order)
             prepared_s = time.monotonic()
             self._note_pause()
             loaded = await self._engine.receive_weights(publish_id)
@@ -137,6 +148,29 @@ class Publisher:
             fleet_pb2.PUBLISH_PHASE_LOADED,
             bucket_digests=self._digests,
         )
+
+    async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
+        """Old weights serve until all is ready: waiting for other members costs no pause."""
+        publish_id = order.order.publish_id
+        self._given_up.clear()
+        if publish_id in self._aborted:
+            raise WeightSyncError("the publish was given up")
+        self._preparing = publish_id
+        preparing = asyncio.create_task(
+            self._engine.prepare_weights(order.order, order.layout, order.first_rank)
+        )
+        giving_up = asyncio.create_task(self._given_up.wait())
+        tasks = (preparing, giving_up)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not preparing.done():
+                raise WeightSyncError("the publish was given up")
+            await preparing
+        finally:
+            self._preparing = ""
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
         publish_id = order.publish_id

@@ -404,6 +404,54 @@ async def test_an_aborted_publish_leaves_it_stale_until_the_next(start_server) -
     assert trajectory.status is Status.COMPLETED
 
 
+async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once(
+    start_server,
+) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        server.engine.others_came.clear()
+        order = weights_pb2.PublishOrder(publish_id="p")
+        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        while server.engine.prepared != "p":
+            await asyncio.sleep(0)
+        connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost"))
+        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+        assert report.message == "the publish was given up"
+        server.engine.others_came.set()
+        await connection.serve_version(6)
+        assert server.engine.running.is_set()
+
+
+async def test_an_abort_overtakes_the_publish_that_it_is_about(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        server.engine.others_came.clear()
+        for number in (1, 2):
+            order = weights_pb2.PublishOrder(publish_id=f"p{number}")
+            connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        # The second one waits for the first.
+        connection.send(abort=fleet_pb2.AbortPublish(publish_id="p2", reason="test"))
+        connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
+        while server.engine.prepared != "p1":
+            await asyncio.sleep(0)
+        await connection.wait_for("heartbeat")
+        connection.send(abort=fleet_pb2.AbortPublish(publish_id="p1", reason="test"))
+        await connection.publish_phase("next", fleet_pb2.PUBLISH_PHASE_READY)
+        assert server.engine.prepared == "p1"
+
+
+async def test_a_server_that_loses_its_controller_waits_for_no_member(start_server) -> None:
+    async with start_server() as server:
+        connection = await server.join(step=5)
+        server.engine.others_came.clear()
+        order = weights_pb2.PublishOrder(publish_id="p")
+        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        while server.engine.prepared != "p":
+            await asyncio.sleep(0)
+        connection.hang_up()
+        await server.fleet.joined()
+
+
 async def test_a_failed_receive_is_reported_and_can_be_repeated(start_server) -> None:
     async with start_server() as server:
         connection = await server.join(step=5)
