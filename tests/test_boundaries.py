@@ -26,6 +26,7 @@ LAYERS = {
 OWNERS = {
     "vllm": (
         "slipstream.rollout_server.chunking_scheduler",
+        "slipstream.rollout_server.pausing_scheduler",
         "slipstream.rollout_server.steady_decoding",
         "slipstream.rollout_server.cpu_worker",
         "slipstream.rollout_server.engine",

@@ -5,6 +5,7 @@ The asynchronous one needs no GPU here: two steps are under way at one time, as 
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -375,6 +376,25 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
     assert [len(engine.tokens[f"r{number}"]) for number in range(4)] == [60] * 4
     assert [len(engine.logprobs[f"r{number}"]) for number in range(4)] == [60] * 4
     assert engine.tokens["r0"] == engine.tokens["r1"] == [110 + n for n in range(60)]
+
+
+@both
+def test_other_threads_have_their_turn_before_the_first_plan_after_a_pause(
+    start, overlapping: bool
+) -> None:
+    from slipstream.rollout_server.pausing_scheduler import ANSWER_S
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler = start(ours=True, overlapping=overlapping).scheduler
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    waited = []
+    for _ in range(50):
+        started = time.perf_counter()
+        scheduler.schedule()
+        waited.append(time.perf_counter() - started)
+    assert waited[0] >= ANSWER_S
+    assert min(waited) < ANSWER_S
 
 
 @both

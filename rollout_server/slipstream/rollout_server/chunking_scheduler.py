@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from slipstream.protocol.errors import ConfigError
+from slipstream.rollout_server.pausing_scheduler import PausingScheduler
 from slipstream.rollout_server.steady_decoding import (
     KnownSlots,
     SteadyRequest,
@@ -28,8 +29,6 @@ from slipstream.rollout_server.steady_decoding import (
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -131,7 +130,7 @@ class _Chunk:
         return output
 
 
-class _Chunking(Scheduler):  # type: ignore[misc]
+class _Chunking(PausingScheduler):
     """Requests that want only their final output are handed out in chunks, others as ever."""
 
     def __init__(
@@ -190,20 +189,6 @@ class _Chunking(Scheduler):  # type: ignore[misc]
         return bool(super().has_requests()) or (
             self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
         )
-
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - vLLM's own
-        """See vLLM, which goes through every block while the engine stands still.
-
-        Only those that are cached have anything to be reset.
-        """
-        pool = self.kv_cache_manager.block_pool
-        every = pool.blocks
-        if not pool._reuse_watchers:
-            pool.blocks = list(_cached_blocks(pool))
-        try:
-            return bool(super().reset_prefix_cache(*args, **kwargs))
-        finally:
-            pool.blocks = every
 
     def make_stats(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
         """None: a message for every step that nobody reads."""
@@ -318,14 +303,6 @@ class _Chunking(Scheduler):  # type: ignore[misc]
     def _forget(self, request_id: str) -> None:
         self._chunks.pop(request_id, None)
         self._streamed.discard(request_id)
-
-
-def _cached_blocks(pool: BlockPool) -> Iterator[KVCacheBlock]:
-    for found in pool.cached_block_hash_to_block._cache.values():
-        if isinstance(found, dict):
-            yield from found.values()
-        else:
-            yield found
 
 
 class ChunkingScheduler(_Chunking):
