@@ -301,6 +301,15 @@ def test_every_plan_is_that_of_vllms_scheduler(
         assert ours.preempted > 0
 
 
+def test_every_step_is_vllms_in_another_version_and_with_windows(start) -> None:
+    from slipstream.rollout_server.steady_decoding import decodes_plainly
+
+    full, windowed = (start(ours=True, overlapping=True, windowed=each) for each in (False, True))
+    assert decodes_plainly(full.scheduler, "0.32.0+cu130")
+    assert not decodes_plainly(full.scheduler, "0.32.1")
+    assert not decodes_plainly(windowed.scheduler, "0.32.0")
+
+
 @both
 def test_a_pause_finds_the_same_blocks_in_the_cache(start, overlapping: bool) -> None:
     from vllm.v1.core.sched.interface import PauseState

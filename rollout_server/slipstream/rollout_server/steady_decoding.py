@@ -8,9 +8,11 @@ vLLM would change it; the first and the last step of a reply, and whatever is un
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -18,11 +20,18 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
+log = logging.getLogger(__name__)
+
 _RUNNING = RequestStatus.RUNNING
+# Whose scheduler this follows; it is no public interface.
+_FOLLOWED = "0.32.0"
 
 
-def decodes_plainly(scheduler: Scheduler) -> bool:
+def decodes_plainly(scheduler: Scheduler, version: str = vllm.__version__) -> bool:
     """Whether requests of this scheduler can be in the middle of a reply as it is meant here."""
+    if version.partition("+")[0] != _FOLLOWED:
+        log.warning("all steps are vLLM's: it is %s, not %s", version, _FOLLOWED)
+        return False
     # Full attention forgets no block, and one that fills up is the next one to be looked up.
     simple_cache = all(
         type(manager) is FullAttentionManager and manager.block_size == scheduler.hash_block_size
