@@ -211,8 +211,9 @@ class EngineProcess:
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds of its own process, and of vLLM's below it."""
         process = psutil.Process(self.child.pid)
-        below = [p for p in process.children(recursive=True) if "VLLM" in " ".join(p.cmdline()[:1])]
-        return {"server": _cpu_s([process]), "engine": _cpu_s(below)}
+        below = process.children(recursive=True)
+        engine = [each for each in below if "slipstream.client" not in " ".join(each.cmdline())]
+        return {"server": _cpu_s([process]), "engine": _cpu_s(engine)}
 
     async def meanwhile(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         """What `work` finds; RuntimeError when the child ends before."""
