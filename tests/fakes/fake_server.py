@@ -84,6 +84,11 @@ class FakeServer:
         self.drained = False
         # Set before the task of `run` is cancelled: a dead server delivers nothing more.
         self.killed = False
+        # Whether an attempt goes on until it is cancelled.
+        self.hangs: Callable[[fleet_pb2.Lease, int, int], bool] = lambda *_: False
+        # Lets weights be loaded.
+        self.buckets = asyncio.Event()
+        self.buckets.set()
         # What it makes of a trajectory before it is sent.
         self.spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
         # Weights that did not pass their probe.
@@ -165,6 +170,7 @@ class FakeServer:
             case "prepare":
                 await self._say(message.prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY)
             case "receive":
+                await self.buckets.wait()
                 if message.receive.layout.tensors:
                     self.layout = message.receive.layout
                 digests = bucket_digests(self.layout)
@@ -251,6 +257,8 @@ class FakeServer:
                 self.gated -= tokens
                 if lease.purpose == trajectory_pb2.EPISODE_PURPOSE_EVALUATION:
                     await self.evaluation_gate.wait()
+                if self.hangs(lease, member, attempt):
+                    await asyncio.Event().wait()
                 await asyncio.sleep(self.delay_s * random.random())
                 verdict = self.judge(lease, member, attempt)
             except asyncio.CancelledError:

@@ -287,6 +287,8 @@ async def test_evaluations_run_before_between_and_after(tmp_path):
 
 async def test_a_silent_server_is_removed(tmp_path):
     config = make_config(tmp_path, run__steps=4)
+    controller = config.controller.model_copy(update={"heartbeat_timeout_s": 1.0})
+    config = config.model_copy(update={"controller": controller})
     address = config.controller.address
     silent, good = FakeServer(address, "silent"), FakeServer(address, "good", delay_s=0.05)
     trainer = FakeTrainer(address, step_s=0.3)
@@ -444,6 +446,69 @@ async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
 
     summary = await play(config, FakeServer(address), trainer=trainer, during=ask)
     assert summary["steps"] == 2
+
+
+async def test_time_in_which_no_server_serves_is_no_stall(tmp_path):
+    config = make_config(tmp_path, run__steps=4, controller__stall_timeout_s=0.6)
+    server = FakeServer(config.controller.address)
+    trainer = FakeTrainer(config.controller.address)
+
+    async def hold_weights(controller, tasks):
+        while trainer.version.step < 1:
+            await asyncio.sleep(0.01)
+        server.buckets.clear()
+        while controller._fleet.serving():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(2.0)
+        server.buckets.set()
+
+    summary = await play(config, server, trainer=trainer, during=hold_weights)
+    assert (summary["code"], summary["steps"]) == (0, 4)
+
+
+async def test_a_run_in_which_nothing_moves_while_a_server_serves_fails(tmp_path):
+    config = make_config(tmp_path, controller__stall_timeout_s=0.6)
+    server = FakeServer(config.controller.address)
+    server.gate.clear()
+    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    assert summary["code"] == 1
+    assert summary["cause"].startswith("nothing moved for 1 s of serving while waiting for 16 ")
+
+
+async def test_a_lease_without_progress_is_taken_back_and_goes_on(tmp_path):
+    config = make_config(tmp_path, run__steps=4, controller__lease_timeout_s=1.5)
+    server = FakeServer(config.controller.address)
+    server.hangs = lambda lease, member, attempt: (
+        (lease.group_id, member, attempt)
+        == (
+            "g000001",
+            2,
+            0,
+        )
+    )
+    trainer = FakeTrainer(config.controller.address)
+    summary = await play(config, server, trainer=trainer)
+    assert summary["steps"] == 4
+    again = [lease for lease in server.leases if lease.first_attempt]
+    assert [(lease.group_id, list(lease.members)) for lease in again] == [("g000001", [2])]
+    trained = {t.trajectory_id.rsplit(".", 1)[0] for batch in trainer.batches for t in batch}
+    assert "g000001.2.1" in trained
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_a_task_that_never_makes_progress_is_set_aside(tmp_path):
+    config = make_config(
+        tmp_path, run__steps=4, controller__lease_timeout_s=1.5, controller__max_attempts=2
+    )
+    server = FakeServer(config.controller.address)
+    server.hangs = lambda lease, member, attempt: lease.group_id == "g000001" and member == 2
+    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    assert summary["steps"] == 4
+    records = read_records(config.run_dir / "journal")
+    causes = {r["group"]: r["cause"] for r in records if r["kind"] == "set_aside"}
+    limit = "no episode ended in 1.5 s of serving (controller.lease_timeout_s)"
+    assert causes == {"g000001": limit}
+    assert summary["ledger"]["difference"] == 0
 
 
 async def test_stop_ends_the_run_in_order(tmp_path):

@@ -94,10 +94,13 @@ class ControllerSection(Section):
     heartbeat_timeout_s: Seconds = 5.0
     # Attempts of an episode before its task is set aside.
     max_attempts: Positive = 3
+    # Time of serving in which some episode of a leased group must end; else the group is taken back
+    # and goes on elsewhere, which counts as an attempt.
+    lease_timeout_s: Seconds = 3600.0
     # Groups in a row that may fail before their environment is suspended.
     max_failed_groups: Positive = 8
-    # The run stops when no batch could be formed and no episode ended for so long while a server
-    # was serving.
+    # The run stops when no step was made and no episode ended in so long a time of serving: while
+    # every server loads weights, is stale or gone the clock stands still.
     stall_timeout_s: Seconds = 600.0
     # The run stops when no rollout server was connected for so long.
     fleet_timeout_s: Seconds = 600.0

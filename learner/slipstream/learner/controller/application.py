@@ -20,9 +20,10 @@ from slipstream.learner.controller.environment_specs import environment_spec
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.events import EventLog, Severity
-from slipstream.learner.controller.fleet import Fleet, FleetHandlers, FleetServicer, ServerSession
+from slipstream.learner.controller.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.fleet_service import FleetService
 from slipstream.learner.controller.intake import Intake
+from slipstream.learner.controller.joining import FleetServicer
 from slipstream.learner.controller.journal import Journal
 from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.ledger import TokenLedger
@@ -85,8 +86,7 @@ class Controller:
         self._environments = EnvironmentBook(
             seed=config.run.seed, max_failed_groups=config.controller.max_failed_groups
         )
-        self._ledger = TokenLedger()
-        self._fleet = Fleet(self._progress)
+        self._ledger, self._fleet = TokenLedger(), Fleet(self._progress)
 
     async def run(self) -> int:
         """Serves until the run has ended and said so; 0 when it finished, 1 when it failed."""
@@ -148,7 +148,7 @@ class Controller:
         self._scheduler = Scheduler(
             progress, book, environments, fleet, journal, receiver, self._intake.start_afresh
         )
-        self._watch = RunWatch(progress, environments, fleet)
+        self._watch = RunWatch(progress, book, environments, fleet, self._intake.take_back)
         self._evaluator = Evaluator(
             progress,
             book,

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc
-import grpc.aio
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.outbox import Outbox
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.relay import raise_failure
 from slipstream.learner.controller.server_states import (
     DEAD,
     DRAINING,
@@ -27,16 +23,9 @@ from slipstream.learner.controller.server_states import (
     ServerEvent,
     next_state,
 )
-from slipstream.learner.controller.transport_choice import misfit
-from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.names import check_server_id
-from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
-
-# Of one server; no machine has so many GPUs.
-MAX_ENGINE_WORKERS = 1024
 
 
 @dataclass(eq=False)
@@ -56,6 +45,10 @@ class ServerSession:
     retry_publish_s: float = 0.0
     failed_publishes: int = 0
     drained: asyncio.Event = field(default_factory=asyncio.Event)
+    # Time in which it served.
+    served: Stopwatch = field(default_factory=Stopwatch)
+    # Told of every change of the state.
+    changed: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -75,6 +68,8 @@ class ServerSession:
     def on(self, event: ServerEvent) -> None:
         """Moves to the state that follows."""
         self.state = next_state(self.state, event)
+        self.served.note(time.monotonic(), running=self.is_serving)
+        self.changed()
 
     def send(self, message: fleet_pb2.ControllerMessage) -> None:
         """Puts an order on its stream; ends the stream of a server that does not read."""
@@ -147,6 +142,7 @@ class Fleet:
         self.departed.pop(session.key.server_id, None)
         self.sessions[session.key.server_id] = session
         self.known.add(session.key)
+        session.changed = self._note_serving
         self._progress.events.add(f"rollout server {session.name} joined")
         assert self.handlers is not None
         self.handlers.joined(session)
@@ -158,6 +154,7 @@ class Fleet:
             return
         del self.sessions[session.key.server_id]
         session.on(ServerEvent.LOST)
+        self._note_serving()
         session.cause = "it was drained" if session.drained.is_set() else cause
         self.departed[session.key.server_id] = describe(session)
         if not self.sessions:
@@ -188,6 +185,15 @@ class Fleet:
         order = fleet_pb2.Drain(reason=reason, finish=finish)
         session.send(fleet_pb2.ControllerMessage(drain=order))
         self.drains(session, reason)
+
+    def _note_serving(self) -> None:
+        # What the run waits for can only happen while a server serves.
+        self._progress.idle.note(time.monotonic(), running=bool(self.serving()))
+
+    def served_s(self) -> dict[ServerKey, float]:
+        """How long each server has served, in seconds."""
+        now_s = time.monotonic()
+        return {session.key: session.served.total_s(now_s) for session in self.sessions.values()}
 
     def _tell(self, text: str) -> None:
         # At the end of a run all of them leave: the end itself is told.
@@ -238,112 +244,3 @@ def describe(session: ServerSession) -> status_pb2.ServerStatus:
     if session.version is not None:
         status.version.incarnation, status.version.step = session.version
     return status
-
-
-class FleetServicer:
-    """The servers' end of `FleetService.Join`."""
-
-    def __init__(self, fleet: Fleet, progress: RunProgress) -> None:
-        self._fleet = fleet
-        self._progress = progress
-
-    async def join(
-        self,
-        requests: AsyncIterator[fleet_pb2.ServerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
-        """One server, from its hello to the end of its stream."""
-        session = await self._greet(requests, context)
-        settings = self._progress.config.controller
-        yield fleet_pb2.ControllerMessage(
-            welcome=fleet_pb2.Welcome(
-                run_id=self._progress.run_id,
-                heartbeat_s=settings.heartbeat_s,
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            )
-        )
-        self._fleet.add(session)
-        reader = asyncio.create_task(self._read(session, requests))
-        try:
-            async for message in session.outbox.messages():
-                yield message
-            raise_failure(reader)
-        finally:
-            reader.cancel()
-            self._fleet.remove(session, "its stream ended")
-
-    async def _greet(
-        self,
-        requests: AsyncIterator[fleet_pb2.ServerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> ServerSession:
-        try:
-            async with asyncio.timeout(self._progress.config.controller.heartbeat_timeout_s):
-                hello = (await anext(requests)).hello
-        except (TimeoutError, StopAsyncIteration):
-            await abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "the first message is a hello",
-                Reason.PROTOCOL,
-            )
-        config = self._progress.config
-        problem, reason = "", Reason.TOO_SMALL
-        if hello.protocol_version != PROTOCOL_VERSION:
-            problem = (
-                f"protocol version {hello.protocol_version}, "
-                f"the controller speaks {PROTOCOL_VERSION}"
-            )
-            reason = Reason.PROTOCOL
-        elif problem := _impossible(hello):
-            reason = Reason.PROTOCOL
-        elif hello.max_episodes < config.algorithm.group_size:
-            problem = (
-                f"room for {hello.max_episodes} episodes, a group has {config.algorithm.group_size}"
-            )
-        elif hello.max_model_len < config.sampling.max_episode_tokens:
-            problem = (
-                f"room for {hello.max_model_len} tokens, an episode may have "
-                f"{config.sampling.max_episode_tokens}"
-            )
-        elif hello.queue_bytes < config.queue.max_bytes:
-            problem = (
-                f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
-                f"{config.queue.max_bytes}: leases count on it"
-            )
-        elif problem := misfit(self._progress, hello.server_id, hello.place):
-            reason = Reason.WRONG_STATE
-        elif self._progress.is_over:
-            problem, reason = "the run is over", Reason.WRONG_STATE
-        if problem:
-            await abort(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"server {hello.server_id[:100]}: {problem}",
-                reason,
-                {"server_id": hello.server_id[:100]},
-            )
-        return ServerSession(ServerKey(ServerId(hello.server_id), hello.server_epoch), hello)
-
-    async def _read(
-        self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]
-    ) -> None:
-        try:
-            async for message in requests:
-                if self._fleet.find(session.key) is session:
-                    self._fleet.receive(session, message)
-        except grpc.aio.AioRpcError as error:
-            self._fleet.remove(session, f"its stream broke: {error.details()}")
-        finally:
-            session.disconnect()
-
-
-def _impossible(hello: fleet_pb2.ServerHello) -> str:
-    """What no server of ours would say of itself; empty: nothing."""
-    try:
-        check_server_id(hello.server_id)
-    except ConfigError as error:
-        return str(error)
-    if not 1 <= hello.engine_workers <= MAX_ENGINE_WORKERS:
-        return f"an engine has 1 to {MAX_ENGINE_WORKERS} workers, got {hello.engine_workers}"
-    return ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 from slipstream.learner.controller.environment_service import EnvironmentServicer
-from slipstream.learner.controller.fleet import FleetServicer
+from slipstream.learner.controller.joining import FleetServicer
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 

@@ -30,6 +30,8 @@ class Group:
     holder: ServerKey | None
     finished: dict[int, Trajectory] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    # How many times it was given to a server.
+    num_leases: int = 1
     # Members that are missing and that the holder will not run again.
     ended: set[int] = field(default_factory=set)
     # Whether the holder has closed the lease: what it finished may still be on its way.

@@ -124,6 +124,23 @@ class Intake:
                 self._set_aside(group, member, Failure(FailureKind.INFRASTRUCTURE, cause))
         return kept
 
+    def take_back(self, group: Group, cause: str) -> None:
+        """Ends a lease that makes no progress: it goes on elsewhere, or was tried often enough."""
+        group.setbacks.update(group.running)
+        member, times = group.setbacks.most_common(1)[0]
+        if times >= self._progress.config.controller.max_attempts:
+            self._set_aside(group, member, Failure(FailureKind.TIMEOUT, cause))
+            return
+        session = self._fleet.find(group.holder)
+        if session is None:
+            return
+        self._progress.events.add(
+            f"group {group.group_id} is taken back from {session.name}: {cause}", Severity.WARNING
+        )
+        # What the server reports as unfinished is leased again.
+        order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
+        session.send(fleet_pb2.ControllerMessage(cancel=order))
+
     def withdraw_restored(self, group_id: GroupId) -> None:
         """Takes back a group of an earlier controller whose environment is not there any more."""
         group = self._book.remove(group_id)

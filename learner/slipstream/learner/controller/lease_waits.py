@@ -26,21 +26,3 @@ WORDS = {
     LeaseWait.QUEUE: "room in the queue (queue.max_bytes)",
     LeaseWait.PACE: "the trainer: enough groups are leased to keep it busy (lease_policy)",
 }
-
-
-class WaitTimer:
-    """Adds up how long one reason lasted. Times are seconds of any one clock."""
-
-    def __init__(self, reason: LeaseWait) -> None:
-        self._reason = reason
-        self._since_s: float | None = None
-        self._total_s = 0.0
-
-    def note(self, reason: LeaseWait, now_s: float) -> None:
-        """The reason from now on."""
-        self._total_s = self.total_s(now_s)
-        self._since_s = now_s if reason is self._reason else None
-
-    def total_s(self, now_s: float) -> float:
-        """Seconds until now."""
-        return self._total_s + (0.0 if self._since_s is None else now_s - self._since_s)

@@ -144,6 +144,7 @@ class LeaseBook:
     def reassign(self, group: Group, holder: ServerKey) -> None:
         """Gives an orphan to another server."""
         group.holder, group.closed = holder, False
+        group.num_leases += 1
         group.ended.clear()
 
     def orphan(self, holder: ServerKey) -> list[Group]:

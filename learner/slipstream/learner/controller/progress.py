@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.learner.controller.lease_pace import JustInTime
+from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.config import Config
 from slipstream.protocol.transports import Place
 from slipstream.protocol.types import PolicyVersion
@@ -34,8 +35,8 @@ class RunProgress:
     solved: str = ""
     waiting_for: str = "the trainer"
     started_s: float = field(default_factory=time.monotonic)
-    # When an episode ended or a step was made last.
-    moved_s: float = field(default_factory=time.monotonic)
+    # Time in which a server served, since an episode ended or a step was made last.
+    idle: Stopwatch = field(default_factory=Stopwatch)
     # The version with which training ends.
     last_step: int = field(init=False)
     # How late groups are leased; None: as early as may be.
@@ -70,7 +71,7 @@ class RunProgress:
 
     def moved(self) -> None:
         """Notes progress."""
-        self.moved_s = time.monotonic()
+        self.idle.reset(time.monotonic())
         self.signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:

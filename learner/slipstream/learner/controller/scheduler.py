@@ -16,10 +16,11 @@ from slipstream.learner.controller.environments import EnvironmentBook, Environm
 from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.groups import Group, ServerKey
 from slipstream.learner.controller.journal import Journal
-from slipstream.learner.controller.lease_waits import WORDS, LeaseWait, WaitTimer
+from slipstream.learner.controller.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.queue_account import AccountedReceiver
+from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol import reservation
 from slipstream.protocol.config_file import largest_trajectory_bytes
 from slipstream.protocol.types import Purpose
@@ -66,7 +67,7 @@ class Scheduler:
         # Groups that were given up and whose tasks are leased again, before new ones.
         self._again: list[Group] = []
         self._wait = LeaseWait.NOTHING
-        self._queue_waits = WaitTimer(LeaseWait.QUEUE)
+        self._queue_waits = Stopwatch()
         # Episodes that an evaluation is about to start on a server: training leaves them room.
         self.reserved: dict[ServerKey, int] = {}
 
@@ -234,7 +235,7 @@ class Scheduler:
 
     def _note(self, wait: LeaseWait) -> None:
         self._wait = wait
-        self._queue_waits.note(wait, time.monotonic())
+        self._queue_waits.note(time.monotonic(), running=wait is LeaseWait.QUEUE)
 
     def _next_lease(self) -> Grant | LeaseWait:
         """A new group; or why there is none."""

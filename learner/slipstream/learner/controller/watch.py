@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from slipstream.learner.controller.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.learner.controller.fleet import Fleet
+from slipstream.learner.controller.groups import Group
+from slipstream.learner.controller.lease_watch import CANCEL_LIMIT_S, LeaseWatch
+from slipstream.learner.controller.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.v1 import environment_pb2
 
@@ -20,24 +24,47 @@ WATCH_S = 0.25
 class RunWatch:
     """Looks at everything again and again."""
 
-    def __init__(self, progress: RunProgress, environments: EnvironmentBook, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        environments: EnvironmentBook,
+        fleet: Fleet,
+        take_back: Callable[[Group, str], None],
+    ) -> None:
+        """`take_back` is given leases that make no progress, and why."""
         self._progress = progress
         self._config = progress.config
         self._environments = environments
         self._fleet = fleet
+        self._book = book
+        self._take_back = take_back
+        self._leases = LeaseWatch(self._config.controller.lease_timeout_s)
 
     async def watch_forever(self) -> None:
         """Removes silent servers and fails a run that cannot go on, until it is cancelled."""
         while True:
             await asyncio.sleep(WATCH_S)
             self._fleet.remove_silent()
-            if not self._fleet.serving():
-                # Nothing can move now: the clock stands still.
-                self._progress.moved_s = time.monotonic()
             if not self._progress.is_over:
+                self._look_at_leases()
                 cause = self._cause_to_fail()
                 if cause:
                     self._progress.fail(cause)
+
+    def _look_at_leases(self) -> None:
+        overdue = self._leases.overdue(list(self._book.groups.values()), self._fleet.served_s())
+        limit_s = self._config.controller.lease_timeout_s
+        for group in overdue.groups:
+            self._take_back(
+                group, f"no episode ended in {limit_s:g} s of serving (controller.lease_timeout_s)"
+            )
+        for key in overdue.servers:
+            session = self._fleet.find(key)
+            if session is not None:
+                session.disconnect()
+                cause = f"it did not end a lease within {CANCEL_LIMIT_S:g} s of serving"
+                self._fleet.remove(session, cause)
 
     def _cause_to_fail(self) -> str:
         settings, now = self._config.controller, time.monotonic()
@@ -55,10 +82,11 @@ class RunWatch:
             if empty > settings.fleet_timeout_s:
                 return f"no rollout server was connected for {empty:.0f} s"
             return ""
-        idle = now - self._progress.moved_s
+        idle = self._progress.idle.total_s(now)
         waits_for_fleet = self._progress.trainer_registered and bool(self._fleet.serving())
         if waits_for_fleet and training and idle > settings.stall_timeout_s:
-            return f"nothing moved for {idle:.0f} s while waiting for {self._progress.waiting_for}"
+            waited_for = self._progress.waiting_for
+            return f"nothing moved for {idle:.0f} s of serving while waiting for {waited_for}"
         return ""
 
     def _nowhere(self, entry: EnvironmentEntry) -> bool:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from slipstream.learner.controller.lease_waits import WORDS, LeaseWait, WaitTimer
+from slipstream.learner.controller.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.queue_account import AccountedReceiver
 from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import TrajectoryId
@@ -47,16 +47,6 @@ async def test_a_trajectory_that_comes_again_counts_once() -> None:
     await receiver.acknowledge([A])
     await receiver.aclose()
     assert receiver.waiting_bytes == 0
-
-
-def test_only_the_time_of_one_reason_adds_up() -> None:
-    timer = WaitTimer(LeaseWait.QUEUE)
-    timer.note(LeaseWait.STALENESS, 1.0)
-    timer.note(LeaseWait.QUEUE, 2.0)
-    timer.note(LeaseWait.QUEUE, 3.0)
-    assert timer.total_s(4.5) == 2.5
-    timer.note(LeaseWait.NOTHING, 5.0)
-    assert timer.total_s(9.0) == 3.0
 
 
 def test_every_reason_has_words_and_only_nothing_has_none() -> None:
