@@ -25,6 +25,8 @@ LAYERS = {
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {
     "vllm": (
+        # How vLLM holds an adapter: part of the receiver, and of the engine's arguments.
+        "slipstream.rollout_server.adapter_slot",
         "slipstream.rollout_server.chunking_scheduler",
         "slipstream.rollout_server.pausing_scheduler",
         "slipstream.rollout_server.steady_decoding",

@@ -7,13 +7,21 @@ FOLDER/lora-JOB-adapters are what it exported.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from parity_layouts import SETTINGS, STEPS, batches, probe
+from slipstream.protocol.buckets import Bucket, layout_from_pb
 from slipstream.protocol.config import Config
 from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.errors import RunFailed
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.weights.published import Published
 
 RANK, ALPHA = 4, 8.0
 SP = {"tp": 2, "sequence_parallel": True}
@@ -65,6 +73,8 @@ def run_rank(folder: Path, job: str) -> None:
     step = TrainingStep(policy, config)
     metrics, logprobs = [], []
     before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    published = see_published(policy, config)
+    first_identity = published.digests().identity
     save_adapters(policy, config, folder / f"lora-{job}-first")
     stored = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
     for batch in batches(config):
@@ -76,6 +86,16 @@ def run_rank(folder: Path, job: str) -> None:
     save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
     save_adapters(policy, config, folder / f"lora-{job}-adapters")
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    sent = {
+        "first_identity": first_identity.hex(),
+        "identity": published.digests().identity.hex(),
+        "senders": list(published.senders),
+        "kinds": [type(s._filling).__name__ for s in (published._weights, published._adapters)],
+        "whole": sent_by(published, policy, adapters_alone=False),
+        "alone": sent_by(published, policy, adapters_alone=True),
+        "moved": moved_matrix(published, policy),
+    }
+    torch.save(sent, folder / f"lora-{job}-sent-{policy.ranks.rank}.pt")
     load_models(stored, folder / f"lora-{job}-checkpoint")
     loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     step.run(batches(config)[-1])
@@ -95,6 +115,61 @@ def run_rank(folder: Path, job: str) -> None:
     if policy.ranks.is_main:
         torch.save(result, folder / f"lora-{job}.pt")
     policy.ranks.close()
+
+
+def see_published(policy: Policy, config: Config) -> Published:
+    """What a run with `lora.publish = "adapters"` sends."""
+    from slipstream.learner.trainer.weights.published import open_published
+
+    lora = config.lora.model_copy(update={"publish": "adapters"})
+    return open_published(policy, config.model_copy(update={"lora": lora}))
+
+
+def sent_by(published: Published, policy: Policy, *, adapters_alone: bool) -> dict:
+    """Names, sizes and digests of a pass, and what was in the buckets that this rank leads."""
+    layout = published.layout(adapters_alone=adapters_alone)
+    expected = layout_from_pb(layout)
+    places, tensors = [], {}
+
+    def send(place: int, bucket: Bucket, data: torch.Tensor) -> Callable[[], None]:
+        assert bucket == expected[place]
+        places.append(place)
+        if published.senders[bucket.root] == policy.ranks.rank:
+            tensors.update({name: tensor.clone() for name, tensor in cut(data, bucket)})
+        return lambda: None
+
+    digests = published.run(send, adapters_alone=adapters_alone)
+    assert places == (list(range(len(expected))) if published.sender is not None else [])
+    assert len(digests.buckets) == len(expected)
+    num_bytes = published.num_bytes(adapters_alone=adapters_alone)
+    assert num_bytes == sum(bucket.num_bytes for bucket in expected)
+    return {
+        "tensors": tensors,
+        "identity": digests.identity.hex(),
+        "scale": layout.adapter_scale,
+        "adapters": [tensor.name for tensor in layout.adapters],
+    }
+
+
+def cut(data: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    for span in bucket.spans:
+        raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes]
+        yield span.tensor.name, raw.view(torch.float32).view(span.tensor.shape)
+
+
+def moved_matrix(published: Published, policy: Policy) -> str:
+    """What is said when a frozen parameter is another one at the next whole pass."""
+    frozen = next(p for p in policy.chunks[0].parameters() if not p.requires_grad)
+    before = frozen.detach().clone()
+    with torch.no_grad():
+        frozen.add_(1.0)
+    try:
+        published.run()
+    except RunFailed as error:
+        return str(error)
+    finally:
+        frozen.data.copy_(before)
+    return ""
 
 
 def save(models: list, path: Path) -> None:

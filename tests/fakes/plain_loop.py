@@ -71,7 +71,7 @@ def train(config: Config) -> None:
 def print_digest(config: Config) -> None:
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.weight_stream import weight_identity
+    from slipstream.learner.trainer.weights.published import weight_identity
 
     policy = open_policy(config, Launch.from_environment())
     print(json.dumps({"digest": weight_identity(policy, config).hex()}))

@@ -99,10 +99,10 @@ def see_wrong_plan(folder: Path) -> None:
     config = config_of("tp2", folder)
     policy = open_policy(config, Launch.from_environment())
     right = open_stream(policy, config)
-    plan_pieces = bucket_fill.plan_pieces
+    plan_merged = bucket_fill.plan_merged
 
     def wrong(policy: object) -> list:
-        pieces = plan_pieces(policy)
+        pieces = plan_merged(policy)
         names = [piece.name for piece in pieces]
         key, value = (names.index(f"model.layers.1.self_attn.{x}_proj.weight") for x in "kv")
         if policy.ranks.rank == 1:
@@ -114,11 +114,11 @@ def see_wrong_plan(folder: Path) -> None:
     def unknown(policy: object) -> list:
         if policy.ranks.rank == 1:
             raise bucket_fill.UnknownMapping("a parameter has a mapping of tomorrow")
-        return plan_pieces(policy)
+        return plan_merged(policy)
 
     kinds, identities = [], [right.run().identity]
     for plan in (wrong, unknown):
-        bucket_fill.plan_pieces = plan
+        bucket_fill.plan_merged = plan
         stream = open_stream(policy, config)
         kinds.append(type(stream._filling).__name__)
         identities.append(stream.run().identity)

@@ -169,3 +169,48 @@ def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(
     assert len(moved) == NUM_ADAPTED
     for name, tensor in ours["weights"].items():
         assert torch.equal(ours["retrained"][name], tensor), name
+
+
+# Ranks that send: what a pipeline stage holds comes from it.
+SENDERS = {"pp2-tied": [0, 1]}
+
+
+def sent(job: str, folder: Path) -> list[dict]:
+    """What each rank sends in a run with `lora.publish = "adapters"`."""
+    ranks = range(JOBS[job][0])
+    return [torch.load(folder / f"lora-{job}-sent-{rank}.pt", weights_only=True) for rank in ranks]
+
+
+@pytest.mark.parametrize("job", list(JOBS))
+def test_matrices_and_adapters_that_are_sent_apart_are_those_of_the_files(
+    job: str, folder: Path, found: dict[str, dict]
+) -> None:
+    ranks = sent(job, folder)
+    stored = load_file(folder / JOBS[job][1] / "model.safetensors")
+    adapters = load_file(folder / f"lora-{job}-adapters" / "adapter_model.safetensors")
+    for rank in ranks:
+        assert rank["kinds"] == ["PlannedFilling"] * 2
+        assert rank["senders"] == SENDERS.get(job, [0])
+        assert rank["alone"]["scale"] == rank["whole"]["scale"] == SCALE
+        assert sorted(rank["alone"]["adapters"]) == sorted(adapters)
+    whole = {n: t for rank in ranks for n, t in rank["whole"]["tensors"].items()}
+    alone = {n: t for rank in ranks for n, t in rank["alone"]["tensors"].items()}
+    assert set(alone) == set(adapters)
+    assert all(torch.equal(alone[name], adapters[name]) for name in adapters)
+    assert set(whole) >= set(stored) | set(adapters)
+    assert all(torch.equal(whole[name], tensor) for name, tensor in stored.items())
+    assert all(torch.equal(whole[name], tensor) for name, tensor in adapters.items())
+
+
+@pytest.mark.parametrize("job", list(JOBS))
+def test_identity_is_that_of_matrices_and_adapters_whatever_was_sent(
+    job: str, folder: Path, found: dict[str, dict]
+) -> None:
+    ranks, alike = sent(job, folder), sent(reference(job), folder)
+    for rank in ranks:
+        assert rank["identity"] == rank["whole"]["identity"] != rank["alone"]["identity"]
+        assert rank["first_identity"] == alike[0]["first_identity"] != rank["identity"]
+
+
+def test_a_frozen_matrix_that_moved_stops_the_run(folder: Path, found: dict[str, dict]) -> None:
+    assert "is frozen, but changed during the run" in sent("one", folder)[0]["moved"]

@@ -86,25 +86,45 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
     return buckets
 
 
-def layout_to_pb(tensors: Sequence[TensorSpec], bucket_bytes: int) -> weights_pb2.WeightLayout:
+def layout_to_pb(
+    tensors: Sequence[TensorSpec],
+    bucket_bytes: int,
+    *,
+    adapters: Sequence[TensorSpec] = (),
+    adapter_scale: float = 0.0,
+) -> weights_pb2.WeightLayout:
     """The wire form of a layout."""
     return weights_pb2.WeightLayout(
-        tensors=[
-            weights_pb2.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape, sender=t.sender)
-            for t in tensors
-        ],
+        tensors=map(_to_pb, tensors),
         bucket_bytes=bucket_bytes,
+        adapters=map(_to_pb, adapters),
+        adapter_scale=adapter_scale,
     )
 
 
-def tensors_from_pb(message: weights_pb2.WeightLayout) -> list[TensorSpec]:
-    """The tensors of a layout, in order."""
-    return [TensorSpec(t.name, t.dtype, tuple(t.shape), t.sender) for t in message.tensors]
-
-
 def layout_from_pb(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """The buckets of a layout."""
-    return plan_buckets(tensors_from_pb(message), message.bucket_bytes)
+    """All buckets of a layout, in the order in which they travel."""
+    return [*weight_buckets(message), *adapter_buckets(message)]
+
+
+def weight_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
+    """The first buckets of a layout: those of weights."""
+    return plan_buckets(list(map(_from_pb, message.tensors)), message.bucket_bytes)
+
+
+def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
+    """The last buckets of a layout: those of adapters."""
+    return plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
+
+
+def _to_pb(tensor: TensorSpec) -> weights_pb2.TensorSpec:
+    return weights_pb2.TensorSpec(
+        name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, sender=tensor.sender
+    )
+
+
+def _from_pb(message: weights_pb2.TensorSpec) -> TensorSpec:
+    return TensorSpec(message.name, message.dtype, tuple(message.shape), message.sender)
 
 
 def _halves(bucket: Bucket) -> Iterator[Bucket]:

@@ -20,6 +20,7 @@ FIXED = {
     "algorithm.groups_per_step": "the deadlines of leased groups count on it",
     "algorithm.mini_batches": "recorded steps have so many",
     "sampling.temperature": "recorded replies were sampled with it",
+    "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
     "checkpoint.load": "the run began with these weights",
     "weights.wire_dtype": "recorded digests are of this element type",
     "weights.bucket_mib": "recorded digests are of buckets of this size",

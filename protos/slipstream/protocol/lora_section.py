@@ -32,6 +32,8 @@ Target = Literal[
 
 # Of dense layers and of experts alike.
 _MLP = ("linear_fc1", "linear_fc2")
+# The largest rank for which vLLM has kernels.
+MAX_SERVED_RANK = 512
 
 
 class LoraSection(Section):
@@ -49,6 +51,16 @@ class LoraSection(Section):
     # (q_proj, k_proj, v_proj; gate_proj, up_proj) come together and share their first factor.
     target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
+    # What a publish carries: merged weights, as many bytes as without adapters; or the adapters
+    # alone, which vLLM computes beside the matrices. The first publish to a server, and the first
+    # one of a trainer that was started again, then carries the matrices too.
+    publish: Literal["merged", "adapters"] = "merged"
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether servers get matrices and adapters apart."""
+        return self.publish == "adapters"
+
     @property
     def modules(self) -> tuple[str, ...]:
         """The targets by Megatron's names."""
@@ -59,6 +71,11 @@ class LoraSection(Section):
     def _whole(self) -> LoraSection:
         if not self.target_modules:
             raise ValueError("lora.target_modules must name a matrix, got none")
+        if self.publishes_adapters and not 1 <= self.rank <= MAX_SERVED_RANK:
+            raise ValueError(
+                f"lora.rank must be 1 to {MAX_SERVED_RANK} with lora.publish = adapters, "
+                f"got {self.rank}"
+            )
         named = set(self.target_modules)
         for name, parts in FUSED.items():
             missing = set(parts) - named

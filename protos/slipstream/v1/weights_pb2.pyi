@@ -20,12 +20,16 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., sender: _Optional[int] = ...) -> None: ...
 
 class WeightLayout(_message.Message):
-    __slots__ = ("tensors", "bucket_bytes")
+    __slots__ = ("tensors", "bucket_bytes", "adapters", "adapter_scale")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_SCALE_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    adapter_scale: float
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., adapter_scale: _Optional[float] = ...) -> None: ...
 
 class Communicator(_message.Message):
     __slots__ = ("communicator_id", "transport", "store_host", "store_port", "world_size", "unique_id", "num_senders")
@@ -76,7 +80,7 @@ class Probe(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., expected_logprobs: _Optional[bytes] = ..., tolerance: _Optional[float] = ...) -> None: ...
 
 class PublishOrder(_message.Message):
-    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s", "begun")
+    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s", "begun", "adapters_alone")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +90,7 @@ class PublishOrder(_message.Message):
     BUCKET_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     JOIN_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_ALONE_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     version: _trajectory_pb2.PolicyVersion
     communicator: Communicator
@@ -95,4 +100,5 @@ class PublishOrder(_message.Message):
     bucket_deadline_s: float
     join_deadline_s: float
     begun: bool
-    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ..., begun: bool = ...) -> None: ...
+    adapters_alone: bool
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ..., begun: bool = ..., adapters_alone: bool = ...) -> None: ...

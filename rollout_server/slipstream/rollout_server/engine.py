@@ -17,6 +17,7 @@ import psutil
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
+from slipstream.rollout_server.adapter_slot import REQUEST
 from slipstream.rollout_server.engine_arguments import engine_config
 from slipstream.rollout_server.generation import (
     EngineDied,
@@ -90,6 +91,7 @@ class VllmEngine:
         answer_limit_s: float = _ANSWER_LIMIT_S,
     ) -> None:
         self._llm = llm
+        self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
         self._processes = processes
         self._answer_limit_s = answer_limit_s
         (self._counter,) = (
@@ -268,7 +270,10 @@ class VllmEngine:
     ) -> RequestOutput:
         try:
             collector = await self._llm.add_request(
-                request_id, tokens_input(list(prompt_token_ids)), parameters
+                request_id,
+                tokens_input(list(prompt_token_ids)),
+                parameters,
+                lora_request=self._adapter,
             )
             if self._open.get(request_id):
                 await self._llm.abort(request_id)

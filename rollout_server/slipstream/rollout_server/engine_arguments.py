@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
+from slipstream.rollout_server.adapter_slot import lora_arguments
 from slipstream.rollout_server.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
@@ -25,6 +26,7 @@ _EXECUTORS = ("mp", "uni")
 _WORKER_EXTENSION = "slipstream.rollout_server.worker_extension.WorkerExtension"
 
 _WEIGHTS = "the learner's weights could not be loaded into such an engine"
+_ADAPTERS = "set lora.publish"
 _REPLICAS = "set rollout_server.count for more engines"
 _TOKENS = "prompts and replies are token ids, text is made elsewhere"
 _PROCESSED = "the learner needs the log-probabilities of the distribution that was sampled from"
@@ -57,7 +59,12 @@ _OWNED = {
     "tokenizer_mode": _TOKENS,
     "skip_tokenizer_init": _TOKENS,
     "stream_interval": "replies are handed out in chunks already",
-    "enable_lora": _WEIGHTS,
+    "enable_lora": _ADAPTERS,
+    "max_loras": _ADAPTERS,
+    "max_cpu_loras": _ADAPTERS,
+    "max_lora_rank": _ADAPTERS,
+    "lora_target_modules": _ADAPTERS,
+    "lora_dtype": _ADAPTERS,
     "worker_cls": _WEIGHTS,
     "worker_extension_cls": _WEIGHTS,
     "weight_transfer_config": _WEIGHTS,
@@ -138,4 +145,5 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        **lora_arguments(config.lora),
     }

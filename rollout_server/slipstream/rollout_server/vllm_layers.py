@@ -27,6 +27,11 @@ def check_layers(model: torch.nn.Module) -> None:
             raise NotCopied(f"{name} ({type(module).__name__}) packs its weights on a CPU")
 
 
+def loaded_name(parameter: str) -> str:
+    """As loaders name it, who do not see that its layer has room for an adapter."""
+    return parameter.replace(".base_layer.", ".")
+
+
 def repack_kept_linears(model: torch.nn.Module) -> None:
     """Packs again the weights of modules that keep `.weight` beside a prepacked matrix.
 

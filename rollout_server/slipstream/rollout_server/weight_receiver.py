@@ -5,28 +5,32 @@ model, one digest for each bucket. Waits for: the communicator (on a thread, whi
 on) and each bucket. Unblocked by: the bytes, or the deadline of that wait.
 
 The first update goes through vLLM's own loader and proves a copy plan; those after it replay the
-plan. A model that the plan does not cover goes through the loader every time.
+plan. A model that the plan does not cover goes through the loader every time. Low-rank adapters
+follow the weights that they are put on, or come alone.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from slipstream.protocol.buckets import Bucket, layout_from_pb
+from slipstream.protocol.buckets import Bucket, adapter_buckets, weight_buckets
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.rollout_server.adapter_slot import Arriving
 from slipstream.rollout_server.bucket_transport import BucketTransport, Incoming, Membership
 from slipstream.rollout_server.copy_plan import CopyPlan, NotCopied, Proof, Replay, cut, record
 from slipstream.rollout_server.joining import TRANSPORTS, Joining
 from slipstream.rollout_server.staging import Staging
 from slipstream.rollout_server.vllm_layers import (
     check_layers,
+    loaded_name,
     repack_experts,
     repack_kept_linears,
 )
+from slipstream.rollout_server.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
@@ -65,22 +69,6 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     abandon: bool = False
 
 
-@dataclass(frozen=True)
-class LoadResult:
-    """How a worker took an update; `receive_s` was spent waiting for buckets.
-
-    `wire_s`: from the first broadcast's start to the end of the last; 0 where it cannot be timed.
-    `has_plan`: the next one of this layout is copied by a plan.
-    """
-
-    digests: list[str]
-    by_plan: bool
-    has_plan: bool
-    receive_s: float
-    load_s: float
-    wire_s: float
-
-
 class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]
     """Receives the buckets of a publish; copies them by a plan, or has vLLM load them."""
 
@@ -98,9 +86,14 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _staging: Staging | None = None
     _plan: CopyPlan | None = None
     _replay: Replay | None = None
-    # The layout for which a plan was tried, and its buckets.
+    # The layout of the last update: its buckets of weights, and its adapters.
     _layout = b""
+    _weights: tuple[Bucket, ...] = ()
+    _adapters = Arriving()
+    # The buckets for which a plan was tried.
     _buckets: tuple[Bucket, ...] = ()
+    # The weights in the model are those of a whole update.
+    _is_whole = False
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Leaves the communicator before and begins to join a new one."""
@@ -118,31 +111,37 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._joining = Joining(membership, self.device)
 
     def learn(self, layout: bytes) -> None:
-        """Takes the `WeightLayout` of the updates that follow; records a plan when it is new.
+        """Takes the `WeightLayout` of the updates that follow; records a plan for new weights.
 
         That may take longer than a bucket may: a member of a communicator would hold up the others.
         """
         if layout == self._layout:
             return
+        parsed = weights_pb2.WeightLayout.FromString(layout)
+        self._weights = tuple(weight_buckets(parsed))
+        self._adapters = Arriving(tuple(adapter_buckets(parsed)), parsed.adapter_scale)
+        if self._weights and self._weights != self._buckets:
+            self._buckets = self._weights
+            self._plan = self._replay = None
+            with set_current_vllm_config(self.vllm_config):
+                self._plan = self._record(self._buckets)
         self._layout = layout
-        self._buckets = tuple(layout_from_pb(weights_pb2.WeightLayout.FromString(layout)))
-        self._plan = self._replay = None
-        with set_current_vllm_config(self.vllm_config):
-            self._plan = self._record(self._buckets)
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
         """Takes the announcement of an update of the layout that was learnt.
 
         `stage`: receive it beside the live weights, if there is a plan to copy it by.
         """
+        if not self._weights and not self._is_whole:
+            raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
         if self._joining is None or self._joining.communicator_id != _id_of(order):
             raise WeightSyncError(f"not a member of communicator {_id_of(order)!r}")
         self._incoming = Incoming(
-            buckets=self._buckets,
+            buckets=self._weights + self._adapters.buckets,
             bucket_deadline_s=order.bucket_deadline_s,
-            own_buffers=stage or self._replay is None,
+            own_buffers=stage or not self.can_copy,
         )
-        self._stages = stage and self._replay is not None
+        self._stages = stage and self.can_copy
         if self._stages:
             self._staging = self._staging or Staging(self.device)
             self._staging.clear()
@@ -164,31 +163,30 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
                 return False
             memory = self._staging.buffers
         if self._replay is not None:
-            for place, buffer in enumerate(memory):
+            for place, buffer in enumerate(memory[: len(self._weights)]):
                 self._replay.prepare(place, buffer)
         return True
 
     @property
-    def has_plan(self) -> bool:
-        """Whether the next update is copied by a plan."""
-        return self._replay is not None
+    def can_copy(self) -> bool:
+        """Whether this update can be received without vLLM's loader."""
+        return self._replay is not None or not self._weights
 
     def copy_weights(self) -> None:
         """Receives an update and copies it by the plan; after an error it must be repeated."""
-        transport, incoming, replay = self._transport, self._incoming, self._replay
+        transport, incoming = self._transport, self._incoming
         assert transport is not None
         assert incoming is not None
-        assert replay is not None
         started_s = received_s = time.perf_counter()
         try:
             if self._stages:
                 assert self._staging is not None
                 digests = self._staging.digests
                 for place, buffer in enumerate(self._staging.buffers):
-                    replay.run(place, buffer)
+                    self._take(place, buffer)
             else:
                 for place, buffer in enumerate(transport.receive(incoming)):
-                    replay.run(place, buffer)
+                    self._take(place, buffer)
                 digests = transport.digests()
                 received_s = time.perf_counter()
         except BaseException:
@@ -198,21 +196,23 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self.result = LoadResult(
             digests=[digest.hex() for digest in digests],
             by_plan=True,
-            has_plan=True,
+            has_plan=self._replay is not None,
             receive_s=received_s - started_s,
             load_s=time.perf_counter() - received_s,
             wire_s=transport.take_wire().seconds,
         )
         if self._staging is not None:
             # Views would keep its memory.
-            replay.forget_buffers()
+            if self._replay is not None:
+                self._replay.forget_buffers()
             self._staging.clear()
 
     def start_weight_update(self) -> None:
         """Prepares every layer for its new weights."""
         self._started_s = time.perf_counter()
         self._parameters = dict(self.model.named_parameters())
-        self._missing = set(self._parameters)
+        self._missing = set(map(loaded_name, self._parameters))
+        self._is_whole = False
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -236,10 +236,14 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._receive_s, waiting_s = 0.0, time.perf_counter()
         for place, buffer in enumerate(transport.receive(incoming)):
             self._receive_s += time.perf_counter() - waiting_s
+            if place >= len(self._weights):
+                self._take(place, buffer)
+                waiting_s = time.perf_counter()
+                continue
             # The layerwise reload keeps references into the buffer until a layer is complete.
             loaded = self.model.load_weights(cut(buffer, incoming.buckets[place]))
             # Not every model says what it loaded.
-            self._missing -= self._missing if loaded is None else loaded
+            self._missing -= self._missing if loaded is None else set(map(loaded_name, loaded))
             if self._proof is not None:
                 self._proof.add(place, buffer)
             waiting_s = time.perf_counter()
@@ -260,11 +264,20 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self.result = LoadResult(
             digests=[digest.hex() for digest in self._digests],
             by_plan=False,
-            has_plan=self.has_plan,
+            has_plan=self._replay is not None,
             receive_s=self._receive_s,
             load_s=time.perf_counter() - self._started_s - self._receive_s,
             wire_s=self._wire_s,
         )
+
+    def put_adapters_on(self) -> None:
+        """The last part of an update: hands the engine the adapters that arrived with it."""
+        started_s = time.perf_counter()
+        self._adapters.put_on(self.model)
+        self._wait_for_device()
+        self._is_whole = True
+        seconds = self.result.load_s + time.perf_counter() - started_s
+        self.result = replace(self.result, load_s=seconds)
 
     def shutdown(self) -> None:
         """Leaves the communicator."""
@@ -275,6 +288,15 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if self._staging is not None:
             self._staging.clear()
         self._joining = self._transport = self._incoming = None
+
+    def _take(self, place: int, buffer: torch.Tensor) -> None:
+        """Copies a bucket to where it belongs."""
+        if place >= len(self._weights):
+            self._adapters.keep(place - len(self._weights), buffer)
+            return
+        assert self._replay is not None
+        self._is_whole = False
+        self._replay.run(place, buffer)
 
     def _record(self, buckets: tuple[Bucket, ...]) -> CopyPlan | None:
         parameters = dict(self.model.named_parameters())
@@ -305,10 +327,13 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def _settle(self) -> None:
         """The new weights are complete, also where a layer keeps a second form of them."""
+        self._wait_for_device()
+        if self.device.type == "cpu" and self.refresh_kept_linears and self._weights:
+            repack_kept_linears(self.model)
+
+    def _wait_for_device(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        elif self.refresh_kept_linears:
-            repack_kept_linears(self.model)
 
 
 def _id_of(order: weights_pb2.PublishOrder) -> str:

@@ -29,6 +29,22 @@ Pause = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
+class LoadResult:
+    """How a worker took an update; `receive_s` was spent waiting for buckets.
+
+    `wire_s`: from the first broadcast's start to the end of the last; 0 where it cannot be timed.
+    `has_plan`: the next one of this layout is copied by a plan.
+    """
+
+    digests: list[str]
+    by_plan: bool
+    has_plan: bool
+    receive_s: float
+    load_s: float
+    wire_s: float
+
+
+@dataclass(frozen=True)
 class _Announced:
     publish_id: str
     limit_s: float
@@ -51,6 +67,7 @@ class WeightUpdate:
         self._ready_for: tuple[str, float] | None = None
         # The layout of the last update; it hardly ever changes.
         self._layout, self._num_buckets = b"", 0
+        self._are_adapters_alone = False
 
     async def prepare(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
@@ -61,7 +78,8 @@ class WeightUpdate:
         then no worker is asked, and the engine's steps are not held up.
         """
         self._announced = None
-        described = layout.SerializeToString() if layout.tensors else self._layout
+        is_given = bool(layout.tensors or layout.adapters)
+        described = layout.SerializeToString() if is_given else self._layout
         if not described:
             raise WeightSyncError(f"publish {order.publish_id!r} came without a layout")
         terms = (order.communicator.communicator_id, order.bucket_deadline_s)
@@ -70,7 +88,8 @@ class WeightUpdate:
             self._ready_for = None
             if described != self._layout:
                 self._layout, self._num_buckets = described, len(layout_from_pb(layout))
-            stage = self._stage and self._all_have_plan
+                self._are_adapters_alone = not layout.tensors
+            stage = self._stage and (self._all_have_plan or self._are_adapters_alone)
             announcement = (order.SerializeToString(), described, first_rank, stage)
             limit_s = order.join_deadline_s + self._limit_s(order)
             await _within(limit_s, self._get_ready(announcement))

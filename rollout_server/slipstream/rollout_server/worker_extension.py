@@ -57,18 +57,12 @@ class WorkerExtension:
 
         def receive() -> dict[str, Any]:
             engine = self.weight_transfer_engine
-            if engine.has_plan:
+            if engine.can_copy:
                 engine.copy_weights()
-                return asdict(engine.result)
-            try:
-                self.start_weight_update()
-                self.update_weights({})
-                self.finish_weight_update()
-            except BaseException:
-                # Only a failing `update_weights` clears vLLM's flag of an open update.
-                with contextlib.suppress(WeightSyncError, RuntimeError):
-                    self.update_weights({"abandon": True})
-                raise
+            else:
+                _load(self)
+            # vLLM forgets adapters when it has loaded weights.
+            engine.put_adapters_on()
             return asdict(engine.result)
 
         return _answer(receive)
@@ -76,6 +70,18 @@ class WorkerExtension:
     def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off, to show what it is for."""
         self.weight_transfer_engine.refresh_kept_linears = enabled
+
+
+def _load(worker: WorkerExtension) -> None:
+    try:
+        worker.start_weight_update()
+        worker.update_weights({})
+        worker.finish_weight_update()
+    except BaseException:
+        # Only a failing `update_weights` clears vLLM's flag of an open update.
+        with contextlib.suppress(WeightSyncError, RuntimeError):
+            worker.update_weights({"abandon": True})
+        raise
 
 
 def _answer(work: Callable[[], object]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from slipstream.protocol.buckets import (
     ALIGNMENT_BYTES,
     ITEM_BYTES,
     TensorSpec,
+    adapter_buckets,
     layout_from_pb,
     layout_to_pb,
     plan_buckets,
+    weight_buckets,
 )
 from slipstream.protocol.errors import ConfigError
 
@@ -62,6 +64,22 @@ def test_both_sides_cut_the_same_buckets(tensors: list[TensorSpec], bucket_bytes
     message = layout_to_pb(tensors, bucket_bytes)
     received = type(message).FromString(message.SerializeToString())
     assert layout_from_pb(received) == plan_buckets(tensors, bucket_bytes)
+
+
+def test_adapters_have_buckets_of_their_own_after_those_of_weights() -> None:
+    weights = [TensorSpec("w", "float32", (3,))]
+    adapters = [TensorSpec("a", "float32", (2, 1), 1), TensorSpec("b", "float32", (1, 2), 1)]
+    message = layout_to_pb(weights, 1_000, adapters=adapters, adapter_scale=1.5)
+    received = type(message).FromString(message.SerializeToString())
+    first, second = layout_from_pb(received)
+    assert [span.tensor.name for span in first.spans] == ["w"]
+    assert [span.tensor.name for span in second.spans] == ["a", "b"]
+    assert (first.root, second.root) == (0, 1)
+    assert weight_buckets(received) == [first]
+    assert adapter_buckets(received) == [second]
+    assert received.adapter_scale == 1.5
+    alone = layout_to_pb((), 1_000, adapters=adapters)
+    assert layout_from_pb(alone) == [second]
 
 
 def test_a_small_plan_by_hand() -> None:

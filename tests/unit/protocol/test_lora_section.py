@@ -35,3 +35,11 @@ def test_experts_get_no_adapters() -> None:
     attention = LoraSection(rank=8, target_modules=("linear_qkv", "o_proj"))
     assert list(attention.problems(num_experts=4)) == []
     assert list(LoraSection().problems(num_experts=4)) == []
+
+
+def test_adapters_alone_are_published_only_where_there_are_some_that_vllm_takes() -> None:
+    assert not LoraSection(rank=8).publishes_adapters
+    assert LoraSection(rank=512, publish="adapters").publishes_adapters
+    for rank in (0, 513):
+        with pytest.raises(ValidationError, match=f"lora.rank must be 1 to 512 .*, got {rank}"):
+            LoraSection(rank=rank, publish="adapters")

@@ -73,6 +73,28 @@ async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
     assert (loaded.receive_s, loaded.load_s) == (0.5, 0.25)
 
 
+async def test_adapters_alone_are_staged_by_workers_without_a_plan_too() -> None:
+    workers = Workers(both(True), both(result(has_plan=False)), both(True))
+    update = WeightUpdate(workers.ask, workers.pause, stage=True)
+    await update.prepare(ORDER, LAYOUT, 3)
+    await update.receive("p1")
+    alone = layout_to_pb((), 1024, adapters=[TensorSpec("a", "bfloat16", (4,))])
+    await update.prepare(ORDER, alone, 3)
+    staged = [arguments[3] for name, arguments in workers.calls if name == "prepare"]
+    assert staged == [False, True]
+
+
+async def test_adapters_alone_after_weights_are_another_layout() -> None:
+    workers = Workers(both(True), both(result()), both(True), both(result()), both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    alone = layout_to_pb((), 1024, adapters=[TensorSpec("a", "bfloat16", (4,))])
+    for publish_id, layout in (("p1", LAYOUT), ("p2", alone), ("p3", NO_LAYOUT)):
+        await update.prepare(order(publish_id), layout, 3)
+        await update.receive(publish_id)
+    assert [name for name, _ in workers.calls] == ["prepare", "receive"] * 2 + ["receive"]
+    assert workers.calls[2][1][1] == alone.SerializeToString()
+
+
 async def test_an_update_like_the_one_before_asks_the_workers_once() -> None:
     workers = Workers(both(True), both(result()), both(result()), both(result()))
     update = WeightUpdate(workers.ask, workers.pause, stage=False)

@@ -42,6 +42,8 @@ class Publish:
     digests: tuple[bytes, ...] = ()
     # Its receivers were told to receive.
     is_announced: bool = False
+    # The servers that hold this trainer's matrices, if adapters are published apart.
+    holders: set[ServerKey] = field(default_factory=set)
     # Receivers that failed in it.
     failed: set[ServerKey] = field(default_factory=set)
 
@@ -115,8 +117,12 @@ class Deliveries:
             )
         if problem:
             self.membership.forget()
+            # Nobody knows which part was wrong.
+            publish.holders.discard(session.key)
             self.make_stale(session, problem)
         else:
+            if not publish.order.adapters_alone:
+                publish.holders.add(session.key)
             session.failed_publishes = 0
             session.version, session.cause = publish.version, ""
             session.on(ServerEvent.PUBLISHED)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from slipstream.learner.controller.publish_totals import PublishTotals
+from slipstream.protocol.codec import unpack_logprobs
 from slipstream.protocol.types import LogprobArray
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 # Below it the rounding of log-probabilities near 0 would count as errors of logits.
 _LEAST_DOUBT = 0.01
@@ -23,3 +26,22 @@ def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
     # inf - inf and inf are no measure of anything.
     errors[~np.isfinite(errors)] = np.nan
     return float(np.sqrt(errors).mean() ** 2)
+
+
+def check_probe(
+    probe: weights_pb2.Probe, report: fleet_pb2.PublishReport, totals: PublishTotals
+) -> str:
+    """Why a server does not compute with what it was sent, or nothing; `totals` hear of the gap."""
+    expected = unpack_logprobs(probe.expected_logprobs)
+    got = unpack_logprobs(report.probe_logprobs)
+    if len(expected) == 0 or len(expected) != len(got):
+        return f"the probe asked for {len(expected)} log-probabilities and got {len(got)}"
+    gap = logit_gap(expected, got)
+    totals.verified += 1
+    totals.probe_gap_max = max(totals.probe_gap_max, gap)
+    if not gap <= probe.tolerance:
+        return (
+            "the probe's log-probabilities differ from the learner's like logits that are off "
+            f"by {gap:.2e}, more than {probe.tolerance:.2e}"
+        )
+    return ""

@@ -33,6 +33,7 @@ class Publisher:
         self._fleet = fleet
         self._progress = progress
         self._settings = progress.config.weights
+        self._apart = progress.config.lora.publishes_adapters
         self._reports = PhaseReports()
         self._deliveries = Deliveries(fleet, progress, tasks, self._reports)
         self._membership = self._deliveries.membership
@@ -40,6 +41,10 @@ class Publisher:
         self._current: Publish | None = None
         # Who was asked if it is ready for the next publish, and under which id.
         self._asked: tuple[str, list[ServerSession]] | None = None
+        # Servers with the matrices of this trainer, proved: they may be sent adapters alone.
+        self._holders: set[ServerKey] = set()
+        # Whether the last publish was of adapters alone: one that begins has the same layout.
+        self._was_alone = False
         # Servers that must not change their version now, because they are evaluated.
         self.pinned: set[ServerKey] = set()
         self.totals = self._deliveries.totals
@@ -75,6 +80,7 @@ class Publisher:
         if self._current is not None:
             self._give_up(self._current, "the trainer was lost")
         self._membership.forget()
+        self._holders = set()
 
     def ask_ahead(self, version: PolicyVersion) -> None:
         """The trainer makes `version` now: asks the servers that will be due then."""
@@ -115,11 +121,15 @@ class Publisher:
         order.publish_id = publish_id
         order.version.CopyFrom(version_to_pb(version))
         order.verify = self._wants_proof(ready)
+        order.adapters_alone = self._may_send_adapters(ready)
         order.bucket_deadline_s = self._settings.bucket_deadline_s
         order.join_deadline_s = limit
-        self._current = publish = Publish(publish_id, version, order.verify, ready, order)
+        self._current = publish = Publish(
+            publish_id, version, order.verify, ready, order, holders=self._holders
+        )
         # A probe is scored by the learner first, and nobody stands still for that.
         is_known = bool(trainer.bucket_digests) and version_from_pb(trainer.version) == version
+        is_known &= order.adapters_alone == self._was_alone
         if is_known and not order.new_communicator and not order.verify:
             order.begun = True
             publish.digests = tuple(trainer.bucket_digests)
@@ -192,11 +202,16 @@ class Publisher:
         """Ends every wait for a server that is gone."""
         self.pinned.discard(session.key)
         self._membership.server_lost(session.key)
+        self._holders.discard(session.key)
         self._reports.fail_all(session.key, "the server is gone")
 
     def _wants_proof(self, targets: Sequence[ServerSession]) -> bool:
         fresh = any(not session.is_serving for session in targets)
-        return fresh or self.totals.publishes % self._settings.verify_every == 0
+        anew = self._apart and not self._may_send_adapters(targets)
+        return fresh or anew or self.totals.publishes % self._settings.verify_every == 0
+
+    def _may_send_adapters(self, targets: Sequence[ServerSession]) -> bool:
+        return self._apart and all(session.key in self._holders for session in targets)
 
     def _ask(self, targets: list[ServerSession], version: PolicyVersion) -> None:
         """Asks them if they are ready; their answers are kept, those to an earlier question not."""
@@ -257,6 +272,9 @@ class Publisher:
     def _tell_receivers(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
         """`layout`: None is that of the publish before."""
         publish.is_announced = True
+        self._was_alone = publish.order.adapters_alone
+        if not self._was_alone:
+            self._holders -= {session.key for session in publish.receivers}
         ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
         for session in publish.receivers:
             # A server may be done before the learner says so.

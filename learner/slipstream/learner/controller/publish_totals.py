@@ -45,6 +45,7 @@ class PublishTotals:
             "publish_copied": float(stages.copied),
             "weights_send_s": sent.send_s,
             "weights_gather_s": sent.export_s,
+            "weights_bytes": float(sent.bytes_sent),
             # Each side also waits for the other in it: the shorter one is that of both being there.
             "weights_wire_s": min(sent.wire_s, stages.wire_s or sent.wire_s),
             "weights_wire_bytes": float(sent.wire_bytes),

@@ -41,7 +41,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.export import save_hf_folder
-    from slipstream.learner.trainer.weights.weight_stream import weight_identity
+    from slipstream.learner.trainer.weights.published import weight_identity
 
     manifest = read_manifest(path)
     check_files(path, manifest.files)

@@ -67,17 +67,17 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.weight_stream import open_stream
+    from slipstream.learner.trainer.weights.published import open_published
 
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config, open_roles(config, policy))
-    stream = open_stream(policy, config)
+    published = open_published(policy, config)
     different = 0
     for recorded in steps:
         header = recorded.batch.header
         trajectories = tuple(trajectory_from_pb(t) for t in recorded.batch.trajectories)
         training.run(Batch(header.step, header.batch_id, trajectories))
-        digest = stream.run().identity.hex()
+        digest = published.digests().identity.hex()
         if not policy.ranks.is_main:
             continue
         same = digest == recorded.digest

@@ -34,8 +34,9 @@ from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.weights.export import save_hf_folder
 from slipstream.learner.trainer.weights.probe import build_probe
 from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.weight_sender import WeightSenders
-from slipstream.learner.trainer.weights.weight_stream import WeightDigests, open_stream
+from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.config import Config
@@ -70,11 +71,13 @@ class Trainer:
         loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._last_batch: Batch | None = None
-        self._stream = open_stream(policy, config)
+        self._published = open_published(policy, config)
         senders = WeightSenders(
-            config.weights, policy.ranks.device, largest_bucket=self._stream.largest_bucket
+            config.weights, policy.ranks.device, largest_bucket=self._published.largest_bucket
         )
-        self._publisher = WeightPublisher(self._stream, senders, ranks=self._ranks, client=client)
+        self._publisher = WeightPublisher(
+            self._published, senders, ranks=self._ranks, client=client
+        )
         self._digests = self._export()
 
     def run(self) -> None:
@@ -112,8 +115,8 @@ class Trainer:
                     layout_description=layout,
                     version=version_to_pb(version),
                     weight_digest=self._digest,
-                    num_parameters=self._stream.num_parameters,
-                    num_senders=len(self._stream.senders),
+                    num_parameters=self._published.num_parameters,
+                    num_senders=len(self._published.senders),
                     places=places,
                 )
             )
@@ -139,7 +142,7 @@ class Trainer:
         # publish begins when the trainer says so.
         at_once = not self._config.learner.offload.parameters
         if at_once:
-            self._stream.fill_ahead()
+            self._published.fill_ahead()
         if self._ranks.is_main:
             directives = self._client.next(
                 self._version,
@@ -234,7 +237,7 @@ class Trainer:
 
     def _export(self) -> WeightDigests:
         with self._stages.measure("export"):
-            return self._stream.run()
+            return self._published.digests()
 
 
 def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:

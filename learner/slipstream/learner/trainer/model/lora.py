@@ -1,6 +1,6 @@
 """Low-rank adapters on a loaded model, from Megatron-Bridge; only they are trained.
 
-What is exported is merged: W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
+The policy is W + alpha / rank * B A for each of their matrices. Source: LoRA (arXiv:2106.09685).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from slipstream.learner.trainer.model.model import Change, Policy, defer_projections
-from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.weights.export import adapter_tensors
 from slipstream.protocol.config import Config
 from slipstream.protocol.lora_section import FUSED
 from torch import Tensor
@@ -85,14 +85,10 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
     `target` appears only when it is whole; one that is there already is replaced.
     """
     tensors: dict[str, Tensor] = {}
-    with policy.memory.resident(Part.PARAMETERS):
-        policy.gather_parameters()
-        for name, weight in policy.bridge.export_adapter_weights(
-            policy.chunks, cpu=True, show_progress=False
-        ):
-            if policy.ranks.is_main:
-                # Fused matrices share their first factor; a file holds no tensor twice.
-                tensors[f"base_model.model.{name}"] = weight.detach().clone().contiguous()
+    for name, weight in adapter_tensors(policy, policy.dtype):
+        if policy.ranks.is_main:
+            # Fused matrices share their first factor; a file holds no tensor twice.
+            tensors[name] = weight.clone()
     if policy.ranks.is_main:
         _write(tensors, config, target)
 

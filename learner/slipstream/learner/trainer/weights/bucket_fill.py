@@ -9,13 +9,20 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.weights.export import hf_tensors
-from slipstream.learner.trainer.weights.export_plan import Piece, UnknownMapping, plan_pieces
+from slipstream.learner.trainer.weights.export import adapter_tensors, hf_tensors
+from slipstream.learner.trainer.weights.export_plan import (
+    Piece,
+    UnknownMapping,
+    plan_adapters,
+    plan_matrices,
+    plan_merged,
+)
 from slipstream.protocol.buckets import Bucket, Span, TensorSpec
 from slipstream.protocol.errors import RunFailed
 from torch import Tensor
@@ -23,6 +30,16 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _MOST_BLOCKS = 64
+
+
+class Kind(Enum):
+    """What of the policy."""
+
+    # All weights; what adapters add is added.
+    MERGED = "merged"
+    # All weights without what adapters add; they never change.
+    MATRICES = "matrices"
+    ADAPTERS = "adapters"
 
 
 class Filling(Protocol):
@@ -50,11 +67,19 @@ class Filling(Protocol):
 class BridgeFilling:
     """Through Bridge's export, which puts every tensor together on every rank; rank 0 sends."""
 
-    senders: tuple[int, ...] = (0,)
     fills_any = False
 
-    def __init__(self, policy: Policy, dtype: str) -> None:
-        self._policy, self._dtype = policy, getattr(torch, dtype)
+    def __init__(
+        self,
+        policy: Policy,
+        dtype: str,
+        kind: Kind = Kind.MERGED,
+        *,
+        senders: tuple[int, ...] = (0,),
+    ) -> None:
+        """`senders` begin with rank 0; the others only take part."""
+        self._policy, self._dtype, self._kind = policy, getattr(torch, dtype), kind
+        self.senders = senders
         self.tensors = tuple(
             TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in self._export()
         )
@@ -80,7 +105,7 @@ class BridgeFilling:
             assert next(self._pending, None) is None
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
-        return hf_tensors(self._policy, self._dtype, to_host=False)
+        return exported(self._policy, self._dtype, self._kind)
 
 
 class _Copies:
@@ -176,13 +201,24 @@ class PlannedFilling:
 
     fills_any = True
 
-    def __init__(self, policy: Policy, dtype: str, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        dtype: str,
+        pieces: Sequence[Piece],
+        *,
+        senders: tuple[int, ...] = (),
+    ) -> None:
+        """UnknownMapping when somebody else than `senders` would have to send."""
         self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)
         first = [p for p in pieces if policy.ranks.has_first_copy(of_experts=p.is_expert)]
         self._pieces = {piece.name: piece for piece in first}
         led = [[p.name, p.shape] for p in first if dist.get_rank(p.group) == 0]
         by_rank = [json.loads(data) for data in policy.ranks.gather_bytes(json.dumps(led).encode())]
-        self.senders = tuple(rank for rank, names in enumerate(by_rank) if names)
+        leads = tuple(rank for rank, names in enumerate(by_rank) if names)
+        self.senders = senders or leads
+        if not set(leads) <= set(self.senders):
+            raise UnknownMapping(f"ranks {leads} hold what ranks {senders} send")
         self.tensors = tuple(
             TensorSpec(name, dtype, tuple(shape), sender)
             for sender, rank in enumerate(self.senders)
@@ -244,24 +280,45 @@ class PlannedFilling:
         return whole, list(gathers.values())
 
 
-def open_filling(policy: Policy, dtype: str) -> Filling:
+def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[str, Tensor]]:
+    """Bridge's export of it, on the device."""
+    if kind is Kind.ADAPTERS:
+        return adapter_tensors(policy, dtype, to_host=False)
+    return hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)
+
+
+def _plan(policy: Policy, kind: Kind) -> list[Piece]:
+    if kind is Kind.ADAPTERS:
+        return plan_adapters(policy)
+    return plan_merged(policy) if kind is Kind.MERGED else plan_matrices(policy)
+
+
+def open_filling(
+    policy: Policy, dtype: str, kind: Kind = Kind.MERGED, *, senders: tuple[int, ...] = ()
+) -> Filling:
     """By plan where every rank knows all of its mappings, else by Bridge. Collective.
+
+    With `senders` only they send, all of them take part.
 
     UnknownMapping is logged. The plan is not compared with Bridge's export yet.
     """
     pieces: list[Piece] = []
     problem = ""
     try:
-        pieces = plan_pieces(policy)
+        pieces = _plan(policy, kind)
     except UnknownMapping as error:
         problem = str(error)
     problems = [data.decode() for data in policy.ranks.gather_bytes(problem.encode())]
     problem = next((problem for problem in problems if problem), "")
     if not problem:
-        return PlannedFilling(policy, dtype, pieces)
+        try:
+            return PlannedFilling(policy, dtype, pieces, senders=senders)
+        except UnknownMapping as error:
+            # The same on every rank.
+            problem = str(error)
     if policy.ranks.is_main:
         logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
-    return BridgeFilling(policy, dtype)
+    return BridgeFilling(policy, dtype, kind, senders=senders or (0,))
 
 
 def _place_of(span: Span, lane: Tensor) -> Tensor:

@@ -19,9 +19,11 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.in
 
 @torch.no_grad()
 def hf_tensors(
-    policy: Policy, dtype: torch.dtype, *, to_host: bool = True
+    policy: Policy, dtype: torch.dtype, *, to_host: bool = True, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of every weight; collective: every rank iterates to the end.
+
+    Without `merge` matrices are as they were before adapters were put on them.
 
     A tensor may share its memory with the model: copy what is kept beyond the next step, and unless
     the parameters stay in memory anyway, beyond the next tensor.
@@ -29,12 +31,26 @@ def hf_tensors(
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
         for name, weight in policy.bridge.export_hf_weights(
-            policy.chunks, cpu=to_host, show_progress=False
+            policy.chunks, cpu=to_host, show_progress=False, merge_adapter_weights=merge
         ):
             if name in VOCABULARY:
                 # Rows beyond are padding.
                 weight = weight[: policy.vocab_size]
+            name = name.replace(".base_layer.", ".")
             yield name, weight.detach().to(dtype).contiguous()
+
+
+@torch.no_grad()
+def adapter_tensors(
+    policy: Policy, dtype: torch.dtype, *, to_host: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """As `hf_tensors`: both factors of every adapter, by PEFT's names."""
+    with policy.memory.resident(Part.PARAMETERS):
+        policy.gather_parameters()
+        for name, weight in policy.bridge.export_adapter_weights(
+            policy.chunks, cpu=to_host, show_progress=False
+        ):
+            yield f"base_model.model.{name}", weight.detach().to(dtype).contiguous()
 
 
 def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:

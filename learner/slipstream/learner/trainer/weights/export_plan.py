@@ -44,13 +44,23 @@ class Piece:
         return dist.get_world_size(self.group) if self.dim is not None else 1
 
 
-def plan_pieces(policy: Policy) -> list[Piece]:
-    """Of every parameter on this rank, experts last; UnknownMapping. Collective."""
+def plan_merged(policy: Policy) -> list[Piece]:
+    """Of every parameter on this rank, experts last; UnknownMapping, as with adapters. Collective.
+
+    What an adapter adds to a matrix is nowhere in memory.
+    """
+    tasks = _tasks_here(policy)
+    for task in tasks:
+        if "to_wrap" in task.param_name:
+            raise UnknownMapping(f"{task.param_name} has an adapter")
+    return plan_matrices(policy)
+
+
+def plan_matrices(policy: Policy) -> list[Piece]:
+    """As `plan_merged`, but without what adapters add."""
     pieces: list[Piece] = []
     expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
-    for task in policy.bridge.get_conversion_tasks(policy.chunks):
-        if task is None or task.param_weight is None:
-            continue
+    for task in _tasks_here(policy):
         for piece in _of_task(task, policy.vocab_size):
             pieces.append(piece)
             is_tied = policy.chunks[0].config.share_embeddings_and_output_weights
@@ -59,12 +69,63 @@ def plan_pieces(policy: Policy) -> list[Piece]:
     return sorted(pieces, key=lambda piece: piece.is_expert)
 
 
-def _of_task(task: Megatron, vocab_size: int) -> Iterator[Piece]:
-    if "to_wrap" in task.param_name:
-        raise UnknownMapping(f"{task.param_name} has an adapter")
-    weight = task.param_weight.detach()
+def plan_adapters(policy: Policy) -> list[Piece]:
+    """Of both factors of every adapter on this rank, by PEFT's names; UnknownMapping. Collective.
+
+    Matrices that Megatron fuses share the first factor: it is there under the name of each.
+    """
+    from megatron.bridge.peft.lora_layers import LoRALinear
+
+    adapters = {
+        id(module.to_wrap): module.adapter
+        for chunk in policy.chunks
+        for module in chunk.modules()
+        if isinstance(module, LoRALinear)
+    }
+    pieces: list[Piece] = []
+    for task in _tasks_here(policy):
+        adapter = adapters.get(id(task.megatron_module))
+        if adapter is not None and task.param_name.endswith(".weight"):
+            pieces += _of_adapter(task, adapter)
+    return pieces
+
+
+def _tasks_here(policy: Policy) -> list[Megatron]:
+    tasks = policy.bridge.get_conversion_tasks(policy.chunks)
+    return [task for task in tasks if task is not None and task.param_weight is not None]
+
+
+def _of_adapter(task: Megatron, adapter: Megatron) -> Iterator[Piece]:
+    """The rows of the second factor are split, and fused, as those of the matrix.
+
+    The first one is split by its columns where the matrix is, else by the rank.
+    """
+    if task.mapping.is_expert:
+        raise UnknownMapping(f"{task.param_name} is of several experts")
+    first, second = (_plain(layer.weight) for layer in (adapter.linear_in, adapter.linear_out))
+    group = task.mapping.tp_group
+    num_parts = dist.get_world_size(group)
+    for name, rows, dim in _parts(task, second):
+        if dim is None:
+            raise UnknownMapping(f"{task.param_name} is whole on every rank")
+        prefix = f"base_model.model.{name.removesuffix('weight')}"
+        split = 1 if dim == 1 else 0
+        sizes = list(first.shape)
+        sizes[split] *= num_parts
+        yield Piece(f"{prefix}lora_A.weight", first, tuple(sizes), split, group, False)
+        sizes = [rows.numel() // second.shape[1] * num_parts, second.shape[1]]
+        yield Piece(f"{prefix}lora_B.weight", rows, tuple(sizes), 0, group, False)
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    weight = parameter.detach()
     if type(weight) is not Tensor or not weight.is_contiguous():
-        raise UnknownMapping(f"{task.param_name} is a {type(weight).__name__}")
+        raise UnknownMapping(f"a parameter is a {type(weight).__name__}")
+    return weight
+
+
+def _of_task(task: Megatron, vocab_size: int) -> Iterator[Piece]:
+    weight = _plain(task.param_weight)
     mapping = task.mapping
     for name, part, dim in _parts(task, weight):
         sizes = list(part.shape)

@@ -12,8 +12,9 @@ import time
 
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_sender import WeightSender, WeightSenders
-from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests, WeightStream
+from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests
 from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.nccl_group import Wire
@@ -24,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class WeightPublisher:
-    """Sends the weights of `stream` when it is told to; `run` and `abort` are collective."""
+    """Sends what is published when it is told to; `run` and `abort` are collective."""
 
     def __init__(
         self,
-        stream: WeightStream,
+        published: Published,
         senders: WeightSenders,
         *,
         ranks: Ranks,
         client: ControllerClient,
     ) -> None:
-        self._stream, self._senders = stream, senders
+        self._published, self._senders = published, senders
         self._ranks, self._client = ranks, client
         self._sender: WeightSender | None = None
 
@@ -49,7 +50,7 @@ class WeightPublisher:
         `probe` counts on rank 0.
         """
         # Before any member waits for a bucket, which has its deadline.
-        with self._stream.resident():
+        with self._published.resident():
             self._carry_out(order, probe)
 
     def abort(self) -> None:
@@ -70,15 +71,13 @@ class WeightPublisher:
             return
         if announced is not None:
             started = time.monotonic()
-            problem, digests = self._deliver(
-                announced, result, sender, is_new=order.new_communicator
-            )
+            problem, digests = self._deliver(order, announced, result, sender)
             result.send_s = time.monotonic() - started
             if not problem:
                 assert digests is not None
                 result.bucket_digests.extend(digests.buckets)
                 result.export_s = digests.export_s
-                result.bytes_sent = self._stream.num_bytes
+                result.bytes_sent = self._published.num_bytes(adapters_alone=order.adapters_alone)
                 if probe is not None:
                     result.probe.CopyFrom(probe)
         self._report(order, result, problem)
@@ -103,7 +102,7 @@ class WeightPublisher:
         """On rank 0: tells the controller, and hears who takes part."""
         wanted = order.communicator.communicator_id
         communicator = order.communicator
-        num_senders = len(self._stream.senders)
+        num_senders = len(self._published.senders)
         if order.new_communicator:
             workers = sum(receiver.num_workers for receiver in order.receivers)
             try:
@@ -117,7 +116,7 @@ class WeightPublisher:
         answer = self._client.start_publish(
             trainer_pb2.PublishStart(
                 publish_id=order.publish_id,
-                layout=self._stream.layout(),
+                layout=self._published.layout(adapters_alone=order.adapters_alone),
                 communicator=communicator,
             ),
             join_deadline_s=order.join_deadline_s,
@@ -132,15 +131,14 @@ class WeightPublisher:
 
     def _deliver(
         self,
+        order: weights_pb2.PublishOrder,
         announced: weights_pb2.Communicator,
         result: trainer_pb2.PublishResult,
         sender: WeightSender,
-        *,
-        is_new: bool,
     ) -> tuple[str, WeightDigests | None]:
         """What went wrong on any rank, or what was sent."""
-        place = self._stream.sender
-        if is_new:
+        place = self._published.sender
+        if order.new_communicator:
             problem = ""
             if place is not None:
                 try:
@@ -150,7 +148,7 @@ class WeightPublisher:
             if problem := self._first_problem(problem):
                 return problem, None
         sends = _Sends(sender if place is not None else None)
-        digests = self._stream.run(sends)
+        digests = self._published.run(sends, adapters_alone=order.adapters_alone)
         wire = sends.finish()
         result.wire_s, result.wire_bytes = wire.seconds, wire.num_bytes
         return self._first_problem(sends.problem), digests

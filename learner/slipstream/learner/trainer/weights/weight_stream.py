@@ -16,19 +16,22 @@ from dataclasses import dataclass
 import torch
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.weights.bucket_fill import BridgeFilling, Filling, open_filling
-from slipstream.learner.trainer.weights.export import hf_tensors
+from slipstream.learner.trainer.weights.bucket_fill import (
+    BridgeFilling,
+    Filling,
+    Kind,
+    exported,
+    open_filling,
+)
 from slipstream.protocol.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
     Span,
     TensorSpec,
-    layout_to_pb,
     plan_buckets,
 )
 from slipstream.protocol.config import Config, WeightsSection
 from slipstream.protocol.digests import BucketDigests, HostDigests, bucket_digest, weight_digest
-from slipstream.v1 import weights_pb2
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -62,7 +65,7 @@ class WeightStream:
 
     def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
         self._policy, self._filling = policy, filling
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
         self._own = [self._is_own(bucket) for bucket in self.buckets]
         device = policy.ranks.device
@@ -91,7 +94,7 @@ class WeightStream:
     @property
     def num_parameters(self) -> int:
         """Elements of all tensors; tied ones count once."""
-        return sum(torch.Size(tensor.shape).numel() for tensor in self._filling.tensors)
+        return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -103,9 +106,10 @@ class WeightStream:
         """Its bytes."""
         return max(bucket.num_bytes for bucket in self.buckets)
 
-    def layout(self) -> weights_pb2.WeightLayout:
-        """From which a receiver derives the same buckets."""
-        return layout_to_pb(self._filling.tensors, self._bucket_bytes)
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """In the order in which they travel."""
+        return self._filling.tensors
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
@@ -218,16 +222,27 @@ class _Clock:
         return self._total_s + milliseconds / 1e3
 
 
-def open_stream(policy: Policy, config: Config) -> WeightStream:
-    """By a recorded plan that gives what Bridge's export gives, else by that export. Collective."""
+def open_stream(
+    policy: Policy,
+    config: Config,
+    kind: Kind = Kind.MERGED,
+    *,
+    beside: WeightStream | None = None,
+) -> WeightStream:
+    """By a recorded plan that gives what Bridge's export gives, else by that export. Collective.
+
+    `beside`: one with the same senders and size of buckets.
+    """
     dtype = config.weights.wire_dtype or config.model.dtype
+    senders = () if beside is None else beside.senders
     with policy.memory.resident(Part.PARAMETERS):
-        filling = open_filling(policy, dtype)
-        size = bucket_bytes(config.weights, filling.tensors)
+        filling = open_filling(policy, dtype, kind, senders=senders)
+        own_size = bucket_bytes(config.weights, filling.tensors)
+        size = own_size if beside is None else beside.bucket_bytes
         stream = WeightStream(policy, filling, bucket_bytes=size)
         if isinstance(filling, BridgeFilling):
             return stream
-        problem = _difference(stream.run(), bridge_digests(policy, dtype))
+        problem = _difference(stream.run(), bridge_digests(policy, dtype, kind))
         # The digests are everybody's, but only rank 0 has all of Bridge's tensors for sure.
         data = problem.encode() if policy.ranks.is_main else None
         problem = policy.ranks.broadcast_bytes(data).decode()
@@ -235,7 +250,8 @@ def open_stream(policy: Policy, config: Config) -> WeightStream:
             return stream
         if policy.ranks.is_main:
             logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
-        return WeightStream(policy, BridgeFilling(policy, dtype), bucket_bytes=size)
+        by_bridge = BridgeFilling(policy, dtype, kind, senders=senders or (0,))
+        return WeightStream(policy, by_bridge, bucket_bytes=size)
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
@@ -247,15 +263,10 @@ def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
     return max(weights.bucket_mib << 20, *(tensor.num_bytes for tensor in tensors))
 
 
-def weight_identity(policy: Policy, config: Config) -> bytes:
-    """Digest of all weights, on every rank. Collective; to do it often, keep a `WeightStream`."""
-    return open_stream(policy, config).run().identity
-
-
-def bridge_digests(policy: Policy, dtype: str) -> dict[str, bytes]:
+def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
     """Of every tensor as Bridge exports it. Collective."""
     found = {}
-    for name, tensor in hf_tensors(policy, getattr(torch, dtype), to_host=False):
+    for name, tensor in exported(policy, getattr(torch, dtype), kind):
         spec = TensorSpec(name, dtype, tuple(tensor.shape))
         bucket = Bucket((Span(spec, 0),), spec.num_bytes)
         digests = open_digests((bucket,), tensor.device)

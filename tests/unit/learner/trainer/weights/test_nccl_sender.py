@@ -14,6 +14,7 @@ from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.offload import HostMemory, Part
 from slipstream.learner.trainer.weights.nccl_sender import NcclWeightSender
 from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.buckets import TensorSpec, plan_buckets
@@ -144,8 +145,9 @@ class Fleet:
             model = PlainModel(ranks)
             model.memory = SlowMemory(self.bring_s)
             stream = WeightStream(model, filling, bucket_bytes=BUCKET_BYTES)
+            published = Published(stream)
             senders = self.senders[ranks.rank]
-            publisher = WeightPublisher(stream, senders, ranks=ranks, client=self.client)
+            publisher = WeightPublisher(published, senders, ranks=ranks, client=self.client)
             publisher.run(order, None)
 
         run_ranks(2, on_rank)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fake_controller import FakeController, publish_order
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_sender import GlooWeightSender, WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.buckets import Bucket, TensorSpec, plan_buckets
@@ -270,7 +271,7 @@ class Publish:
             filling = PlainFilling(self.tensors, ranks, on_fill)
             stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES)
             senders = self.senders[ranks.rank]
-            publisher = WeightPublisher(stream, senders, ranks=ranks, client=self.client)
+            publisher = WeightPublisher(Published(stream), senders, ranks=ranks, client=self.client)
             publisher.run(order[0].publish, None)
             if ranks.is_main:
                 self.communicator_id = publisher.communicator_id

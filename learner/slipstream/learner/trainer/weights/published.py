@@ -1,0 +1,150 @@
+"""What servers are sent of the policy: all weights, or matrices and adapters apart.
+
+Matrices that adapters are put on never change: a server needs them once, and then adapters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.weights.bucket_fill import Kind
+from slipstream.learner.trainer.weights.weight_stream import (
+    Release,
+    Send,
+    WeightDigests,
+    WeightStream,
+    open_stream,
+)
+from slipstream.protocol.buckets import Bucket, layout_to_pb
+from slipstream.protocol.config import Config
+from slipstream.protocol.errors import RunFailed
+from slipstream.v1 import weights_pb2
+from torch import Tensor
+
+
+class Published:
+    """Streams with the same senders, one after the other; `run` and `digests` are collective."""
+
+    def __init__(
+        self,
+        weights: WeightStream,
+        adapters: WeightStream | None = None,
+        *,
+        adapter_scale: float = 0.0,
+    ) -> None:
+        """`weights` are matrices alone if there are `adapters`, whose sum is scaled."""
+        self._weights, self._adapters = weights, adapters
+        self._adapter_scale = adapter_scale
+        # Of the matrices, which are as they were.
+        self._unchanged: dict[str, bytes] = {}
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The ranks that send, in the order of `TensorSpec.sender`."""
+        return self._weights.senders
+
+    @property
+    def sender(self) -> int | None:
+        """This rank's place among the senders."""
+        return self._weights.sender
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the model without adapters; tied ones count once."""
+        return self._weights.num_parameters
+
+    @property
+    def largest_bucket(self) -> int:
+        """Its bytes."""
+        return max(stream.largest_bucket for stream in self._parts(adapters_alone=False))
+
+    def num_bytes(self, *, adapters_alone: bool) -> int:
+        """What travels to each receiver."""
+        return sum(stream.num_bytes for stream in self._parts(adapters_alone=adapters_alone))
+
+    def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
+        """From which a receiver derives the same buckets."""
+        return layout_to_pb(
+            () if adapters_alone else self._weights.tensors,
+            self._weights.bucket_bytes,
+            adapters=() if self._adapters is None else self._adapters.tensors,
+            adapter_scale=self._adapter_scale,
+        )
+
+    def resident(self) -> AbstractContextManager[None]:
+        """The parameters are on the device inside: a pass begins at once."""
+        return self._weights.resident()
+
+    def fill_ahead(self) -> None:
+        """See `WeightStream`: for a publish of adapters alone if these are apart."""
+        (self._adapters or self._weights).fill_ahead()
+
+    def run(self, send: Send | None = None, *, adapters_alone: bool = False) -> WeightDigests:
+        """Puts every bucket together once, gives each to `send` on the senders, digests all."""
+        found: list[WeightDigests] = []
+        first = 0
+        for stream in self._parts(adapters_alone=adapters_alone):
+            found.append(stream.run(None if send is None else _from(first, send)))
+            first += len(stream.buckets)
+        if self._adapters is not None and not adapters_alone:
+            self._check(found[0])
+        return _joined(found)
+
+    def digests(self) -> WeightDigests:
+        """Of all tensors; its buckets are those of adapters alone if these are apart.
+
+        The matrices, which do not change, are looked at the first time.
+        """
+        if self._adapters is None:
+            return self.run()
+        if not self._unchanged:
+            self.run()
+        found = self.run(adapters_alone=True)
+        return replace(found, by_name=self._unchanged | found.by_name)
+
+    def _parts(self, *, adapters_alone: bool) -> tuple[WeightStream, ...]:
+        if self._adapters is None:
+            assert not adapters_alone
+            return (self._weights,)
+        return (self._adapters,) if adapters_alone else (self._weights, self._adapters)
+
+    def _check(self, matrices: WeightDigests) -> None:
+        """RunFailed when matrices changed: servers that are sent adapters alone have the old."""
+        before = self._unchanged or matrices.by_name
+        changed = sorted(n for n, digest in matrices.by_name.items() if before[n] != digest)
+        if changed:
+            raise RunFailed(f"{changed[0]} is frozen, but changed during the run")
+        self._unchanged = before
+
+
+def open_published(policy: Policy, config: Config) -> Published:
+    """As `lora.publish` says. Collective."""
+    if not config.lora.publishes_adapters:
+        return Published(open_stream(policy, config))
+    matrices = open_stream(policy, config, Kind.MATRICES)
+    adapters = open_stream(policy, config, Kind.ADAPTERS, beside=matrices)
+    scale = config.lora.alpha / config.lora.rank
+    return Published(matrices, adapters, adapter_scale=scale)
+
+
+def weight_identity(policy: Policy, config: Config) -> bytes:
+    """Digest of all weights, on every rank. Collective; to do it often, keep a `Published`."""
+    return open_published(policy, config).digests().identity
+
+
+def _from(first: int, send: Send) -> Send:
+    def numbered(place: int, bucket: Bucket, data: Tensor) -> Release:
+        return send(first + place, bucket, data)
+
+    return numbered
+
+
+def _joined(found: Sequence[WeightDigests]) -> WeightDigests:
+    return WeightDigests(
+        by_name={name: digest for part in found for name, digest in part.by_name.items()},
+        buckets=tuple(digest for part in found for digest in part.buckets),
+        export_s=sum(part.export_s for part in found),
+    )

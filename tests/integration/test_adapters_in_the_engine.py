@@ -1,0 +1,257 @@
+"""A real engine that is sent weights and adapters apart, against transformers with both merged."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from gloo_sender import GlooSender, layout_of  # noqa: E402
+from make_tiny_model import make_model, make_tokenizer  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from slipstream.protocol.config_file import parse_config  # noqa: E402
+from slipstream.protocol.errors import WeightSyncError  # noqa: E402
+from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.rollout_server import process  # noqa: E402
+from slipstream.rollout_server.generation import LoadedWeights, Sampling  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Weights = dict[str, "torch.Tensor"]
+RANK, SCALE = 4, 3.0
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250, ignore_eos=True)
+SEQUENCE = [1, 4, 9, 13, 22, 30, 5, 7, 7, 8]
+
+
+def adapters_for(weights: Weights, seed: int) -> Weights:
+    """Factors of which both matter, by PEFT's names."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, matrix in weights.items():
+        if name.split(".")[-2] in MATRICES:
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            outputs, inputs = matrix.shape
+            for factor, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
+                values = torch.randn(shape, generator=generator) * 0.1
+                found[f"{prefix}.lora_{factor}.weight"] = values.to(matrix.dtype)
+    return found
+
+
+def merged(weights: Weights, adapters: Weights) -> Weights:
+    result = {}
+    for name, matrix in weights.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{prefix}.lora_A.weight" in adapters:
+            a, b = (adapters[f"{prefix}.lora_{factor}.weight"] for factor in "AB")
+            matrix = matrix + SCALE * b @ a
+        result[name] = matrix
+    return result
+
+
+@dataclass
+class Rig:
+    """The engine, what its model is on disk, and who sends."""
+
+    engine: object
+    folder: Path
+    base: Weights
+    has_plan: bool
+    sender: GlooSender | None = None
+    publishes: int = 0
+
+    async def publish(
+        self, weights: Weights, adapters: Weights, *, most: int | None = None
+    ) -> LoadedWeights:
+        """A whole publish; without `weights` of the adapters alone."""
+        layout = layout_of(weights)
+        layout.adapters.extend(layout_of(adapters).tensors)
+        layout.adapter_scale = SCALE
+        self.publishes += 1
+        if self.sender is None:
+            self.sender = GlooSender(f"communicator-{self.publishes}", deadline_s=2.0)
+        order = self.sender.order(f"p{self.publishes}", self.publishes)
+        order.adapters_alone = not weights
+        sending = asyncio.create_task(
+            asyncio.to_thread(self.sender.send, layout, weights | adapters, max_buckets=most)
+        )
+        try:
+            await self.engine.prepare_weights(order, layout, 1)
+            await self.engine.pause()
+            loaded = await self.engine.receive_weights(order.publish_id)
+        finally:
+            sent = (await asyncio.gather(sending, return_exceptions=True))[0]
+        assert list(loaded.bucket_digests) == sent
+        await self.engine.resume(PolicyVersion(0, self.publishes))
+        return loaded
+
+    def expected(self, weights: Weights, adapters: Weights, tokens: list[int]) -> np.ndarray:
+        """Log-probability of every token but the first, by transformers with merged weights."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        model.load_state_dict(merged(weights, adapters), strict=False)
+        model.tie_weights()
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, :-1]
+        chosen = torch.tensor(tokens[1:])[:, None]
+        return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+
+    async def gap(self, weights: Weights, adapters: Weights) -> float:
+        """Mean difference of log-probabilities."""
+        scored = await self.engine.teacher_forced_logprobs([SEQUENCE])
+        return float(np.abs(self.expected(weights, adapters, SEQUENCE) - scored).mean())
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[False, True], ids=["packed", "plain"]
+)
+async def rig(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Rig]:
+    """An engine whose matrices are prepacked, and one that copies them by a plan as on a GPU."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    make_model(
+        folder,
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        seed=0,
+    )
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
+        "lora": {"rank": RANK, "alpha": 7.0, "publish": "adapters"},
+        "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
+    }
+    config = parse_config(table, source="test")
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
+    # The engine's processes are forked: a pool of threads would not live on in them.
+    torch.set_num_threads(1)
+    import vllm._custom_ops
+    from slipstream.rollout_server.engine import VllmEngine
+
+    packs = vllm._custom_ops._supports_onednn
+    vllm._custom_ops._supports_onednn = packs and not request.param
+    try:
+        engine = await VllmEngine.start(config, seed=1)
+    finally:
+        vllm._custom_ops._supports_onednn = packs
+    try:
+        base = load_file(folder / "model.safetensors")
+        yield Rig(engine, folder, base, has_plan=request.param)
+    finally:
+        await engine.aclose()
+
+
+async def test_adapters_alone_are_refused_before_any_weights(rig: Rig) -> None:
+    with pytest.raises(WeightSyncError, match="weights before them did not arrive"):
+        await rig.publish({}, adapters_for(rig.base, 1))
+    rig.sender = None
+
+
+async def test_the_engine_computes_with_what_came_last(rig: Rig) -> None:
+    generator = torch.Generator().manual_seed(9)
+    other = {
+        name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in rig.base.items()
+    }
+    first, second, third = (adapters_for(rig.base, seed) for seed in (1, 2, 3))
+    assert not (await rig.publish(other, first)).by_plan
+    assert await rig.gap(other, first) < 1e-4
+    assert await rig.gap(other, {}) > 1e-2
+    assert (await rig.publish({}, second)).by_plan
+    assert await rig.gap(other, second) < 1e-4
+    assert await rig.gap(other, first) > 1e-2
+    # A server that may have lost both gets both.
+    assert (await rig.publish(rig.base, third)).by_plan == rig.has_plan
+    assert await rig.gap(rig.base, third) < 1e-4
+    await rig.publish({}, first)
+    assert await rig.gap(rig.base, first) < 1e-4
+
+
+async def test_replies_go_on_with_new_adapters_and_say_where_these_began(rig: Rig) -> None:
+    await rig.publish(rig.base, adapters_for(rig.base, 1))
+    before = rig.engine.use().generated_tokens
+    replies = [
+        asyncio.create_task(rig.engine.generate(f"r{n}", SEQUENCE, SAMPLING, 200)) for n in range(8)
+    ]
+    while rig.engine.use().generated_tokens < before + 64:
+        await asyncio.sleep(0.005)
+    second = adapters_for(rig.base, 2)
+    await rig.publish({}, second)
+    version = PolicyVersion(0, rig.publishes)
+    for reply in await asyncio.gather(*replies):
+        assert reply.version_spans[-1].version == version
+        new = reply.version_spans[-1].length
+        assert len(reply.version_spans) == 2
+        assert 0 < new < len(reply.token_ids)
+        tokens = SEQUENCE + reply.token_ids.tolist()
+        gaps = np.abs(rig.expected(rig.base, second, tokens)[-new:] - reply.logprobs[-new:])
+        assert gaps.mean() < 1e-4
+
+
+async def test_no_cached_prefix_crosses_adapters(rig: Rig) -> None:
+    await rig.publish(rig.base, adapters_for(rig.base, 1))
+    prompt = [(3 * n) % 20 + 4 for n in range(200)]
+    cached = [(await rig.engine.generate(f"c{n}", prompt, SAMPLING, 2)) for n in range(2)]
+    assert cached[1].cached_tokens > 0
+    await rig.publish({}, adapters_for(rig.base, 2))
+    assert (await rig.engine.generate("c2", prompt, SAMPLING, 2)).cached_tokens == 0
+
+
+async def test_adapters_that_do_not_fit_are_refused_and_the_next_ones_are_not(rig: Rig) -> None:
+    good = adapters_for(rig.base, 1)
+    await rig.publish(rig.base, good)
+    missing = {name: tensor for name, tensor in good.items() if "layers.1.mlp.up_proj" not in name}
+    half = {name: tensor for name, tensor in good.items() if "1.mlp.up_proj.lora_B" not in name}
+    for wrong in (missing, half):
+        with pytest.raises(WeightSyncError, match=r"do not fit, model.layers.1.mlp.up_proj"):
+            await rig.publish({}, wrong)
+    large = {
+        name: tensor.repeat(3, 1) if "lora_A" in name else tensor.repeat(1, 3)
+        for name, tensor in good.items()
+    }
+    with pytest.raises(WeightSyncError, match="rank 12 arrived, the engine has room for 8"):
+        await rig.publish({}, large)
+    second = adapters_for(rig.base, 2)
+    await rig.publish({}, second)
+    assert await rig.gap(rig.base, second) < 1e-4
+
+
+async def test_adapters_of_which_not_all_arrive_are_sent_again(rig: Rig) -> None:
+    await rig.publish(rig.base, adapters_for(rig.base, 1))
+    with pytest.raises(WeightSyncError, match="did not arrive"):
+        await rig.publish({}, adapters_for(rig.base, 2), most=1)
+    rig.sender = None
+    # The matrices are those from before.
+    third = adapters_for(rig.base, 3)
+    await rig.publish({}, third)
+    assert await rig.gap(rig.base, third) < 1e-4
+
+
+async def test_after_half_a_set_of_matrices_adapters_alone_are_refused(rig: Rig) -> None:
+    adapters = adapters_for(rig.base, 1)
+    await rig.publish(rig.base, adapters)
+    with pytest.raises(WeightSyncError, match="did not arrive"):
+        await rig.publish(rig.base, adapters, most=2)
+    rig.sender = None
+    with pytest.raises(WeightSyncError, match="weights before them did not arrive"):
+        await rig.publish({}, adapters)
+    rig.sender = None
+    await rig.publish(rig.base, adapters)
+    assert await rig.gap(rig.base, adapters) < 1e-4

@@ -1,0 +1,72 @@
+"""A run that publishes adapters alone learns, and a server that is killed gets the matrices again.
+
+Its continuation by the same command, with another trainer, sends them once more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from adapter_runs import LORA, check  # noqa: E402
+from run_processes import (  # noqa: E402
+    ROLLOUT_SERVER,
+    check_ledger,
+    command,
+    connection,
+    copy_environments,
+    descendants,
+    kill,
+    run_command,
+    until_event,
+    until_gone,
+    until_step,
+    write_config,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("nothing_survives"),
+]
+STEPS = 30
+SETTINGS = {
+    "run__steps": STEPS,
+    "lora": LORA,
+    "evaluations": [],
+    "algorithm__learning_rate": 5e-3,
+    "controller__heartbeat_s": 0.1,
+    "controller__heartbeat_timeout_s": 3.0,
+    "weights__verify_every": 4,
+}
+
+
+async def test_a_run_learns_from_adapters_alone_through_a_killed_server_and_a_restart(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(copy_environments(tmp_path), tiny_model, **SETTINGS)
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_step(client, 8)
+            (server,) = run.find(ROLLOUT_SERVER)
+            below = descendants(server.pid)
+            kill(server)
+            await until_gone([server, *below], limit_s=10.0)
+            await until_event(client, lambda event: "server-0 is gone" in event.text)
+        assert await run.wait(200) == 0, run.out + run.err
+    # The first one, and that to the new engine.
+    summary = check(tmp_path / "run", item_bytes=4, whole=2, gap=1e-5)
+    assert summary["steps"] == STEPS
+    assert summary["reward_last"] > summary["reward_first"] + 0.25
+    check_ledger(summary)
+
+    more = {**SETTINGS, "run__steps": STEPS + 3}
+    write_config(tmp_path, tiny_model, **more)
+    result = run_command("run", "config.toml", cwd=tmp_path, limit_s=150)
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = check(tmp_path / "run", item_bytes=4, whole=1, gap=1e-5)
+    assert summary["steps"] == STEPS + 3
