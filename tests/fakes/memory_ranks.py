@@ -71,7 +71,7 @@ def run_rank(folder: Path, job: str) -> None:
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
     from slipstream.learner.trainer.model.model import open_policy
-    from slipstream.learner.trainer.model.offload import ALL_PARTS, Part
+    from slipstream.learner.trainer.model.offload import Part
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
@@ -88,7 +88,7 @@ def run_rank(folder: Path, job: str) -> None:
         digests.append(stream.run().identity)
         assert num_bytes(policy) == between[-1]
     logprobs = sequence_logprobs(policy, probe(config), max_tokens=64)
-    with policy.memory.resident(*ALL_PARTS):
+    with policy.memory.resident(*Part):
         inside = num_bytes(policy)
         dtypes = {part.value: dtypes_of(policy, part) for part in Part}
     result = {

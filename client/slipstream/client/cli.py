@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_services(commands)
     _add_requests(commands)
+    _add_folder_commands(commands)
     return parser
 
 
@@ -86,6 +87,17 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     learner.set_defaults(execute=_learner)
 
+    server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
+    _add_config(server)
+    server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
+    server.add_argument("--server-id", help="a name that stays the same after a restart")
+    server.add_argument(
+        "--connect-timeout-s", type=float, default=20.0, help="how long to wait for the controller"
+    )
+    server.set_defaults(execute=_rollout_server)
+
+
+def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser("replay", help="train a run again from its journal and compare")
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     replay.set_defaults(execute=_replay)
@@ -115,15 +127,6 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     dashboard.add_argument("--port", type=int, default=7080, help="0: a free one; default: 7080")
     dashboard.set_defaults(execute=_dashboard)
-
-    server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
-    _add_config(server)
-    server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
-    server.add_argument("--server-id", help="a name that stays the same after a restart")
-    server.add_argument(
-        "--connect-timeout-s", type=float, default=20.0, help="how long to wait for the controller"
-    )
-    server.set_defaults(execute=_rollout_server)
 
 
 def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:

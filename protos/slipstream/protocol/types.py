@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -144,18 +143,7 @@ class Trajectory:
         """Whether the environment judged the episode: only then may it be trained."""
         return self.status in (Status.COMPLETED, Status.TRUNCATED)
 
-    @property
-    def oldest_version(self) -> PolicyVersion | None:
-        """The oldest version that sampled a token of it; None without sampled tokens."""
-        return min((span.version for span in self.version_spans), default=None)
-
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
         """One flag for each token of `token_ids`: the model sampled it."""
         flags = np.arange(len(self.run_lengths)) % 2 == 1
         return np.repeat(flags, self.run_lengths)
-
-    def with_failure(self, failure: Failure, *, will_retry: bool) -> Trajectory:
-        """The same recording as a failed episode."""
-        return dataclasses.replace(
-            self, status=Status.FAILED, failure=failure, will_retry=will_retry, reward=0.0
-        )

@@ -278,7 +278,6 @@ class Episode:
         reply_text = recording.last_text
         if reply_text is None:
             reply_text = renderer.decode(recording.last_reply)
-        sampled = recording.run_lengths[:]
         return Trajectory(
             run_id=task.run_id,
             group_id=task.group_id,
@@ -293,7 +292,7 @@ class Episode:
             status=status,
             failure=failure,
             token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
-            run_lengths=tuple(sampled),
+            run_lengths=tuple(recording.run_lengths),
             behavior_logprobs=(
                 np.concatenate(recording.logprobs)
                 if recording.logprobs

@@ -224,7 +224,8 @@ async def test_a_wrong_token_is_reported(controller: Controller, tmp_path: Path)
 def test_an_address_that_cannot_work_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="an address is host:port with a port up to 65535"):
         Client("localhost")
-    with pytest.raises(ConfigError, match="the controller 10.0.0.1:7070 is not loopback"):
+    far = r"the controller 10.0.0.1:7070 is not loopback: give tls_ca \(--tls-ca\)"
+    with pytest.raises(ConfigError, match=far):
         Client("10.0.0.1:7070")
 
 

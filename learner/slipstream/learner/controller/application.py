@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
@@ -16,7 +15,7 @@ from slipstream.learner.controller.batches import BatchFormer, Trained
 from slipstream.learner.controller.curves import draw_curves
 from slipstream.learner.controller.endings import Endings
 from slipstream.learner.controller.environment_service import EnvironmentServicer
-from slipstream.learner.controller.environment_specs import environment_spec
+from slipstream.learner.controller.environment_specs import environment_specs
 from slipstream.learner.controller.environments import EnvironmentBook
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.events import EventLog, Severity
@@ -64,8 +63,6 @@ from slipstream.v1 import (
 DRAIN_LIMIT_S = 20.0
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
-
-log = logging.getLogger(__name__)
 
 
 class Controller:
@@ -188,11 +185,14 @@ class Controller:
             self._evaluator,
             self._environment_servicer,
         )
-        config = self._config
-        for name in [e.name for e in config.environments] + [e.name for e in config.evaluations]:
-            spec = environment_spec(config, name, search_path=os.getcwd())
+        self._connect(journal)
+        self._add_services(server)
+
+    def _connect(self, journal: Journal) -> None:
+        """Adds the configured environments, and says who hears what of rollout servers."""
+        for spec in environment_specs(self._config, search_path=os.getcwd()):
             self._environment_servicer.add_configured(spec)
-        fleet.handlers = FleetHandlers(
+        self._fleet.handlers = FleetHandlers(
             joined=self._environment_servicer.server_joined,
             lost=partial(self._server_lost, journal),
             reported=self._server_reported,
@@ -201,7 +201,6 @@ class Controller:
             lease=self._lease_reported,
             draining=self._server_drains,
         )
-        self._add_services(server)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         status = StatusServicer(
@@ -295,8 +294,7 @@ class Controller:
         if self._progress.trainer_registered and not self._failed:
             try:
                 # It writes a checkpoint and exports the model.
-                limit_s = max(GOODBYE_LIMIT_S, self._config.learner.timeout_s)
-                async with asyncio.timeout(limit_s):
+                async with asyncio.timeout(max(GOODBYE_LIMIT_S, self._config.learner.timeout_s)):
                     await self._trainer.finished.wait()
             except TimeoutError:
                 self._progress.events.add("the trainer did not say goodbye", Severity.WARNING)

@@ -29,9 +29,6 @@ class Part(Enum):
     OPTIMIZER = "optimizer"
 
 
-ALL_PARTS = tuple(Part)
-
-
 @dataclass
 class _Away:
     """The storages of a part that are resized to nothing, with their sizes in bytes."""

@@ -11,6 +11,7 @@ from slipstream.protocol.types import (
     FailureKind,
     GroupId,
     PolicyVersion,
+    Status,
     Trajectory,
     VersionSpan,
 )
@@ -66,9 +67,8 @@ def test_older_incarnation_counts_by_its_step_alone() -> None:
 
 def test_trajectory_without_a_reward_is_refused() -> None:
     batch = batch_of(0, (span(1, 0),))
-    failed = batch.trajectories[0].with_failure(
-        Failure(FailureKind.ENGINE, "gone"), will_retry=False
-    )
+    gone = Failure(FailureKind.ENGINE, "gone")
+    failed = replace(batch.trajectories[0], status=Status.FAILED, failure=gone)
     with pytest.raises(RunFailed, match="FAILED"):
         replace(batch, trajectories=(failed,)).check(0)
 
