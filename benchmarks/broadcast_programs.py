@@ -31,7 +31,13 @@ class Program:
 
     @classmethod
     async def start(
-        cls, arguments: Sequence[str], places: Sequence[int], log: Path, *, on_gpu: bool
+        cls,
+        arguments: Sequence[str],
+        places: Sequence[int],
+        log: Path,
+        *,
+        on_gpu: bool,
+        script: str = "broadcast_peers.py",
     ) -> Program:
         """In a session of its own; its errors go to `log`."""
         environ = dict(os.environ)
@@ -40,7 +46,7 @@ class Program:
         file = log.open("wb")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            str(HERE / "broadcast_peers.py"),
+            str(HERE / script),
             *arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -8,6 +8,7 @@ import statistics
 import asynchrony
 import pytest
 import weight_broadcast
+import wire
 from shapes import SHAPES
 from workloads import reply_length, van_der_corput
 
@@ -75,6 +76,25 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
     assert lines[-1] == (
         "| one buffer (limit) | 3.00 (3.00-4.00) | 333.3 |  | 4.00 (4.00-5.00) |  |  |  |  |  |"
     )
+
+
+def test_wire_alone_is_that_of_who_came_last_beside_the_limit() -> None:
+    answers = [
+        {"wire_s": 0.014, "host_s": 0.015, "digests": ["a"]},
+        {"wire_s": 0.004, "host_s": 0.0045, "digests": ["a"]},
+        {"wire_s": 0.005, "host_s": 0.0055, "digests": ["a"]},
+    ]
+    wire.check(answers)
+    ours = wire.times_of(answers)
+    assert ours == {"wire_s": 0.004, "host_s": 0.0055}
+    raw = {"wire_s": 0.003, "host_s": 0.0044}
+    lines, ratios = wire.summary({"num_bytes": 10**9, "ours": [ours], "raw": [raw]})
+    assert ratios == {"wire_s of raw": pytest.approx(0.75), "host_s of raw": pytest.approx(0.8)}
+    assert lines[2] == (
+        "| ours | 4.000 (4.000-4.000) | 0.750 | 5.500 (5.500-5.500) | 0.800 | 250.0 |"
+    )
+    with pytest.raises(RuntimeError, match="other digests than the sender"):
+        wire.check([answers[0], {"digests": ["b"]}])
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("8B", 8.19)])

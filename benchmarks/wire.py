@@ -1,0 +1,164 @@
+r"""The wire of a publish alone, in seconds: no trainer, no engine, both ends as they are.
+
+Buckets are put together, broadcast, digested and copied by the code of the learner and of the
+rollout server; only the parameters are made up. The limit is one broadcast of as many bytes in one
+buffer, in turns with it and timed in the same way.
+
+    python benchmarks/wire.py --device cuda --shape 0.6B
+    python benchmarks/wire.py --device cuda --shape 8B --servers 3 --bucket-mib 64
+    python benchmarks/wire.py            # tiny, over gloo, without the limit
+
+Prints one table and writes benchmarks/results/wire-SHAPE-SERVERS.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from broadcast_programs import START_LIMIT_S, Program
+from measure import RESULTS, Spread, note, progress, table, write_result
+from shapes import SHAPES
+from slipstream.protocol.config import WeightsSection
+
+# The receivers come so much later than the sender, as servers that must pause do.
+DELAY_S = 0.01
+
+
+class Ends:
+    """A sender on the first GPU and receivers on the next ones."""
+
+    def __init__(self, programs: list[Program]) -> None:
+        self._programs = programs
+
+    @classmethod
+    async def start(cls, arguments: argparse.Namespace, logs: Path) -> Ends:
+        """Returns when all have their parameters."""
+        common = ["--device", arguments.device, "--shape", arguments.shape]
+        common += ["--bucket-mib", str(arguments.bucket_mib)]
+        programs = []
+        for rank in range(1 + arguments.servers):
+            role = "receiver" if rank else "sender"
+            programs.append(
+                await Program.start(
+                    [role, *common, "--rank", str(rank)],
+                    (rank,),
+                    logs / f"{role}-{rank}.log",
+                    on_gpu=arguments.device == "cuda",
+                    script="wire_ends.py",
+                )
+            )
+        ends = cls(programs)
+        await asyncio.gather(*(program.get(START_LIMIT_S) for program in programs))
+        return ends
+
+    async def all(self, **message: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+        """The answers of sender and receivers."""
+        for program in self._programs:
+            program.put(**message)
+        return await asyncio.gather(*(program.get() for program in self._programs))
+
+    async def join(self) -> dict[str, Any]:
+        """What the sender announced."""
+        sender = self._programs[0]
+        sender.put(do="announce", world_size=len(self._programs))
+        announced = await sender.get()
+        await self.all(do="join", **announced)
+        return announced
+
+    async def close(self) -> None:
+        """Ends all."""
+        await asyncio.gather(*(program.close() for program in self._programs))
+
+
+def check(answers: list[dict[str, Any]]) -> None:
+    """RuntimeError unless all have the same bits."""
+    key = "sums" if "sums" in answers[0] else "digests"
+    if any(answer[key] != answers[0][key] for answer in answers):
+        raise RuntimeError(f"a receiver has other {key} than the sender")
+
+
+def times_of(answers: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the wire, from when all had come; and until the last receiver's host knows."""
+    wires = [answer["wire_s"] for answer in answers if answer["wire_s"]]
+    return {"wire_s": min(wires), "host_s": max(answer["host_s"] for answer in answers[1:])}
+
+
+async def measure(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
+    """Times of ours and of the limit, in turns."""
+    ends = await Ends.start(arguments, logs)
+    try:
+        announced = await ends.join()
+        facts = {key: announced[key] for key in ("num_bytes", "num_buckets")}
+        progress(f"all have met; {facts}")
+        ours, raw = [], []
+        # The first round warms up.
+        for repeat in range(arguments.repeats + 1):
+            answers = await ends.all(do="publish", delay_s=DELAY_S)
+            check(answers)
+            ours.append(times_of(answers))
+            if arguments.device == "cuda":
+                answers = await ends.all(
+                    do="raw", delay_s=DELAY_S, num_bytes=announced["num_bytes"]
+                )
+                raw.append(times_of(answers))
+            for name, rows in (("ours", ours), ("raw", raw)):
+                if rows:
+                    note(arguments.name, {"what": name, "repeat": repeat, **rows[-1]})
+        check(await ends.all(do="sums"))
+    finally:
+        await ends.close()
+    return {**facts, "ours": ours[1:], "raw": raw[1:]}
+
+
+def summary(found: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
+    """The table, and the ratios that are the claim."""
+    rows: list[list[object]] = []
+    ratios: dict[str, float] = {}
+    for name, what in (("ours", "ours"), ("raw", "one buffer (limit)")):
+        if not found[name]:
+            continue
+        cells: list[object] = [what]
+        for key in ("wire_s", "host_s"):
+            spread = Spread.of([row[key] for row in found[name]])
+            share = ""
+            if name == "ours" and found["raw"]:
+                limit = Spread.of([row[key] for row in found["raw"]]).median
+                ratios[f"{key} of raw"] = limit / spread.median
+                share = f"{limit / spread.median:.3f}"
+            cells += [spread.text(3, 1000), share]
+        rate = found["num_bytes"] / Spread.of([r["wire_s"] for r in found[name]]).median / 1e9
+        rows.append([*cells, f"{rate:.1f}"])
+    header = ["what", "wire, ms", "of raw", "with copies, on the host, ms", "of raw", "GB/s"]
+    return table(header, rows), ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--bucket-mib", type=int, default=WeightsSection().bucket_mib)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.name = f"wire-{arguments.shape}-{arguments.servers}"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = asyncio.run(measure(arguments, Path(folder)))
+        except BaseException:
+            for log in sorted(Path(folder).glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+            raise
+    lines, ratios = summary(found)
+    settings = {key: str(value) for key, value in vars(arguments).items()}
+    record = {"settings": settings, "ratios": ratios, "table": lines, "measured": found}
+    write_result(arguments.name, record, arguments.out or RESULTS / f"{arguments.name}.json")
+    print("\n".join([*lines, "", str(ratios)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
