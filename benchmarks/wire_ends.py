@@ -26,7 +26,7 @@ from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
 from slipstream.learner.trainer.weights.export_plan import Piece
 from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
-from slipstream.protocol.buckets import layout_from_pb
+from slipstream.protocol.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.config import OffloadSection, WeightsSection
 from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.nccl_group import NcclGroup, Wire
@@ -110,8 +110,9 @@ class Sender:
         """See `End`."""
         announced = self._sender.announce("wire", num_senders=1, world_size=message["world_size"])
         self._announced = announced
-        layout = self._stream.layout().SerializeToString().hex()
-        facts = {"num_bytes": self._stream.num_bytes, "num_buckets": len(self._stream.buckets)}
+        stream = self._stream
+        layout = layout_to_pb(stream.tensors, stream.bucket_bytes).SerializeToString().hex()
+        facts = {"num_bytes": stream.num_bytes, "num_buckets": len(stream.buckets)}
         return {"communicator": announced.SerializeToString().hex(), "layout": layout, **facts}
 
     def join(self, message: Message) -> Message:
