@@ -189,7 +189,7 @@ def test_a_port_in_use_is_refused(folder: Path) -> None:
         for command in ("run", "learner"):
             override = f'controller.address="{address}"'
             result = run_command(command, "config.toml", override, cwd=folder, limit_s=LIMIT_S)
-            check_refused(result, f"cannot listen on {address}", "in use")
+            check_refused(result, f"cannot listen on {address}", "in use; another run may have it")
 
 
 def test_an_environment_that_hangs_is_refused_after_its_limit(folder: Path) -> None:

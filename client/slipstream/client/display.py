@@ -137,9 +137,8 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         *rows,
         ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
         (
-            "several versions",
-            f"sampled {summary['trajectories_with_several_versions']:,} of the trajectories: "
-            "new weights came in between",
+            "new weights",
+            f"came in the middle of {summary['trajectories_with_several_versions']:,} trajectories",
         ),
         (
             "generated tokens",

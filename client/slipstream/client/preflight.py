@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -131,8 +132,10 @@ def check_port(address: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            taken = "; another run may have it: choose another port"
             raise ConfigError(
                 f"controller.address: cannot listen on {address}: {error.strerror}"
+                f"{taken if error.errno == errno.EADDRINUSE else ''}"
             ) from error
 
 

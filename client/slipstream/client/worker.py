@@ -130,6 +130,8 @@ def _check(
     def give_up() -> NoReturn:
         stack = traceback.extract_stack(sys._current_frames()[main_thread])
         place = f"{Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}"
+        if Path(stack[-1].filename).name == "selectors.py":
+            place = "it awaits something that does not come"
         fail(f"no answer within {timeout_s:g} s ({place})")
 
     async def commands() -> AsyncIterator[pb.WorkerMessage]:

@@ -85,9 +85,11 @@ class CallTable:
             async with asyncio.timeout(timeout_s):
                 message = await answer
         except TimeoutError:
+            what = command.WhichOneof("command")
+            rule = ", the environment's timeout_s" if what in ("reset", "step") else ""
             raise EnvironmentFailed(
                 trajectory_pb2.FAILURE_KIND_TIMEOUT,
-                f"no answer to {command.WhichOneof('command')} within {timeout_s:g} s",
+                f"no answer to {what} within {timeout_s:g} s{rule}",
             ) from None
         finally:
             self._open.pop(number, None)

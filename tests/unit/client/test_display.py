@@ -52,7 +52,7 @@ def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
     assert not display.stopped_early
     assert "goes on" not in text
     assert "0.500 first, 0.750 last" in text
-    assert "1,234 of the trajectories" in text
+    assert "new weights          came in the middle of 1,234 trajectories" in text
 
 
 @pytest.mark.parametrize(("state", "what"), [("finished", "stopped"), ("failed", "failed")])

@@ -127,6 +127,17 @@ async def test_a_check_prints_the_number_of_tasks() -> None:
     assert await check("slipstream.client.builtin.echo:Echo") == (0, "106\n", "")
 
 
+WAITS = """
+import asyncio
+from slipstream.client import Environment
+class Waits(Environment):
+    def tasks(self):
+        return [1]
+    async def reset(self, task):
+        await asyncio.sleep(3600)
+"""
+
+
 async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None:
     code, out, errors = await check("fake_workers:Plain", "--search-path", FAKES)
     assert (code, out, errors) == (0, "0\n", "printed by the environment")
@@ -142,6 +153,10 @@ async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None
             "num_symbols must be from 3 to 26, got 1 (echo.py:",
         ),
         (["hangs:Hangs", "--timeout-s", "0.5"], "environment hangs:Hangs: no answer within 0.5 s"),
+        (
+            ["waits:Waits", "--timeout-s", "5"],
+            "environment waits:Waits: no answer within 5 s (it awaits something that does not",
+        ),
         (["broken:X"], "environment broken:X: import of broken failed: SystemExit: 4 (broken.py:1"),
     ],
 )
@@ -149,6 +164,7 @@ async def test_a_failed_check_says_why_in_one_line(
     arguments: list[str], cause: str, tmp_path: Path
 ) -> None:
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(3600)\n")
+    (tmp_path / "waits.py").write_text(WAITS)
     (tmp_path / "broken.py").write_text("raise SystemExit(4)\n")
     code, out, error = await check(*arguments, "--search-path", str(tmp_path))
     assert (code, out) == (2, "")

@@ -112,7 +112,9 @@ async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -
     await hosted.report()
     session = await hosted.open("Hanging", timeout_s=0.2)
     await session.reset(0, 0)
-    with pytest.raises(EnvironmentFailed, match="no answer to step within 0.2 s") as caught:
+    with pytest.raises(
+        EnvironmentFailed, match="no answer to step within 0.2 s, the environment's timeout_s"
+    ) as caught:
         await session.step("x", truncated=False)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT
     session.close()
