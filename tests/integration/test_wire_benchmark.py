@@ -1,0 +1,21 @@
+"""Both ends of the wire agree on every bit, over gloo, as the benchmark starts them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+import wire
+
+
+def test_receivers_hold_what_the_sender_made_up(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(
+        device="cpu", shape="tiny", servers=2, repeats=2, bucket_mib=1, name="wire"
+    )
+    # RuntimeError where a digest or a parameter differs.
+    found = asyncio.run(wire.measure(arguments, tmp_path))
+    assert len(found["ours"]) == 2
+    lines, ratios = wire.summary(found)
+    assert lines[-1].startswith("| ours | ")
+    assert not ratios
