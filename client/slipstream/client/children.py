@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_BYTES = 65536
+# A disk with less room is full.
+FULL_BYTES = 1 << 20
 # How often a log is looked at for new lines.
 LOOK_S = 0.2
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
@@ -95,6 +98,13 @@ async def start_child(
             start_new_session=True,
         )
     return Child(name, process, log_path, log_start)
+
+
+def with_full_disk(cause: str, folder: Path) -> str:
+    """`cause`, and that the disk of `folder` is full when it is: its own log may end before it."""
+    if shutil.disk_usage(folder).free >= FULL_BYTES:
+        return cause
+    return f"{cause}; no space is left on the disk of {folder}"
 
 
 async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:

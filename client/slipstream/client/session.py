@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc.aio
-from slipstream.client.children import Child, start_child
+from slipstream.client.children import Child, start_child, with_full_disk
 from slipstream.client.display import Display
 from slipstream.client.placement import Placement, describe_sharing
 from slipstream.client.preflight import make_folder
@@ -168,8 +168,8 @@ class Session:
             return self._signalled if self._display.stopped_early else 0
         if self._display.failure:
             self._display.summary()
-            raise RunFailed(self._killed or self._display.failure)
-        raise RunFailed(controller.describe_end())
+            raise RunFailed(with_full_disk(self._killed or self._display.failure, self._logs))
+        raise RunFailed(with_full_disk(controller.describe_end(), self._logs))
 
     @property
     def _signalled(self) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from slipstream.client.children import last_complaint, show_lines, start_child
+from slipstream.client.children import last_complaint, show_lines, start_child, with_full_disk
 
 RAISE_TWO = """
 raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])
@@ -96,3 +98,12 @@ async def test_lines_of_a_growing_log_are_shown_once_and_whole(
     ended.set()
     await show
     assert capsys.readouterr().out == "version 2\nversion 3\n"
+
+
+def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert with_full_disk("it ended", tmp_path) == "it ended"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    said = with_full_disk("it ended", tmp_path)
+    assert said == f"it ended; no space is left on the disk of {tmp_path}"
