@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_processes import run_command
+from slipstream.client.preflight import free_port
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 LLAMA3_ROPE = {
@@ -117,6 +118,8 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(
         CONFIGS / f"{name}.toml",
         f"--node-rank={num_nodes - 1}",
         "--master=10.0.0.10:29500",
+        # Another run may have the default port.
+        f'controller.address="127.0.0.1:{free_port("127.0.0.1")}"',
         "--dry-run",
         cwd=tmp_path,
     )
