@@ -15,22 +15,15 @@ into docs/images/algorithms.png. `--algorithms` takes others of `ALGORITHMS` tha
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from measure import write_result
+from quickstart_runs import make_model, run_quickstart
 
 HERE = Path(__file__).resolve().parent
-CONFIG = HERE.parent / "deploy" / "configs" / "quickstart.toml"
 IMAGE = HERE.parent / "docs" / "images" / "algorithms.png"
 DEFAULT_NUMBER = 6
 # A mean over so many steps is what "reached" means.
@@ -83,44 +76,20 @@ ALGORITHMS: dict[str, list[str]] = {
 
 def run_once(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, object]:
     """Trains with one algorithm; its rewards by step and the figures of its summary."""
-    slipstream = shutil.which("slipstream", path=Path(sys.executable).parent)
-    assert slipstream is not None
     run_name = "".join(letter if letter.isalnum() else "-" for letter in name)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    overrides = [
-        f"run.name={run_name}",
-        f"run.dir={folder}",
-        f"run.steps={arguments.steps}",
-        f"model.path={folder}/model",
-        f"controller.address=127.0.0.1:{port}",
-        "learner.export_final=false",
-        *ALGORITHMS[name],
-    ]
-    started = time.monotonic()
-    done = subprocess.run(
-        [slipstream, "run", str(CONFIG), *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{name} failed: {done.stderr[-2000:]}")
-    lines = (folder / run_name / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "step" in row]
-    summary = json.loads((folder / run_name / "summary.json").read_text())
+    run = run_quickstart(folder, run_name, [f"run.steps={arguments.steps}", *ALGORITHMS[name]])
+    summary = run.summary
     return {
         "overrides": ALGORITHMS[name],
-        "reward": [row["reward_mean"] for row in rows],
-        "entropy": [row["entropy"] for row in rows],
-        "clip_fraction": [row["clip_fraction"] for row in rows],
+        "reward": [row["reward_mean"] for row in run.rows],
+        "entropy": [row["entropy"] for row in run.rows],
+        "clip_fraction": [row["clip_fraction"] for row in run.rows],
         "heldout_first": summary["reward_heldout_first"],
         "heldout": summary["reward_heldout"],
         "generated_tokens": summary["generated_tokens"],
         "filtered_groups": summary["filtered_groups"],
         "ledger_difference": summary["ledger"]["difference"],
-        "wall_s": time.monotonic() - started,
+        "wall_s": run.wall_s,
     }
 
 
@@ -191,9 +160,7 @@ def main() -> None:
     results: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        script = HERE.parent / "deploy" / "make_tiny_model.py"
-        command = [sys.executable, str(script), str(folder / "model")]
-        subprocess.run(command, check=True, capture_output=True)
+        make_model(folder)
         for name in arguments.algorithms:
             results[name] = run_once(arguments, name, folder)
             print(f"# {table({name: results[name]})[-1]}", flush=True)

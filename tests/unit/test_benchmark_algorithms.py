@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from quickstart_runs import CONFIG
 from slipstream.protocol.config_file import load_config
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
@@ -26,10 +27,8 @@ BENCHMARK = load()
 
 @pytest.mark.parametrize("name", BENCHMARK.ALGORITHMS)
 def test_settings_of_every_algorithm_are_valid_and_its_own(name: str) -> None:
-    config = load_config(BENCHMARK.CONFIG, BENCHMARK.ALGORITHMS[name])
-    others = [
-        load_config(BENCHMARK.CONFIG, o) for n, o in BENCHMARK.ALGORITHMS.items() if n != name
-    ]
+    config = load_config(CONFIG, BENCHMARK.ALGORITHMS[name])
+    others = [load_config(CONFIG, o) for n, o in BENCHMARK.ALGORITHMS.items() if n != name]
     assert config not in others
     assert config.algorithm.staleness_warning is None
 

@@ -1,0 +1,66 @@
+"""Runs of deploy/configs/quickstart.toml with some settings changed, and what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "deploy" / "configs" / "quickstart.toml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps of metrics.jsonl, and summary.json."""
+
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+    # From the start of the command to its end.
+    wall_s: float
+
+
+def make_model(folder: Path) -> Path:
+    """The quickstart's model, in `folder`."""
+    script = ROOT / "deploy" / "make_tiny_model.py"
+    command = [sys.executable, str(script), str(folder / "model")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "model"
+
+
+def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
+    """One whole run in `folder`, which holds the model; RuntimeError with its last words."""
+    slipstream = shutil.which("slipstream", path=Path(sys.executable).parent)
+    assert slipstream is not None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = [
+        f"run.name={name}",
+        f"run.dir={folder}",
+        f"model.path={folder}/model",
+        f"controller.address=127.0.0.1:{port}",
+        "learner.export_final=false",
+        *overrides,
+    ]
+    started_s = time.monotonic()
+    done = subprocess.run(
+        [slipstream, "run", str(CONFIG), *settings],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "step" in row]
+    summary = json.loads((folder / name / "summary.json").read_text())
+    return Run(rows, summary, time.monotonic() - started_s)
