@@ -86,6 +86,7 @@ def run_rank(folder: Path, job: str) -> None:
     save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
     save_adapters(policy, config, folder / f"lora-{job}-adapters")
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    published.fill_ahead()
     sent = {
         "first_identity": first_identity.hex(),
         "identity": published.digests().identity.hex(),

@@ -78,7 +78,11 @@ class Rig:
         layout.adapter_scale = SCALE
         self.publishes += 1
         if self.sender is None:
-            self.sender = GlooSender(f"communicator-{self.publishes}", deadline_s=2.0)
+            self.sender = GlooSender(
+                f"communicator-{self.publishes}",
+                num_workers=self.engine.num_workers,
+                deadline_s=2.0,
+            )
         order = self.sender.order(f"p{self.publishes}", self.publishes)
         order.adapters_alone = not weights
         sending = asyncio.create_task(
@@ -112,13 +116,28 @@ class Rig:
         return float(np.abs(self.expected(weights, adapters, SEQUENCE) - scored).mean())
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Whether matrices are prepacked, or copied by a plan as on a GPU; workers that share them."""
+
+    packs: bool
+    num_workers: int = 1
+
+
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=[False, True], ids=["packed", "plain"]
+    scope="module",
+    loop_scope="module",
+    params=[
+        pytest.param(Kind(packs=True), id="packed"),
+        pytest.param(Kind(packs=False), id="plain"),
+        pytest.param(Kind(packs=False, num_workers=2), id="two-workers", marks=pytest.mark.slow),
+    ],
 )
 async def rig(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Rig]:
-    """An engine whose matrices are prepacked, and one that copies them by a plan as on a GPU."""
+    """One engine of each kind."""
+    kind: Kind = request.param
     folder = tmp_path_factory.mktemp("model")
     make_tokenizer(folder)
     make_model(
@@ -126,7 +145,7 @@ async def rig(
         num_layers=2,
         hidden_size=64,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         tie_word_embeddings=True,
         seed=0,
     )
@@ -136,7 +155,12 @@ async def rig(
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
         "lora": {"rank": RANK, "alpha": 7.0, "publish": "adapters"},
-        "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
+        "rollout_server": {
+            "max_episodes": 16,
+            "threads": 1,
+            "enforce_eager": True,
+            "tensor_parallel_size": kind.num_workers,
+        },
     }
     config = parse_config(table, source="test")
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
@@ -146,14 +170,14 @@ async def rig(
     from slipstream.rollout_server.engine import VllmEngine
 
     packs = vllm._custom_ops._supports_onednn
-    vllm._custom_ops._supports_onednn = packs and not request.param
+    vllm._custom_ops._supports_onednn = packs and kind.packs
     try:
         engine = await VllmEngine.start(config, seed=1)
     finally:
         vllm._custom_ops._supports_onednn = packs
     try:
         base = load_file(folder / "model.safetensors")
-        yield Rig(engine, folder, base, has_plan=request.param)
+        yield Rig(engine, folder, base, has_plan=not kind.packs)
     finally:
         await engine.aclose()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -31,13 +34,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_with(model: Path, engine: dict[str, object]) -> Config:
+def config_with(
+    model: Path, engine: dict[str, object], lora: dict[str, object] | None = None
+) -> Config:
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(model), "dtype": "float32"},
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
         "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine},
+        "lora": lora or {},
     }
     return parse_config(table, source="test")
 
@@ -136,3 +142,29 @@ def test_every_name_that_is_refused_is_one_of_vllm() -> None:
     from vllm import AsyncEngineArgs
 
     assert set(_OWNED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+
+def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:
+    from slipstream.rollout_server.engine_arguments import engine_config
+
+    lora = {"rank": 24, "target_modules": ["linear_qkv", "o_proj"]}
+    assert engine_config(config_with(model, {}, lora), seed=3).lora_config is None
+    settings = engine_config(config_with(model, {}, lora | {"publish": "adapters"}), seed=3)
+    found = settings.lora_config
+    assert found is not None
+    # The next rank for which vLLM has kernels.
+    assert (found.max_lora_rank, found.max_loras) == (32, 1)
+    assert found.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path: Path) -> None:
+    from slipstream.rollout_server.engine_arguments import engine_config
+
+    folder = tmp_path / "gpt2"
+    shutil.copytree(model, folder)
+    transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, n_positions=256).save_pretrained(folder)
+    sizes = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["GPT2LMHeadModel"]}))
+    config = config_with(folder, {}, {"rank": 8, "publish": "adapters"})
+    with pytest.raises(ConfigError, match="vLLM's GPT2LMHeadModel takes no adapters"):
+        engine_config(config, seed=3)

@@ -10,14 +10,16 @@ from typing import get_args
 
 import torch
 from slipstream.protocol.buckets import Bucket
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.lora_section import FUSED, LoraSection
 from slipstream.rollout_server.copy_plan import cut
+from vllm.config import VllmConfig
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.interfaces import supports_lora
 
 _ID = 1
 # vLLM loads an adapter that it does not hold from the path of a request: it fails there, and never
@@ -36,6 +38,14 @@ def lora_arguments(lora: LoraSection) -> dict[str, object]:
         # Other layers would compute with an adapter of zeros.
         "lora_target_modules": [part for name in lora.modules for part in FUSED[name]],
     }
+
+
+def check_adapted(settings: VllmConfig) -> None:
+    """ConfigError when vLLM's model takes no adapters; it would say so after loading it."""
+    model = settings.model_config
+    found, name = model.registry.resolve_model_cls(model.architectures, model)
+    if not supports_lora(found):
+        raise ConfigError(f"lora.publish must be merged, vLLM's {name} takes no adapters")
 
 
 class Arriving:

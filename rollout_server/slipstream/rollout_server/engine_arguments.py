@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
-from slipstream.rollout_server.adapter_slot import lora_arguments
+from slipstream.rollout_server.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
@@ -93,6 +93,8 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"vLLM refuses its settings: {said}") from error
+    if config.lora.publishes_adapters:
+        check_adapted(settings)
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings
