@@ -37,6 +37,9 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> None:
         self._orders = iter(orders)
         self._on_start_publish = on_start_publish
+        self._taking_part: list[weights_pb2.Receiver] = []
+        # Of those that take part in the publish that was started last.
+        self.still_there = lambda: self._taking_part
         self._server = grpc.server(futures.ThreadPoolExecutor(4))
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -85,8 +88,11 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     def StartPublish(
         self, request: pb.PublishStart, context: grpc.ServicerContext
     ) -> pb.PublishStarted:
+        if request.is_question:
+            return pb.PublishStarted(receivers=self.still_there())
         self.starts.append(request)
         receivers = self._on_start_publish(request) if self._on_start_publish else []
+        self._taking_part = receivers
         return pb.PublishStarted(receivers=receivers)
 
     def FinishPublish(

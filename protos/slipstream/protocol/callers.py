@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import threading
 import time
 from types import TracebackType
 from typing import NamedTuple
@@ -52,15 +53,15 @@ class Callers:
             self._leave(connection)
         self._selector.close()
 
-    def next(self, until_s: float) -> Call:
+    def next(self, until_s: float, given_up: threading.Event | None = None) -> Call:
         """The next one to finish its line; TimeoutError at `until_s` on the monotonic clock.
 
-        OSError when the listener was closed.
+        Also soon after it is `given_up`. OSError when the listener was closed.
         """
         while True:
             self._drop_late()
             left_s = until_s - time.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 or (given_up is not None and given_up.is_set()):
                 raise TimeoutError
             ready = self._selector.select(min(left_s, _LOOK_PERIOD_S))
             if self._listener.fileno() < 0:

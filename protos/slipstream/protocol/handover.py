@@ -15,6 +15,7 @@ import hmac
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from slipstream.protocol.callers import HELLO_LIMIT_S, LINE_BYTES, Call, Callers
 from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.giving_up import reason
 
 _NUMBER = struct.Struct("<Q")
 # What a receiver says: first that it has opened all, then of each bucket that it was read.
@@ -108,24 +110,31 @@ class HandoverSender:
         """Where receivers connect."""
         return int(self._listener.getsockname()[1])
 
-    def accept(self, ranks: Sequence[int], offer: Offer, deadline_s: float) -> None:
+    def accept(
+        self,
+        ranks: Sequence[int],
+        offer: Offer,
+        deadline_s: float,
+        given_up: threading.Event | None = None,
+    ) -> None:
         """Waits until the receivers of these ranks have opened it; WeightSyncError after that long.
 
-        Refuses receivers of other hosts: they cannot open what is offered.
+        Also as soon as it is `given_up`. Refuses receivers of other hosts: they cannot open what is
+        offered.
         """
         until_s = time.monotonic() + deadline_s
         waiting = set(ranks)
         try:
             with Callers(self._listener) as callers:
                 while waiting:
-                    call = callers.next(until_s)
+                    call = callers.next(until_s, given_up)
                     if not self._welcome(call, waiting, offer):
                         call.connection.close()
         except TimeoutError:
             missing = ", ".join(map(str, sorted(waiting)))
             raise WeightSyncError(
                 f"receivers {missing} of {self._communicator_id} did not come "
-                f"within {deadline_s:g} s"
+                f"{reason(deadline_s, given_up)}"
             ) from None
         except (OSError, ValueError) as error:
             # ValueError: it was closed before it could be waited for.

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.giving_up import reason, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,9 @@ class NcclGroup:
         rank: int,
         world_size: int,
         deadline_s: float,
+        given_up: threading.Event | None = None,
     ) -> NcclGroup:
-        """Waits for all members; WeightSyncError after the deadline.
+        """Waits for all members; WeightSyncError after the deadline, or when it is `given_up`.
 
         A constructor that waits cannot be interrupted: its thread is left behind, and aborts the
         communicator should it still come about. From then on the group knows it: a member may die
@@ -166,14 +168,15 @@ class NcclGroup:
 
         threading.Thread(target=connect, name="nccl-join", daemon=True).start()
         try:
-            answer = answers.get(timeout=deadline_s)
+            answer = wait_for(answers, deadline_s, given_up)
         except queue.Empty:
             with lock:
                 is_given_up = True
             for group in made:
                 group.abort()
             raise WeightSyncError(
-                f"the {world_size} members of a communicator did not meet within {deadline_s:g} s"
+                f"the {world_size} members of a communicator did not meet "
+                f"{reason(deadline_s, given_up)}"
             ) from None
         if isinstance(answer, WeightSyncError):
             raise answer

@@ -126,14 +126,16 @@ class StepReceipt(_message.Message):
     def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
 
 class PublishStart(_message.Message):
-    __slots__ = ("publish_id", "layout", "communicator")
+    __slots__ = ("publish_id", "layout", "communicator", "is_question")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    IS_QUESTION_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     layout: _weights_pb2.WeightLayout
     communicator: _weights_pb2.Communicator
-    def __init__(self, publish_id: _Optional[str] = ..., layout: _Optional[_Union[_weights_pb2.WeightLayout, _Mapping]] = ..., communicator: _Optional[_Union[_weights_pb2.Communicator, _Mapping]] = ...) -> None: ...
+    is_question: bool
+    def __init__(self, publish_id: _Optional[str] = ..., layout: _Optional[_Union[_weights_pb2.WeightLayout, _Mapping]] = ..., communicator: _Optional[_Union[_weights_pb2.Communicator, _Mapping]] = ..., is_question: bool = ...) -> None: ...
 
 class PublishStarted(_message.Message):
     __slots__ = ("receivers",)

@@ -153,6 +153,15 @@ def test_a_receiver_that_does_not_come_costs_one_deadline(sender: HandoverSender
         sender.accept([1, 2], Offer((), 0), 0.1)
 
 
+def test_receivers_that_are_lost_are_not_waited_for(sender: HandoverSender) -> None:
+    given_up = threading.Event()
+    given_up.set()
+    started_s = time.monotonic()
+    with pytest.raises(WeightSyncError, match="did not come before one of them was lost"):
+        sender.accept([1, 2], Offer((), 0), LONG_S, given_up)
+    assert time.monotonic() - started_s < LONG_S / 2
+
+
 def hello(sender: HandoverSender, **changes: object) -> socket.socket:
     values = {"communicator_id": "members-1", "rank": 1, "host": host_id()} | changes
     connection = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)

@@ -92,6 +92,18 @@ def test_member_that_is_missing_costs_the_join_deadline() -> None:
     assert time.monotonic() - started < 10
 
 
+def test_join_that_is_given_up_ends_before_its_deadline() -> None:
+    given_up, meetings = threading.Event(), dict[bytes, Meeting]()
+    given_up.set()
+    early, late = FakeNccl(meetings), FakeNccl(meetings)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="did not meet before one of them was lost"):
+        NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=LONG_S, given_up=given_up)
+    assert time.monotonic() - started < LONG_S / 2
+    late.connect(b"id", rank=1, world_size=2)
+    until(lambda: early.made and early.made[0].num_aborts == 1)
+
+
 def test_communicator_that_comes_about_too_late_is_aborted() -> None:
     meetings: dict[bytes, Meeting] = {}
     early, late = FakeNccl(meetings), FakeNccl(meetings)

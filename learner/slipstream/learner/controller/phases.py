@@ -35,6 +35,11 @@ class PhaseReports:
         """Nobody will wait for it."""
         self._open.pop((publish_id, server, phase), None)
 
+    def has_failed(self, publish_id: str, server: ServerKey, phase: int) -> bool:
+        """Whether what is expected will not come."""
+        future = self._open.get((publish_id, server, phase))
+        return future is not None and future.done() and future.result().phase == FAILED
+
     async def wait(
         self, publish_id: str, server: ServerKey, phase: int, limit_s: float
     ) -> fleet_pb2.PublishReport:

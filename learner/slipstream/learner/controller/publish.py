@@ -141,6 +141,8 @@ class Publisher:
         publish = self._current
         if publish is None or publish.publish_id != start.publish_id:
             return []
+        if start.is_question:
+            return self._still_there(publish)
         publish.receivers = [s for s in publish.receivers if self._fleet.find(s.key) is s]
         known = {receiver.server_id: receiver for receiver in publish.order.receivers}
         if len(publish.receivers) < len(known):
@@ -152,6 +154,16 @@ class Publisher:
         publish.order.communicator.CopyFrom(start.communicator)
         self._tell_receivers(publish, start.layout)
         return list(known.values())
+
+    def _still_there(self, publish: Publish) -> list[weights_pb2.Receiver]:
+        """Who of the receivers is neither gone nor has failed."""
+        there = {
+            session.key.server_id
+            for session in publish.receivers
+            if self._fleet.find(session.key) is session
+            and not self._reports.has_failed(publish.publish_id, session.key, LOADED)
+        }
+        return [r for r in publish.order.receivers if r.server_id in there]
 
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
         """The trainer has sent all or failed: commits where the digests agree, aborts elsewhere."""

@@ -24,6 +24,7 @@ Stub: TypeAlias = Any
 
 CALL_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 5.0
+QUESTION_TIMEOUT_S = 5.0
 # How long the controller may be away before the run has failed.
 RETRY_S = 30.0
 RETRY_PAUSE_S = 0.5
@@ -102,6 +103,21 @@ class ControllerClient:
             "StartPublish", self._stub.StartPublish, start, timeout
         )
         return started
+
+    def has_all_receivers(self, publish_id: str, count: int) -> bool:
+        """Whether as many as this still take part in a publish that has begun; from any thread.
+
+        True as well when the controller does not answer: others find that out, and wait longer.
+        """
+        question = pb.PublishStart(publish_id=publish_id, is_question=True)
+        try:
+            answer = self._stub.StartPublish(
+                question, timeout=QUESTION_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            logger.warning("StartPublish: %s", _describe(error))
+            return True
+        return len(answer.receivers) >= count
 
     def finish_publish(self, result: pb.PublishResult) -> pb.PublishReceipt:
         """Hands over the proofs; answers when every receiver serves the version or is stale."""

@@ -461,3 +461,31 @@ async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_
         assert publisher.due() == [staying]
         again = await ordered_of(publisher, staying, tasks)
         assert again.new_communicator
+
+
+async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: RunProgress) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        order = await scene.ordered()
+        question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
+        start = trainer_pb2.PublishStart(publish_id=order.publish_id)
+        scene.publisher.start(start)
+        told = scene.sent()
+        assert [r.server_id for r in scene.publisher.start(question)] == [scene.session.name]
+        # Nobody is told anything by it.
+        assert told[-1] == "receive"
+        assert scene.sent() == []
+        scene.say(order.publish_id, FAILED, message="could not join")
+        assert scene.publisher.start(question) == []
+        other = trainer_pb2.PublishStart(publish_id="another", is_question=True)
+        assert scene.publisher.start(other) == []
+
+
+async def test_a_server_that_is_gone_is_not_there_any_more(progress: RunProgress) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        order = await scene.ordered()
+        scene.publisher.start(trainer_pb2.PublishStart(publish_id=order.publish_id))
+        scene.fleet.remove(scene.session, "killed")
+        question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
+        assert scene.publisher.start(question) == []

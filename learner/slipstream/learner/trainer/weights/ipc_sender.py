@@ -7,6 +7,7 @@ between CPUs. `protocol.handover` says who may touch a buffer when.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,7 +77,12 @@ class IpcWeightSender:
             num_senders=num_senders,
         )
 
-    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
+    def connect(
+        self,
+        announced: weights_pb2.Communicator,
+        rank: int,
+        given_up: threading.Event | None = None,
+    ) -> None:
         """See `WeightSender`."""
         assert rank == 0
         handover = self._live()
@@ -90,6 +96,7 @@ class IpcWeightSender:
                     range(1, announced.world_size),
                     Offer(shared.handles, self._num_bytes),
                     self._weights.join_deadline_s,
+                    given_up,
                 )
         finally:
             # All who will ever open them have; nothing stays behind when this process is killed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -85,7 +86,12 @@ class NcclWeightSender:
             num_senders=num_senders,
         )
 
-    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
+    def connect(
+        self,
+        announced: weights_pb2.Communicator,
+        rank: int,
+        given_up: threading.Event | None = None,
+    ) -> None:
         """See `WeightSender`."""
         self.abort()
         self._unused_id = None
@@ -95,6 +101,7 @@ class NcclWeightSender:
             rank=rank,
             world_size=announced.world_size,
             deadline_s=self._weights.join_deadline_s,
+            given_up=given_up,
         )
         self._id = announced.communicator_id
 

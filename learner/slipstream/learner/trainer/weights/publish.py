@@ -6,9 +6,12 @@ once. A rank that cannot send goes on putting buckets together, because others w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import threading
 import time
+from collections.abc import Iterator
 
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.parallel import Ranks
@@ -22,6 +25,9 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+# How often the controller is asked whether all members of a communicator are still there.
+_ASK_PERIOD_S = 0.5
 
 
 class WeightPublisher:
@@ -71,7 +77,10 @@ class WeightPublisher:
             return
         if announced is not None:
             started = time.monotonic()
-            problem, digests = self._deliver(order, announced, result, sender)
+            problem = self._connect(order, announced, sender) if order.new_communicator else ""
+            digests = None
+            if not problem:
+                problem, digests = self._deliver(order, result, sender)
             result.send_s = time.monotonic() - started
             if not problem:
                 assert digests is not None
@@ -129,25 +138,48 @@ class WeightPublisher:
             return None, f"{', '.join(sorted(lost))} did not take part"
         return communicator, ""
 
-    def _deliver(
+    def _connect(
         self,
         order: weights_pb2.PublishOrder,
         announced: weights_pb2.Communicator,
+        sender: WeightSender,
+    ) -> str:
+        """What went wrong on any rank."""
+        place, problem = self._published.sender, ""
+        if place is not None:
+            try:
+                with self._asking(order) as given_up:
+                    sender.connect(announced, place, given_up)
+            except WeightSyncError as error:
+                problem = str(error)
+        return self._first_problem(problem)
+
+    @contextlib.contextmanager
+    def _asking(self, order: weights_pb2.PublishOrder) -> Iterator[threading.Event]:
+        """Set on rank 0 when a receiver is lost: nobody needs to wait for it until the deadline."""
+        given_up, is_over = threading.Event(), threading.Event()
+
+        def ask() -> None:
+            while not is_over.wait(_ASK_PERIOD_S):
+                if not self._client.has_all_receivers(order.publish_id, len(order.receivers)):
+                    given_up.set()
+                    return
+
+        if self._ranks.is_main:
+            threading.Thread(target=ask, name="publish-question", daemon=True).start()
+        try:
+            yield given_up
+        finally:
+            is_over.set()
+
+    def _deliver(
+        self,
+        order: weights_pb2.PublishOrder,
         result: trainer_pb2.PublishResult,
         sender: WeightSender,
     ) -> tuple[str, WeightDigests | None]:
         """What went wrong on any rank, or what was sent."""
-        place = self._published.sender
-        if order.new_communicator:
-            problem = ""
-            if place is not None:
-                try:
-                    sender.connect(announced, place)
-                except WeightSyncError as error:
-                    problem = str(error)
-            if problem := self._first_problem(problem):
-                return problem, None
-        sends = _Sends(sender if place is not None else None)
+        sends = _Sends(sender if self._published.sender is not None else None)
         digests = self._published.run(sends, adapters_alone=order.adapters_alone)
         wire = sends.finish()
         result.wire_s, result.wire_bytes = wire.seconds, wire.num_bytes

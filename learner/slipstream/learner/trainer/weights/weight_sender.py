@@ -25,6 +25,7 @@ from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.exposure import local_address
+from slipstream.protocol.giving_up import reason, wait_for
 from slipstream.protocol.nccl_group import Wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
@@ -48,8 +49,13 @@ class WeightSender(Protocol):
         Waits for none of them. ConfigError when nothing can listen on `weights.host`.
         """
 
-    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
-        """Waits for all members; WeightSyncError after the join deadline."""
+    def connect(
+        self,
+        announced: weights_pb2.Communicator,
+        rank: int,
+        given_up: threading.Event | None = None,
+    ) -> None:
+        """Waits for all members; WeightSyncError after the join deadline, or once `given_up`."""
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         """Begins the broadcast of a bucket, from its root to all others.
@@ -155,7 +161,12 @@ class GlooWeightSender:
             num_senders=num_senders,
         )
 
-    def connect(self, announced: weights_pb2.Communicator, rank: int) -> None:
+    def connect(
+        self,
+        announced: weights_pb2.Communicator,
+        rank: int,
+        given_up: threading.Event | None = None,
+    ) -> None:
         """See `WeightSender`."""
         if rank != 0:
             self.abort()
@@ -185,6 +196,7 @@ class GlooWeightSender:
             self._weights.join_deadline_s,
             join,
             what=f"{announced.world_size - 1} others joining {announced.communicator_id}",
+            given_up=given_up,
         )
         self._id = announced.communicator_id
 
@@ -228,7 +240,14 @@ class GlooWeightSender:
         seconds = self._wire.seconds + time.monotonic() - started
         self._wire = Wire(seconds, self._wire.num_bytes + bucket.num_bytes)
 
-    def _within(self, deadline_s: float, work: Callable[[], Result], *, what: str) -> Result:
+    def _within(
+        self,
+        deadline_s: float,
+        work: Callable[[], Result],
+        *,
+        what: str,
+        given_up: threading.Event | None = None,
+    ) -> Result:
         """Result of `work` on a thread; aborts with WeightSyncError when it fails or is late.
 
         gloo keeps the deadline itself; the thread is for the case that it does not: it is left
@@ -244,10 +263,10 @@ class GlooWeightSender:
 
         threading.Thread(target=run, name="weight-sender", daemon=True).start()
         try:
-            answer = answers.get(timeout=deadline_s + _GRACE_S)
+            answer = wait_for(answers, deadline_s + _GRACE_S, given_up)
         except queue.Empty:
             self.abort()
-            raise WeightSyncError(f"{what}: not done after {deadline_s} s") from None
+            raise WeightSyncError(f"{what}: not done {reason(deadline_s, given_up)}") from None
         if isinstance(answer, RuntimeError):
             self.abort()
             raise WeightSyncError(f"{what}: {answer}") from answer

@@ -246,7 +246,7 @@ def config(address: str) -> Config:
 class Publish:
     """A controller whose servers behave as `mode` says, and the ranks of a trainer."""
 
-    def __init__(self, num_senders: int = 1) -> None:
+    def __init__(self, num_senders: int = 1, weights: WeightsSection = SOON) -> None:
         self.mode = "receives"
         self.num_senders = num_senders
         self.tensors = TENSORS if num_senders == 2 else ONE_SENDER
@@ -257,7 +257,8 @@ class Publish:
         # That the trainer says it has, after a publish.
         self.communicator_id: str | None = None
         self.senders = [
-            WeightSenders(SOON, torch.device("cpu"), largest_bucket=1) for _ in range(num_senders)
+            WeightSenders(weights, torch.device("cpu"), largest_bucket=1)
+            for _ in range(num_senders)
         ]
         self.on_fill: Callable[[int, int], None] = lambda rank, place: None
 
@@ -398,6 +399,19 @@ def test_publish_through_a_lost_communicator_asks_for_a_new_one(publish: Publish
     publish.run(new_communicator=False)
     assert publish.controller.starts == []
     assert "members-1 is gone" in publish.controller.results[0].error
+
+
+def test_server_that_dies_while_all_meet_does_not_cost_the_deadline() -> None:
+    publish = Publish(weights=WeightsSection(join_deadline_s=60.0))
+    publish.mode = "is silent"
+    publish.controller.still_there = list
+    with publish.controller:
+        started = time.monotonic()
+        publish.run(new_communicator=True)
+        assert time.monotonic() - started < 30
+        (result,) = publish.controller.results
+        assert "before one of them was lost" in result.error
+        publish.close()
 
 
 class LateFailure(GlooWeightSender):
