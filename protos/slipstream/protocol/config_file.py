@@ -21,6 +21,7 @@ from slipstream.protocol.model_sizes import ModelSizes, read_model_sizes
 from slipstream.protocol.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.roles import missing_weights, role_problems
 from slipstream.protocol.routed_experts import routing_bytes_per_token
+from slipstream.protocol.sections import RUN_NAME
 
 Table: TypeAlias = dict[str, JsonValue]
 
@@ -47,7 +48,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {error}") from error
     for override in overrides:
         _apply_override(table, override)
-    return parse_config(table, source=str(path))
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        source = _source(path, first["loc"], overrides)
+        raise ConfigError(f"{source}: {_describe(first)}") from None
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
@@ -181,6 +187,19 @@ def _apply_override(table: Table, override: str) -> None:
         raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
 
 
+def _source(path: Path, location: tuple[int | str, ...], overrides: Sequence[str]) -> str:
+    """Where people should look: at the file, at an override, or at both."""
+    where = [str(part) for part in location]
+    for override in overrides:
+        key = override.partition("=")[0].strip().removeprefix("--").split(".")
+        if where[: len(key)] == key:
+            return "command line"
+        if where and key[: len(where)] == where:
+            # A rule of a whole section.
+            return f"{path} and command line"
+    return str(path)
+
+
 def _describe(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
@@ -193,6 +212,15 @@ def _describe(error: ErrorDetails) -> str:
     if error["type"] == "value_error":
         message = error["msg"].removeprefix("Value error, ")
         return f"{where}: {message}" if where else message
+    if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
+        return f"{where} is a list of tables: write [[{where}]] above each in place of [{where}]"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{where} is a table of settings, got {error['input']!r}"
+    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == RUN_NAME:
+        return (
+            f"{where} must be letters, digits and . _ - and begin with a letter or digit, "
+            f"got {error['input']!r}"
+        )
     rule = error["msg"][0].lower() + error["msg"][1:]
     return f"{where}: {rule}, got {error['input']!r}"
 

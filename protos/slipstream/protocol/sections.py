@@ -13,11 +13,14 @@ from slipstream.protocol.section import Address, Positive, Reference, Seconds, S
 QueueEnd: TypeAlias = Literal["controller", "rollout_server"]
 
 
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
 class RunSection(Section):
     """What is run, for how long, and where its files lie."""
 
     # Also the name of the run's folder.
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=RUN_NAME)]
     # Training steps, and so the last version.
     steps: Positive
     # Everything that the run makes lies in `dir`/`name`.

@@ -86,7 +86,7 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("run.name", "a b", "run.name: string should match pattern"),
+        ("run.name", "a b", "run.name must be letters, digits and . _ - and begin with a letter"),
         ("run.steps", 0, "run.steps: input should be greater than or equal to 1, got 0"),
         ("run.seed", -1, "run.seed: input should be greater than or equal to 0, got -1"),
         ("model.dtype", "int8", "model.dtype: input should be 'float32' or 'bfloat16', got 'int8'"),
@@ -310,6 +310,30 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "latin.toml")
     with pytest.raises(ConfigError, match="Is a directory$"):
         load_config(tmp_path)
+
+
+def test_an_error_says_whether_to_look_at_the_file_or_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump_config(parse_config(SMALLEST, source="x")))
+
+    def said(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, overrides)
+        return str(caught.value)
+
+    assert said("run.seed=1", "run.stepz=3").startswith("command line: unknown key 'run.stepz'")
+    assert said("algorithm.kl=0.1") == "command line: algorithm.kl is a table of settings, got 0.1"
+    # A rule of a whole section is about all of its settings.
+    assert said("algorithm.group_size=1").startswith(f"{file} and command line: algorithm: ")
+    file.write_text(file.read_text().replace("[run]", "[run]\nstepz = 3", 1))
+    assert said("algorithm.group_size=4").startswith(f"{file}: unknown key 'run.stepz'")
+
+
+def test_a_table_in_place_of_a_list_of_tables_is_told_in_plain_words() -> None:
+    assert refusal(SMALLEST | {"environments": {"name": "echo", "reference": "a:B"}}) == (
+        "environments is a list of tables: write [[environments]] above each in place of "
+        "[environments]"
+    )
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
