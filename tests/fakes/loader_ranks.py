@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from slipstream.protocol.buckets import Bucket, TensorSpec, plan_buckets
-from slipstream.rollout_server.copy_plan import Proof, Replay, cut, record
+from slipstream.rollout_server.copy_plan import CopyPlan, Proof, Replay, cut, record
 
 LIMIT_S = 240.0
 BUCKET_BYTES = 24_000
@@ -125,6 +125,37 @@ def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Outcome:
     return _compare(model, fresh, checkpoint(folder, 1), checkpoint(folder, 2))
 
 
+def with_room_for_adapters(rank: int, folder: Path, shape: Shape, modules: list[str]) -> Outcome:
+    """A model some of whose layers are wrapped for an adapter, against one without."""
+    from vllm.config import set_current_vllm_config
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.model_manager import LRUCacheLoRAModelManager, create_lora_manager
+
+    config, model, fresh = two_models(folder, shape, rank, 1)
+    config.lora_config = LoRAConfig(max_lora_rank=8, target_modules=modules)
+    config.lora_config.verify_with_model_config(config.model_config)
+    with set_current_vllm_config(config):
+        create_lora_manager(
+            model,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            vocab_size=SIZES["vocab_size"],
+            lora_config=config.lora_config,
+            vllm_config=config,
+            device=torch.device("cpu"),
+            lora_manager_cls=LRUCacheLoRAModelManager,
+        )
+    wrapped = [name for name, _ in model.named_parameters() if ".base_layer." in name]
+    assert len(wrapped) == _num_matrices(modules), wrapped
+    return _compare(model, fresh, checkpoint(folder, 1), checkpoint(folder, 2))
+
+
+def _num_matrices(modules: list[str]) -> int:
+    """Matrices of all layers that have one of these parts."""
+    fused = [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}]
+    return SIZES["num_hidden_layers"] * sum(bool(parts & set(modules)) for parts in fused)
+
+
 def two_models(folder: Path, shape: Shape, rank: int, tp_size: int) -> tuple[Any, Any, Any]:
     """vLLM's configuration, and this rank's part of two models whose memory holds anything."""
     from vllm.config import set_current_vllm_config
@@ -203,7 +234,7 @@ def _compare(
         _fill(buffer, bucket, second)
         replay.run(place, buffer)
 
-    proof, kept = Proof(plan, dict(fresh.named_parameters())), []
+    proof, kept = Proof(plan, _as_in(fresh, plan)), []
     for place, bucket in enumerate(buckets):
         kept.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
         _fill(kept[place], bucket, second)
@@ -214,11 +245,11 @@ def _compare(
     assert proof.failure() is not None, "it was proved before it was loaded"
     fresh.load_weights(cut(kept[-1], buckets[-1]))
     verdict = proof.failure()
-    expected = dict(fresh.named_parameters())
-    different = tuple(n for n, t in parameters.items() if not torch.equal(t, expected[n]))
+    expected = {_bare(name): tensor for name, tensor in fresh.named_parameters()}
+    different = tuple(n for n, t in parameters.items() if not torch.equal(t, expected[_bare(n)]))
 
-    altered = Proof(plan, expected)
-    expected[plan.copies[-1][-1].parameter].data.view(-1)[0] += 1
+    altered = Proof(plan, _as_in(fresh, plan))
+    expected[_bare(plan.copies[-1][-1].parameter)].data.view(-1)[0] += 1
     altered.add(len(buckets) - 1, kept[-1])
     return Outcome(
         num_copies=sum(len(part) for part in plan.copies),
@@ -227,6 +258,16 @@ def _compare(
         proof=verdict,
         proof_of_altered=altered.failure(),
     )
+
+
+def _bare(parameter: str) -> str:
+    return parameter.replace(".base_layer.", ".")
+
+
+def _as_in(model: Any, plan: CopyPlan) -> dict[str, torch.Tensor]:
+    """The model's parameters by the names of the plan."""
+    own = {_bare(name): tensor for name, tensor in model.named_parameters()}
+    return {copy.parameter: own[_bare(copy.parameter)] for part in plan.copies for copy in part}
 
 
 def _fill(buffer: torch.Tensor, bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> None:

@@ -43,16 +43,25 @@ JOBS: dict[str, tuple[int, str, dict]] = {
 }
 
 
+# Mixtures of experts: adapters on attention alone, and experts on ranks that send no adapters.
+MIXTURES: dict[str, tuple[int, str, dict]] = {
+    "ep2-moe": (2, "moe", {"parallel": {"ep": 2}}),
+    "pp2-ep2-moe": (4, "moe", {"parallel": {"pp": 2, "ep": 2}}),
+}
+
+
 def jobs_of(world_size: int) -> list[str]:
     return [name for name, (size, _, _) in JOBS.items() if size == world_size]
 
 
 def config_of(name: str, folder: Path) -> Config:
-    world_size, model, learner = JOBS[name]
+    world_size, model, learner = (JOBS | MIXTURES)[name]
     table = json.loads(json.dumps(SETTINGS))
     table["model"] = {"path": str(folder / model), "dtype": "float32"}
     table["learner"] |= learner | {"world_size": world_size}
     table["lora"] = {"rank": RANK, "alpha": ALPHA}
+    if name in MIXTURES:
+        table["lora"]["target_modules"] = ["linear_qkv", "linear_proj"]
     return parse_config(table, source=name)
 
 

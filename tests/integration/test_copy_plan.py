@@ -9,7 +9,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from loader_ranks import SHAPES, Outcome, in_ranks, outcomes  # noqa: E402
+from loader_ranks import (  # noqa: E402
+    SHAPES,
+    Outcome,
+    in_ranks,
+    outcomes,
+    with_room_for_adapters,
+)
 from receiver_worker import (  # noqa: E402
     first_update_with_slow_recording,
     updates,
@@ -46,6 +52,26 @@ def test_a_replayed_plan_equals_the_loader_on_each_tensor_parallel_rank(
 ) -> None:
     assert sharded[rank][shape].different == ()
     assert sharded[rank][shape].changed > 10
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "modules"),
+    [
+        ("llama_tied", [*ATTENTION, "gate_proj", "up_proj", "down_proj"]),
+        ("qwen2_with_bias", ["gate_proj", "up_proj"]),
+        # Only some of its layers have another name then.
+        ("qwen3_moe", ATTENTION),
+    ],
+)
+def test_a_replayed_plan_equals_the_loader_where_layers_have_room_for_adapters(
+    folder: Path, alone, shape: str, modules: list[str]
+) -> None:
+    (outcome,) = in_ranks(1, with_room_for_adapters, folder / shape, SHAPES[shape], modules)
+    assert outcome.different == ()
+    assert outcome.changed == alone[shape].changed
 
 
 def test_every_expert_has_copies_of_its_own(alone) -> None:

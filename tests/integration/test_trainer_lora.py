@@ -10,7 +10,7 @@ import lora_ranks
 import numpy as np
 import pytest
 import torch
-from lora_ranks import ALPHA, JOBS, RANK, config_of, jobs_of
+from lora_ranks import ALPHA, JOBS, MIXTURES, RANK, config_of, jobs_of
 from parity_layouts import STEPS, batches, probe
 from parity_models import make_models
 from rank_pool import RankPool
@@ -44,6 +44,13 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
             Path(lora_ranks.__file__), jobs_of(world_size), world_size=world_size, folder=folder
         )
     return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in JOBS}
+
+
+@pytest.fixture(scope="module")
+def mixtures(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+    for job, (world_size, _, _) in MIXTURES.items():
+        rank_pool.run(Path(lora_ranks.__file__), [job], world_size=world_size, folder=folder)
+    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in MIXTURES}
 
 
 def reference(job: str) -> str:
@@ -171,13 +178,13 @@ def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(
         assert torch.equal(ours["retrained"][name], tensor), name
 
 
-# Ranks that send: what a pipeline stage holds comes from it.
-SENDERS = {"pp2-tied": [0, 1]}
+# Ranks that send: what a pipeline stage or an expert parallel rank holds comes from it.
+SENDERS = {"pp2-tied": [0, 1], "ep2-moe": [0, 1], "pp2-ep2-moe": [0, 1, 2, 3]}
 
 
 def sent(job: str, folder: Path) -> list[dict]:
     """What each rank sends in a run with `lora.publish = "adapters"`."""
-    ranks = range(JOBS[job][0])
+    ranks = range((JOBS | MIXTURES)[job][0])
     return [torch.load(folder / f"lora-{job}-sent-{rank}.pt", weights_only=True) for rank in ranks]
 
 
@@ -185,8 +192,22 @@ def sent(job: str, folder: Path) -> list[dict]:
 def test_matrices_and_adapters_that_are_sent_apart_are_those_of_the_files(
     job: str, folder: Path, found: dict[str, dict]
 ) -> None:
+    check_sent(job, folder, load_file(folder / JOBS[job][1] / "model.safetensors"))
+
+
+@pytest.mark.parametrize("job", list(MIXTURES))
+def test_ranks_that_hold_no_adapters_take_part_when_these_are_sent_alone(
+    job: str, folder: Path, mixtures: dict[str, dict]
+) -> None:
+    check_sent(job, folder, mixtures[job]["before"])
+    holding = [bool(rank["alone"]["tensors"]) for rank in sent(job, folder)]
+    assert any(holding)
+    assert not all(holding)
+
+
+def check_sent(job: str, folder: Path, stored: dict[str, torch.Tensor]) -> None:
+    """`stored`: all weights before the first step."""
     ranks = sent(job, folder)
-    stored = load_file(folder / JOBS[job][1] / "model.safetensors")
     adapters = load_file(folder / f"lora-{job}-adapters" / "adapter_model.safetensors")
     for rank in ranks:
         assert rank["kinds"] == ["PlannedFilling"] * 2
