@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E40
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server import process  # noqa: E402
 from slipstream.rollout_server.generation import (  # noqa: E402
+    EngineDied,
     FinishReason,
     Generation,
     GenerationFailed,
@@ -434,3 +436,24 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
     await rig.publish(rig.new, 1)
     reply = await rig.generate("after")
     assert rig.gap(rig.new, PROMPT, reply).mean() <= 1e-4
+
+
+async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch) -> None:
+    await rig.publish(rig.old, 0)
+    monkeypatch.setattr(rig.engine, "_silence_limit_s", 1.0)
+    before = rig.engine.use().generated_tokens
+    endless = dataclasses.replace(SAMPLING, ignore_eos=True)
+    replies = [asyncio.create_task(rig.generate("stopped", num_tokens=200, sampling=endless))]
+    # It told of its steps until now: that is no silence.
+    watching = asyncio.create_task(rig.engine.watch())
+    await until_generated(rig.engine, before + 16, replies)
+    for each in rig.engine._processes:
+        each.suspend()
+    try:
+        async with asyncio.timeout(30):
+            with pytest.raises(EngineDied, match="did no step for 1 s, with 1 open requests"):
+                await watching
+    finally:
+        for each in rig.engine._processes:
+            each.resume()
+    assert len((await replies[0]).token_ids) == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.generation import EngineDied  # noqa: E402
+from slipstream.rollout_server.generation import EngineDied, Sampling  # noqa: E402
+
+SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
+
+
+async def done(*_: object, **__: object) -> None:
+    """Answers at once."""
 
 
 async def never(*_: object, **__: object) -> None:
@@ -21,6 +28,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
     from slipstream.rollout_server.engine import VllmEngine, _TokenCounter
 
     llm = SimpleNamespace(
+        vllm_config=SimpleNamespace(lora_config=None),
         logger_manager=SimpleNamespace(stat_loggers=[_TokenCounter(None)]),
         engine_core=SimpleNamespace(pause_scheduler_async=never),
         update_weight_version=never,
@@ -32,3 +40,59 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
             await engine.pause()
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.resume(PolicyVersion(0, 1))
+
+
+async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
+    from slipstream.rollout_server.engine import VllmEngine, _TokenCounter
+
+    counter = _TokenCounter(None)
+    asked = asyncio.Event()
+
+    async def swallow(*_: object, **__: object) -> object:
+        asked.set()
+        return SimpleNamespace(get=never)
+
+    llm = SimpleNamespace(
+        vllm_config=SimpleNamespace(lora_config=None),
+        logger_manager=SimpleNamespace(stat_loggers=[counter]),
+        engine_core=SimpleNamespace(pause_scheduler_async=done),
+        update_weight_version=done,
+        resume_generation=done,
+        add_request=swallow,
+        abort=done,
+        errored=False,
+    )
+    engine = VllmEngine(llm, [], stage=False, silence_limit_s=0.05)
+    async with asyncio.timeout(10):
+        await engine.pause()
+        request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))
+        await asked.wait()
+        # Without an order to go on it owes nothing.
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await engine.watch()
+        await engine.resume(PolicyVersion(0, 1))
+        with pytest.raises(EngineDied, match=r"did no step for 0\.05 s, with 1 open requests"):
+            await engine.watch()
+        request.cancel()
+        await asyncio.wait([request])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await engine.watch()
+
+
+async def test_an_engine_that_tells_of_its_steps_is_alive() -> None:
+    from slipstream.rollout_server.engine import _TokenCounter
+    from slipstream.rollout_server.silence import Silence
+
+    counter, silence = _TokenCounter(None), Silence(0.05)
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        # A step in which no token was finished.
+        counter.record(None, None)
+        silence.look(heard_s=counter.heard_s, num_requests=3)
+        await asyncio.sleep(0)
+    with pytest.raises(EngineDied, match="with 3 open requests"):
+        while time.monotonic() < until + 10:
+            silence.look(heard_s=counter.heard_s, num_requests=3)
+            await asyncio.sleep(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from slipstream.rollout_server.generation import (
     LoadedWeights,
     Sampling,
 )
+from slipstream.rollout_server.silence import SILENCE_LIMIT_S, Silence
 from slipstream.rollout_server.usage import UseClock
 from slipstream.rollout_server.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
@@ -54,6 +56,8 @@ class _TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     """Counts the tokens that vLLM hands out, in place of its Prometheus metrics."""
 
     generated_tokens = 0
+    # When the engine told of a step last; of time.monotonic.
+    heard_s = 0.0
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         pass
@@ -65,6 +69,7 @@ class _TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
+        self.heard_s = time.monotonic()
         if iteration_stats is None:
             return
         self.generated_tokens += iteration_stats.num_generation_tokens
@@ -89,11 +94,12 @@ class VllmEngine:
         *,
         stage: bool,
         answer_limit_s: float = _ANSWER_LIMIT_S,
+        silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         self._llm = llm
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
         self._processes = processes
-        self._answer_limit_s = answer_limit_s
+        self._answer_limit_s, self._silence_limit_s = answer_limit_s, silence_limit_s
         (self._counter,) = (
             logger
             for logger in llm.logger_manager.stat_loggers
@@ -104,6 +110,8 @@ class VllmEngine:
         self._returned_tokens = 0
         # Open requests; True: to be cancelled as soon as the engine knows them.
         self._open: dict[str, bool] = {}
+        # Between the order to stand still and the answer to the one to go on.
+        self._stands_still = False
 
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
@@ -197,6 +205,7 @@ class VllmEngine:
         """See `Engine`."""
         # What `pause_generation` does, without its 20 ms of sleep for the look of things: late
         # tokens carry the version that the engine process stamped on them.
+        self._stands_still = True
         core = self._llm.engine_core
         await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
 
@@ -207,6 +216,7 @@ class VllmEngine:
         await self._call(
             asyncio.gather(self._llm.update_weight_version(stamp), self._llm.resume_generation())
         )
+        self._stands_still = False
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
@@ -246,8 +256,11 @@ class VllmEngine:
 
     async def watch(self) -> None:
         """See `Engine`."""
+        silence = Silence(self._silence_limit_s)
         while not self._llm.errored:
-            await asyncio.sleep(_HEALTH_PERIOD_S)
+            await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
+            num_requests = 0 if self._stands_still else len(self._open)
+            silence.look(heard_s=self._counter.heard_s, num_requests=num_requests)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
