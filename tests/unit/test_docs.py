@@ -167,6 +167,27 @@ def test_every_setting_that_the_page_on_migration_names_exists():
     assert [name for name in settings if not setting_exists(name)] == []
 
 
+# What these tables hold is Megatron's and vLLM's to name.
+PASSED_ON = ("learner.ddp", "learner.optimizer", "learner.transformer", "rollout_server.engine")
+INLINE_SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:`| ?=)")
+
+
+# The page on migration has settings of other projects too, the test above looks at ours.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "migration.md"], ids=lambda page: page.name
+)
+def test_every_setting_that_is_named_exists(page: Path) -> None:
+    named = set(INLINE_SETTING.findall(FENCE.sub("", page.read_text())))
+    settings = {
+        name
+        for name in named
+        if name.split(".")[0] in Config.model_fields
+        and name.split(".")[-1] not in ("py", "json", "md", "toml")
+        and not name.startswith(PASSED_ON)
+    }
+    assert {name for name in settings if not setting_exists(name)} == set()
+
+
 @for_all_pages
 def test_every_toml_block_fits_into_a_run(page: Path):
     quickstart = tomllib.loads((ROOT / "deploy" / "configs" / "quickstart.toml").read_text())
