@@ -5,6 +5,7 @@ The asynchronous one needs no GPU here: two steps are under way at one time, as 
 
 from __future__ import annotations
 
+import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -240,6 +241,8 @@ def add(
     sampling.update_from_generation_config({}, eos)
     engine.scheduler.add_request(Request(name, list(prompt), sampling, None, block_hasher=hasher))
 
+
+SEEDS = 3
 
 both = pytest.mark.parametrize("overlapping", [False, True], ids=["sync", "async"])
 
@@ -501,3 +504,59 @@ def test_what_comes_beside_tokens_is_joined_too() -> None:
     assert whole.prefill_stats is stats
     again = chunk.pour(EngineCoreOutput("r", []))
     assert (again.new_token_ids, again.routed_experts, again.events) == ([], None, None)
+
+
+def disturbed(engine: Engine, seed: int) -> set[str]:
+    """Requests that come, are cancelled, stand still and go on in any order; those that are left.
+
+    In any step, also while another one is under way, as in vLLM's loop.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.request import RequestStatus
+
+    rng, scheduler = random.Random(seed), engine.scheduler
+    left: set[str] = set()
+    for number in range(150):
+        kind = rng.random()
+        if kind < 0.12 and len(scheduler.requests) < 8:
+            prompt = [*PROMPT, *range(110, 110 + rng.choice([0, 5, 6, 7, 20]))]
+            add(engine, f"r{number}", rng.randrange(1, 60), prompt=prompt)
+            left.add(f"r{number}")
+        elif kind < 0.16 and (open_ones := sorted(left - set(engine.finished))):
+            gone = rng.choice(open_ones)
+            scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED)
+            left.discard(gone)
+        elif kind < 0.2:
+            scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            if rng.random() < 0.5 and scheduler.requests:
+                gone = rng.choice(sorted(scheduler.requests))
+                engine.step()
+                scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED)
+                left.discard(gone)
+            engine.drain()
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+            engine.drain()
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        else:
+            engine.step()
+    engine.drain()
+    return left
+
+
+@both
+@pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
+def test_whatever_disturbs_it_every_reply_ends_and_is_that_of_vllms_scheduler(
+    start, overlapping: bool, num_blocks: int
+) -> None:
+    for seed in range(SEEDS):
+        ours, theirs = (
+            start(ours=each, overlapping=overlapping, num_blocks=num_blocks)
+            for each in (True, False)
+        )
+        left = disturbed(ours, seed)
+        assert left == disturbed(theirs, seed)
+        assert left <= set(ours.finished)
+        assert {name: ours.tokens[name] for name in left} == {
+            name: theirs.tokens[name] for name in left
+        }
+        assert not ours.scheduler.requests
