@@ -291,12 +291,15 @@ def test_every_plan_is_that_of_vllms_scheduler(
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         # Their beginning is in the cache, of the second one all but its last token.
         for number, length in enumerate((12, 7)):
-            add(engine, f"later{number}", 20, prompt=[*PROMPT, *range(110, 110 + length)])
+            # The first one would be longer than the model's longest sequence.
+            limit = 200 if number == 0 else 20
+            add(engine, f"later{number}", limit, prompt=[*PROMPT, *range(110, 110 + length)])
         engine.drain()
     assert len(ours.plans) == len(theirs.plans) > 60
     for mine, other in zip(ours.plans, theirs.plans, strict=True):
         assert mine == other
     assert len(ours.tokens["r5"]) == len(ours.tokens["r6"]) - 2 == 20
+    assert len(ours.tokens["later0"]) == ours.scheduler.max_model_len - len(PROMPT) - 12
     if num_blocks == 100:
         found = {name: computed for plan in ours.plans for name, _, computed in plan[0]}
         assert found["later0"] == found["later1"] == BLOCK
