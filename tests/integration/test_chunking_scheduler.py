@@ -364,6 +364,29 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
 
 
 @both
+@pytest.mark.parametrize("interval", [1, 4])
+def test_prompts_wait_for_each_other_when_they_are_told_to(
+    start, settings, monkeypatch, overlapping: bool, interval: int
+) -> None:
+    monkeypatch.setattr(settings.scheduler_config, "prefill_schedule_interval", interval)
+    engine = start(ours=True, overlapping=overlapping)
+    # Nothing runs yet: the first one waits for nobody.
+    add(engine, "r0", 60)
+    engine.step()
+    for number in range(1, 7):
+        add(engine, f"r{number}", 30)
+        engine.step()
+        engine.step()
+    engine.drain()
+    begun = {p[0][0][0]: step for step, p in enumerate(engine.plans, 1) if p[0]}
+    several = [step for step, p in enumerate(engine.plans, 1) if len(p[0]) > 1]
+    assert begun.pop("r0") == 1
+    assert all(step % interval == 0 for step in begun.values())
+    assert bool(several) is (interval > 1)
+    assert [len(engine.tokens[f"r{number}"]) for number in range(7)] == [60, *[30] * 6]
+
+
+@both
 def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping: bool) -> None:
     from vllm.v1.core.sched.interface import PauseState
 

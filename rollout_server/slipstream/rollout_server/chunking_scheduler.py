@@ -184,6 +184,14 @@ class _Chunking(PausingScheduler):
             self._forget(request.request_id)
         return finished
 
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """See vLLM; its `prefill_schedule_interval` counts here without data parallelism too.
+
+        Prompts then wait for each other while replies go on: a step without a prompt is one graph.
+        """
+        waits = (self.current_step + 1) % self.scheduler_config.prefill_schedule_interval != 0
+        return super().schedule(throttle_prefills or waits)
+
     def has_requests(self) -> bool:
         """Also when a pause has still to hand out what is held."""
         return bool(super().has_requests()) or (
