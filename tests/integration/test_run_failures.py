@@ -132,6 +132,34 @@ async def test_steps_go_on_while_one_of_two_servers_is_away(
     check_ledger(summary)
 
 
+async def test_a_server_that_is_drained_leaves_and_loses_nothing(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_slow_run(tmp_path, tiny_model, rollout_server__count=2)
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_status(
+                client, lambda status: [s.state for s in status.servers] == ["serving"] * 2
+            )
+            await until_in_flight(client, 64 * 4)
+            (server,) = run.find(ROLLOUT_SERVER, "server-1")
+            below = descendants(server.pid)
+            await client.drain("server-1", "test")
+            left = await until_event(client, lambda e: e.text.endswith("server-1 has left"))
+            await until_gone([server, *below], limit_s=20.0)
+            await until_event(client, lambda event: event.number > left.number and event.step > 0)
+            states = {s.server_id: s.state for s in (await client.status()).servers}
+            assert states == {"server-0": "serving", "server-1": "dead"}
+            await client.stop("enough")
+        assert await run.wait(END_LIMIT_S) == 0, run.out + run.err
+    summary = summary_of(tmp_path / "run")
+    assert summary["ledger"]["lost"] == 0
+    assert summary["max_lag_seen"] <= 2
+    check_ledger(summary)
+    # Nobody starts it again.
+    assert "start 2" not in run.out
+
+
 async def test_a_killed_queue_is_started_again_and_loses_nothing(
     tmp_path: Path, tiny_model: Path
 ) -> None:
