@@ -222,6 +222,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
     log_path = folder / "logs" / "export.log"
+    print(f"version {chosen} is checked, loaded and written; the log is {log_path}", flush=True)
     child = await start_child("export", EXPORT, arguments, log_path=log_path, environ=environ)
     try:
         await child.process.wait()
