@@ -103,6 +103,7 @@ def run_rank(folder: Path, job: str) -> None:
         "kinds": [type(s._filling).__name__ for s in (published._weights, published._adapters)],
         "whole": sent_by(published, policy, adapters_alone=False),
         "alone": sent_by(published, policy, adapters_alone=True),
+        "announced": [digest.hex() for digest in published.digests().buckets],
         "moved": moved_matrix(published, policy),
     }
     torch.save(sent, folder / f"lora-{job}-sent-{policy.ranks.rank}.pt")
@@ -156,6 +157,7 @@ def sent_by(published: Published, policy: Policy, *, adapters_alone: bool) -> di
     return {
         "tensors": tensors,
         "identity": digests.identity.hex(),
+        "buckets": [digest.hex() for digest in digests.buckets],
         "scale": layout.adapter_scale,
         "adapters": [tensor.name for tensor in layout.adapters],
     }

@@ -212,6 +212,8 @@ def check_sent(job: str, folder: Path, stored: dict[str, torch.Tensor]) -> None:
     for rank in ranks:
         assert rank["kinds"] == ["PlannedFilling"] * 2
         assert rank["senders"] == SENDERS.get(job, [0])
+        # What a publish that begins with its order says beforehand.
+        assert rank["announced"] == rank["alone"]["buckets"]
         assert rank["alone"]["scale"] == rank["whole"]["scale"] == SCALE
         assert sorted(rank["alone"]["adapters"]) == sorted(adapters)
     whole = {n: t for rank in ranks for n, t in rank["whole"]["tensors"].items()}
