@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from slipstream.protocol.config import RolloutServerSection
 from slipstream.rollout_server.process import NOT_STARTED, engine_environment
 
@@ -35,3 +36,9 @@ def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:
     on_gpu = engine_environment(settings, on_cpu=False)
     assert "OMP_NUM_THREADS" not in on_gpu
     assert on_gpu["VLLM_NO_USAGE_STATS"] == "1"
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_pause_is_heard_of_between_the_outputs_that_it_hands_out(on_cpu: bool) -> None:
+    variables = engine_environment(RolloutServerSection(), on_cpu=on_cpu)
+    assert int(variables["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"]) < 128
