@@ -141,7 +141,7 @@ class Evaluator:
             self.step_done(progress.version.step)
 
     def server_lost(self, session: ServerSession) -> None:
-        """The round of a lost server starts again elsewhere."""
+        """The round of a server that serves no more starts again elsewhere."""
         round_, self._round = self._round, None
         if round_ is None:
             return
@@ -154,6 +154,10 @@ class Evaluator:
 
     def _turn(self) -> None:
         self._want_the_last()
+        if self._round is not None and not self._round.session.is_serving:
+            # What it serves next is another version.
+            self._publisher.pinned.discard(self._round.session.key)
+            self.server_lost(self._round.session)
         if self._round is None:
             self._start()
         if self._round is not None:
@@ -163,25 +167,34 @@ class Evaluator:
                 self._finish(self._round)
 
     def _start(self) -> None:
-        if self._wanted_step is None:
+        session = self._chosen()
+        if session is None:
             return
-        for session in self._fleet.serving():
-            version = session.version
-            assert version is not None
-            if not self._suits(version):
-                continue
-            held_out = self._environments.evaluations()
-            broken = [entry for entry in held_out if session.key in entry.failed_on]
-            if broken:
-                self._give_up(session, f"{broken[0].spec.name}: {broken[0].cause}")
-                return
-            # It keeps its version from here on, also while the environments are still loading.
-            self._publisher.pinned.add(session.key)
-            if all(entry.runs_on(session.key) for entry in held_out):
-                self._round = Round(version, session, self._tasks())
+        version = session.version
+        assert version is not None
+        held_out = self._environments.evaluations()
+        broken = [entry for entry in held_out if session.key in entry.failed_on]
+        if broken:
+            self._give_up(session, f"{broken[0].spec.name}: {broken[0].cause}")
+            return
+        # It keeps its version from here on, also while the environments are still loading.
+        if self._publisher.pin(session) and all(e.runs_on(session.key) for e in held_out):
+            self._round = Round(version, session, self._tasks())
+            if self._suits(version):
                 self._wanted_step = None
-                self._scheduler.reserved[session.key] = len(self._round.waiting)
-            return
+            self._scheduler.reserved[session.key] = len(self._round.waiting)
+
+    def _chosen(self) -> ServerSession | None:
+        """The server that keeps its version for the next round already, or else a suitable one.
+
+        Another one in its place would leave it with that version for ever.
+        """
+        if self._wanted_step is None:
+            return None
+        serving = self._fleet.serving()
+        waiting = [session for session in serving if session.key in self._publisher.pinned]
+        suitable = [s for s in serving if s.version is not None and self._suits(s.version)]
+        return next(iter(waiting + suitable), None)
 
     def _suits(self, version: PolicyVersion) -> bool:
         """The last version is measured itself; an earlier round takes what is served by now."""

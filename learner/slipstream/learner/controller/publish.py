@@ -56,10 +56,13 @@ class Publisher:
         return [
             session
             for session in self._fleet.sessions.values()
-            if session.key not in self.pinned
-            and time.monotonic() >= session.retry_publish_s
+            if time.monotonic() >= session.retry_publish_s
             and (
-                (session.is_serving and self._is_behind(session, version, regular=regular))
+                (
+                    session.is_serving
+                    and session.key not in self.pinned
+                    and self._is_behind(session, version, regular=regular)
+                )
                 or session.state in (JOINING, STALE)
             )
         ]
@@ -81,6 +84,13 @@ class Publisher:
             self._give_up(self._current, "the trainer was lost")
         self._membership.forget()
         self._holders = set()
+
+    def pin(self, session: ServerSession) -> bool:
+        """Lets a server keep its version; False when it has an order for another one by now."""
+        if self._current is not None and session in self._current.receivers:
+            return False
+        self.pinned.add(session.key)
+        return True
 
     def ask_ahead(self, version: PolicyVersion) -> None:
         """The trainer makes `version` now: asks the servers that will be due then."""
@@ -264,6 +274,9 @@ class Publisher:
     ) -> list[ServerSession]:
         kept = []
         for session, problem in zip(sessions, problems, strict=True):
+            if session.is_serving and session.key in self.pinned:
+                # Since it was asked.
+                continue
             if problem:
                 self._deliveries.make_stale(session, problem)
             elif self._fleet.find(session.key) is session:
@@ -271,7 +284,9 @@ class Publisher:
         return kept
 
     def _give_up(self, publish: Publish, cause: str) -> None:
-        self._current = None
+        if self._current is publish:
+            # One that is being finished may have a successor.
+            self._current = None
         self._membership.forget()
         if not publish.is_announced:
             # They know nothing of it.
