@@ -382,6 +382,27 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
         assert publisher.due() == [session]
 
 
+async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        finishing = scene.finish(order.publish_id)
+        await asyncio.sleep(0)
+        scene.publisher.trainer_joined(1)
+        other = joined(scene.fleet, "b")
+        second = await ordered(scene.publisher, other, tasks, scene.trainer)
+        finishing.cancel()
+        await asyncio.wait((finishing,))
+        start = trainer_pb2.PublishStart(
+            publish_id=second.publish_id, communicator=second.communicator
+        )
+        assert [r.server_id for r in scene.publisher.start(start)] == ["b"]
+        scene.publisher.trainer_lost()
+
+
 async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) -> None:
     fleet = Fleet(progress)
     fleet.handlers = FleetHandlers(*[nothing] * 7)
