@@ -19,13 +19,15 @@ from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
 from slipstream.rollout_server.dispatcher import Dispatcher
-from slipstream.rollout_server.generation import Engine, GenerationFailed
+from slipstream.rollout_server.generation import Engine, EngineDied, GenerationFailed
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
 
 _MAX_ORDERS = 1024
 _VERDICT_LIMIT_S = 60.0
+# A few short sequences: an engine that takes longer hangs.
+_PROBE_LIMIT_S = 120.0
 # Aborts whose publish may still wait in the queue: there is one at a time.
 _MAX_ABORTED = 16
 
@@ -174,8 +176,12 @@ class Publisher:
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
         publish_id = order.publish_id
-        if self._failed_publish == publish_id:
+        if publish_id == self._failed_publish:
             # It was on its way before that was reported.
+            return
+        if publish_id in self._aborted:
+            # Nobody vouches for it any more, though its abort may lie behind this in the queue.
+            self._fail(publish_id, "the publish was given up")
             return
         if self._loaded_publish != publish_id:
             self._fail(publish_id, f"commit of {publish_id!r}, loaded is {self._loaded_publish!r}")
@@ -215,6 +221,9 @@ class Publisher:
 
     async def _take_verdict(self, verdict: fleet_pb2.ProbeVerdict) -> None:
         if verdict.publish_id != self._unproved_publish:
+            if verdict.passed:
+                # The controller takes this server for one that serves.
+                self._fail(verdict.publish_id, "the verdict on its probe came too late")
             return
         if verdict.passed:
             self._unproved_publish = ""
@@ -256,7 +265,11 @@ class Publisher:
         token_ids = unpack_tokens(probe.token_ids)
         cuts = np.cumsum(np.asarray(probe.lengths, dtype=np.int64))[:-1]
         sequences = [part.tolist() for part in np.split(token_ids, cuts) if part.size]
-        return pack_logprobs(await self._engine.teacher_forced_logprobs(sequences))
+        try:
+            async with asyncio.timeout(_PROBE_LIMIT_S):
+                return pack_logprobs(await self._engine.teacher_forced_logprobs(sequences))
+        except TimeoutError:
+            raise EngineDied(f"no answer to a probe within {_PROBE_LIMIT_S:g} s") from None
 
     def _fail(self, publish_id: str, message: str) -> None:
         log.warning("publish %s failed: %s", publish_id, message)

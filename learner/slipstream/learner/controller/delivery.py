@@ -125,6 +125,7 @@ class Deliveries:
                 publish.holders.add(session.key)
             session.failed_publishes = 0
             session.version, session.cause = publish.version, ""
+            session.publish_id = publish.publish_id
             session.on(ServerEvent.PUBLISHED)
         self._progress.signal.notify()
 

@@ -37,6 +37,8 @@ class ServerSession:
     state: fleet_pb2.ServerState = JOINING
     # What it serves, or served last.
     version: PolicyVersion | None = None
+    # The publish by which it came there.
+    publish_id: str = ""
     cause: str = ""
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
     last_seen_s: float = field(default_factory=time.monotonic)

@@ -219,6 +219,10 @@ class Publisher:
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
         """Takes a server's report to whoever waits for it."""
         self._reports.receive(session.key, report)
+        is_served = session.is_serving and report.publish_id == session.publish_id
+        if is_served and report.phase == fleet_pb2.PUBLISH_PHASE_FAILED:
+            # It took the weights back of its own.
+            self._deliveries.make_stale(session, report.message)
 
     def server_lost(self, session: ServerSession) -> None:
         """Ends every wait for a server that is gone."""

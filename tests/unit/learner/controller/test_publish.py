@@ -403,6 +403,21 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
         scene.publisher.trainer_lost()
 
 
+async def test_a_server_that_took_its_weights_back_is_sent_them_again(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.say("p000000", FAILED, message="of another publish")
+        assert scene.session.is_serving
+        scene.say("p000001", FAILED, message="the verdict on its probe came too late")
+        assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
+        assert scene.session.cause == "the verdict on its probe came too late"
+        scene.session.retry_publish_s = 0.0
+        assert scene.publisher.due() == [scene.session]
+
+
 async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) -> None:
     fleet = Fleet(progress)
     fleet.handlers = FleetHandlers(*[nothing] * 7)

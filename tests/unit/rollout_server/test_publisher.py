@@ -1,0 +1,149 @@
+"""Orders of the controller in whatever order they come, and what the engine then serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+from fake_engine import DIGESTS, FakeEngine
+from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.types import LogprobArray, PolicyVersion, ServerId
+from slipstream.rollout_server import publisher as module
+from slipstream.rollout_server.dispatcher import Dispatcher, Identity
+from slipstream.rollout_server.episode import EpisodeServices
+from slipstream.rollout_server.generation import EngineDied, LoadedWeights
+from slipstream.rollout_server.publisher import Publisher, ServingState
+from slipstream.v1 import fleet_pb2, weights_pb2
+
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+PROBE = weights_pb2.Probe(lengths=[])
+
+
+class SlowEngine(FakeEngine):
+    """Takes weights, and answers probes, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.receiving, self.arrived, self.scored = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
+        self.resumed = 0
+
+    async def receive_weights(self, publish_id: str) -> LoadedWeights:
+        self.receiving.set()
+        await self.arrived.wait()
+        return await super().receive_weights(publish_id)
+
+    async def resume(self, version: PolicyVersion) -> None:
+        self.resumed += 1
+        await super().resume(version)
+
+    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+        await self.scored.wait()
+        return self.probe
+
+
+class Rig:
+    """A publisher that runs, and all that it reported."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.engine = SlowEngine()
+        self.reports: list[tuple[str, int]] = []
+        self.reported = asyncio.Event()
+        dispatcher = Dispatcher(
+            tasks,
+            Identity("r", ServerId("a"), 1),
+            cast(EpisodeServices, None),
+            cast(TrajectorySender, None),
+            max_episodes=1,
+            closed=lambda *_: None,
+        )
+        self.publisher = Publisher(self.engine, dispatcher, self._report)
+        self.running = tasks.create_task(self.publisher.run())
+
+    def _report(self, report: fleet_pb2.PublishReport) -> None:
+        self.reports.append((report.publish_id, report.phase))
+        self.reported.set()
+
+    def order(self, **order: Any) -> None:
+        self.publisher.put(fleet_pb2.ControllerMessage(**order))
+
+    def receive(self, publish_id: str) -> None:
+        order = weights_pb2.PublishOrder(publish_id=publish_id)
+        self.order(receive=fleet_pb2.ReceiveWeights(order=order))
+
+    def commit(self, publish_id: str, probe: weights_pb2.Probe | None = None) -> None:
+        version = version_to_pb(PolicyVersion(0, 1))
+        self.order(
+            commit=fleet_pb2.CommitPublish(
+                publish_id=publish_id, version=version, bucket_digests=DIGESTS, probe=probe
+            )
+        )
+
+    async def until(self, publish_id: str, phase: int) -> None:
+        async with asyncio.timeout(10):
+            while (publish_id, phase) not in self.reports:
+                self.reported.clear()
+                await self.reported.wait()
+
+    async def end(self) -> None:
+        self.publisher.close(carry_out=True)
+        await asyncio.wait((self.running,))
+
+
+async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_moment() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.receive("p1")
+        rig.commit("p1")
+        await rig.engine.receiving.wait()
+        # The controller has waited long enough; the commit lies before this in the queue.
+        rig.order(abort=fleet_pb2.AbortPublish(publish_id="p1"))
+        rig.engine.arrived.set()
+        await rig.until("p1", LOADED)
+        rig.receive("p2")
+        rig.commit("p2")
+        await rig.until("p2", SERVING)
+        assert rig.engine.resumed == 1
+        assert rig.reports[:2] == [("p1", LOADED), ("p1", FAILED)]
+        assert rig.publisher.state is ServingState.SERVING
+        await rig.end()
+
+
+async def test_a_server_says_that_a_verdict_came_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_VERDICT_LIMIT_S", 0.01)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.engine.arrived.set()
+        rig.engine.scored.set()
+        rig.receive("p1")
+        rig.commit("p1", PROBE)
+        await rig.until("p1", SERVING)
+        while rig.publisher.state is not ServingState.STALE:
+            await asyncio.sleep(0)
+        rig.order(probe_verdict=fleet_pb2.ProbeVerdict(publish_id="p1", passed=True))
+        await rig.until("p1", FAILED)
+        assert not rig.engine.running.is_set()
+        await rig.end()
+
+
+async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_PROBE_LIMIT_S", 0.01)
+    with pytest.RaisesGroup(EngineDied):
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            rig = Rig(tasks)
+            rig.engine.arrived.set()
+            rig.receive("p1")
+            rig.commit("p1", PROBE)
+            await rig.until("p1", SERVING)
