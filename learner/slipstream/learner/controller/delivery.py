@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,12 +22,15 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish_totals import PublishTotals
 from slipstream.learner.controller.server_states import ServerEvent
 from slipstream.protocol.codec import unpack_logprobs, version_to_pb
-from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 MAX_RETRY_S = 30.0
 # Publishes in a row that a server may fail before it is sent away.
 MAX_FAILED_PUBLISHES = 8
+# As many while nobody is sent weights with success and nobody serves: then the run stops. By then
+# the server was sent away once, and came back.
+MAX_VAIN_PUBLISHES = 2 * MAX_FAILED_PUBLISHES
 
 
 @dataclass(eq=False)
@@ -62,6 +66,8 @@ class Deliveries:
         self._tasks, self._reports = tasks, reports
         self.membership = Membership(progress.run_id)
         self.totals = PublishTotals()
+        # By server, whichever life of it, since any of them got to serve.
+        self._vain: Counter[ServerId] = Counter()
 
     def commit(
         self,
@@ -124,6 +130,7 @@ class Deliveries:
             if not publish.order.adapters_alone:
                 publish.holders.add(session.key)
             session.failed_publishes = 0
+            self._vain.clear()
             session.version, session.cause = publish.version, ""
             session.publish_id = publish.publish_id
             session.on(ServerEvent.PUBLISHED)
@@ -161,6 +168,13 @@ class Deliveries:
         if session.failed_publishes >= MAX_FAILED_PUBLISHES:
             session.disconnect()
             self._fleet.remove(session, f"{session.failed_publishes} publishes failed: {cause}")
+        self._vain[session.key.server_id] += 1
+        times = self._vain[session.key.server_id]
+        if times >= MAX_VAIN_PUBLISHES and not (self._fleet.serving() or self._progress.is_over):
+            self._progress.fail(
+                f"no rollout server serves, and {times} publishes in a row to {session.name} "
+                f"failed, the last one: {cause}"
+            )
 
     def _check_probe(self, probe: weights_pb2.Probe, report: fleet_pb2.PublishReport) -> str:
         expected = unpack_logprobs(probe.expected_logprobs)

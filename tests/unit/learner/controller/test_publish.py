@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slipstream.learner.controller.delivery import MAX_FAILED_PUBLISHES
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.groups import ServerKey
@@ -16,7 +17,7 @@ from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.transports import Place
 from slipstream.protocol.types import PolicyVersion, ServerId
-from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 
 DIGESTS = [b"one", b"two"]
 READY = fleet_pb2.PUBLISH_PHASE_READY
@@ -416,6 +417,46 @@ async def test_a_server_that_took_its_weights_back_is_sent_them_again(
         assert scene.session.cause == "the verdict on its probe came too late"
         scene.session.retry_publish_s = 0.0
         assert scene.publisher.due() == [scene.session]
+
+
+async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
+    """As many publishes as a server may fail before it is sent away."""
+    for _ in range(MAX_FAILED_PUBLISHES):
+        session.retry_publish_s = 0.0
+        order = await ordered_of(scene.publisher, session, scene.tasks)
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+        assert scene.publisher.start(start)
+        await scene.finish(order.publish_id, error="nobody came")
+    assert scene.fleet.find(session.key) is None
+
+
+async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await fail_all_of_its_life(scene, scene.session)
+        assert not progress.is_over
+        await fail_all_of_its_life(scene, joined(scene.fleet, "a"))
+        assert progress.state == status_pb2.RUN_STATE_FAILED
+        assert progress.cause == (
+            "no rollout server serves, and 16 publishes in a row to a failed, the last one: "
+            "the learner could not send: nobody came"
+        )
+
+
+async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.publisher.pin(scene.session)
+        for _ in range(3):
+            await fail_all_of_its_life(scene, joined(scene.fleet, "b"))
+        assert not progress.is_over
 
 
 async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) -> None:
