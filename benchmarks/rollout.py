@@ -38,32 +38,12 @@ import psutil
 from measure import Spread, note, part, progress, table, write_result
 from rollout_engines import REPLY, START_LIMIT_S, Sizes, Turn
 from rollout_episodes import Episodes
+from rollout_setup import SHAPES, config_text, make_model
 
 HERE = Path(__file__).resolve().parent
 NAME = "rollout"
 TARGET = 0.90
 RUN_LIMIT_S, ALONE_LIMIT_S = 240.0, 60.0
-
-SHAPES = {
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "vocab_size": 2048,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -99,76 +79,6 @@ FLOWS = (
 # A flow is long, and this is slow: they alternate.
 WITH_LOGPROBS = (Row("bare vLLM with log-probabilities", "bare", "logprobs"),)
 ENGINES = ("ours", "bare", "instant")
-
-
-def make_model(folder: Path, shape: str, dtype: str) -> None:
-    """A Hugging Face folder without weights."""
-    sys.path.insert(0, str(HERE.parent / "deploy"))
-    from make_tiny_model import make_tokenizer
-
-    folder.mkdir(parents=True)
-    make_tokenizer(folder)
-    sizes = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 4096,
-        "dtype": dtype,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **SHAPES[shape],
-    }
-    (folder / "config.json").write_text(json.dumps(sizes))
-
-
-def config_text(arguments: argparse.Namespace, folder: Path) -> str:
-    """The server's settings."""
-    engine = {"load_format": "dummy", **json.loads(arguments.engine)}
-    given = ", ".join(f"{key} = {_toml(value)}" for key, value in engine.items())
-    return f"""
-[run]
-name = "rollout"
-dir = "{folder}"
-steps = 1
-
-[model]
-path = "{folder}/model"
-dtype = "{arguments.dtype}"
-
-[algorithm]
-group_size = 2
-groups_per_step = 1
-learning_rate = 1e-5
-
-[sampling]
-max_reply_tokens = {3 * arguments.reply_tokens // 2}
-max_episode_tokens = {arguments.prompt_tokens + 3 * arguments.reply_tokens // 2}
-ignore_eos = true
-
-[learner]
-micro_batch_tokens = {arguments.prompt_tokens + 3 * arguments.reply_tokens // 2}
-
-[rollout_server]
-max_episodes = {arguments.concurrent}
-gpu_memory_utilization = {arguments.memory}
-tensor_parallel_size = {arguments.tensor_parallel_size}
-enforce_eager = {str(arguments.enforce_eager).lower()}
-start_timeout_s = {START_LIMIT_S}
-engine = {{ {given} }}
-
-[controller]
-heartbeat_timeout_s = 20
-"""
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
-    return json.dumps(value)
 
 
 @dataclass

@@ -13,23 +13,19 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from slipstream.protocol.config import Config
 
 if TYPE_CHECKING:
-    from slipstream.protocol.types import LogprobArray, PolicyVersion
     from slipstream.rollout_server.engine import VllmEngine
     from slipstream.rollout_server.generation import (
         Engine,
-        EngineUse,
         Generation,
         LoadedWeights,
-        Sampling,
     )
 
 REPLY = "RESULT "
@@ -113,79 +109,6 @@ class Served:
         self._stop.set()
         await asyncio.wait([self._serving], timeout=20)
         await self._engine.aclose()
-
-
-class InstantEngine:
-    """Answers every request at once with as many tokens as it may: an `Engine` without a model."""
-
-    num_workers = 1
-    max_model_len = 1 << 20
-    vocab_size = 1 << 20
-    num_experts = 0
-
-    def __init__(self) -> None:
-        """Nothing was generated yet."""
-        self._tokens = 0
-        # As our engine does after its start.
-        gc.collect()
-        gc.freeze()
-
-    def use(self) -> EngineUse:
-        """See `Engine`."""
-        from slipstream.rollout_server.generation import EngineUse
-
-        return EngineUse(self._tokens, self._tokens, 0, 0.0, ())
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        experts_from: int = 0,
-    ) -> Generation:
-        """See `Engine`."""
-        from slipstream.protocol.types import PolicyVersion, VersionSpan
-        from slipstream.rollout_server.generation import FinishReason, Generation
-
-        await asyncio.sleep(0)
-        self._tokens += max_tokens
-        return Generation(
-            np.resize(np.asarray(WORD_IDS, dtype=np.uint32), max_tokens),
-            np.zeros(max_tokens, dtype=np.float32),
-            (VersionSpan(max_tokens, PolicyVersion(0, 1)),),
-            FinishReason.LENGTH,
-        )
-
-    async def cancel(self, request_id: str) -> None:
-        """See `Engine`."""
-
-    async def pause(self) -> None:
-        """See `Engine`."""
-
-    async def prepare_weights(self, *_: object) -> None:
-        """See `Engine`."""
-
-    async def receive_weights(self, publish_id: str) -> LoadedWeights:
-        """See `Engine`."""
-        from slipstream.rollout_server.generation import LoadedWeights
-
-        return LoadedWeights((), by_plan=False, pause_s=0.0, receive_s=0.0, load_s=0.0)
-
-    async def resume(self, version: PolicyVersion) -> None:
-        """See `Engine`."""
-
-    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
-        """See `Engine`."""
-        return np.zeros(0, dtype=np.float32)
-
-    async def watch(self) -> None:
-        """See `Engine`."""
-        await asyncio.Event().wait()
-
-    async def aclose(self) -> None:
-        """See `Engine`."""
 
 
 class Ours(Served):
@@ -396,6 +319,8 @@ async def _start(role: str, config: Config, sizes: Sizes, address: str) -> Serve
         case "ours":
             return await Ours.start(config, sizes, address)
         case "instant":
+            from rollout_instant import InstantEngine
+
             return Served(InstantEngine(), config, address, "instant")
     return Bare(config, sizes)
 
