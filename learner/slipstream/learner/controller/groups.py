@@ -56,6 +56,10 @@ class Group:
         """The members that its holder still runs, or is to run."""
         return [member for member in self.missing if member not in self.ended]
 
+    def may_end(self, epoch: int) -> bool:
+        """Whether this life of a server may say that a member is over: no other one runs it."""
+        return self.holder is None or self.holder.epoch == epoch
+
     @property
     def next_attempt(self) -> int:
         """The first attempt number that no holder has used."""

@@ -158,18 +158,25 @@ class LeaseBook:
 
     def add(self, trajectory: Trajectory) -> Fate:
         """Files a trajectory; says what became of it."""
-        self._end_member(trajectory.group_id, trajectory.member)
+        if not trajectory.will_retry:
+            self._end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
         group = self.groups.get(trajectory.group_id)
         if group is None or trajectory.member >= group.size or trajectory.member in group.finished:
             return Fate.SUPERSEDED
         member = trajectory.member
         group.attempts[member] = max(group.attempts.get(member, -1), trajectory.attempt)
         if trajectory.has_reward:
+            if member in group.running and not group.may_end(trajectory.server_epoch):
+                # Late, from a server that was lost: its holder runs the member for nothing.
+                self._keep_room(group, {member})
             group.finished[member] = trajectory
             self._hand_back(group)
             return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
         if trajectory.failure is not None and trajectory.will_retry:
             return Fate.RETRIED
+        if not group.may_end(trajectory.server_epoch):
+            # Late, from a server that was lost: another one runs the member by now.
+            return Fate.CANCELLED if trajectory.failure is None else Fate.RETRIED
         group.ended.add(member)
         self._hand_back(group)
         return Fate.CANCELLED if trajectory.failure is None else Fate.SET_ASIDE
@@ -179,13 +186,14 @@ class LeaseBook:
 
         `will_retry`: its server tries the member again by itself.
         """
-        self._end_member(name.group_id, name.member)
+        if not will_retry:
+            self._end_member(name.group_id, name.member, name.epoch)
         group = self.groups.get(name.group_id)
         if group is None or name.member not in group.missing:
             return None
         group.attempts[name.member] = max(group.attempts.get(name.member, -1), name.attempt)
         group.setbacks[name.member] += 1
-        if not will_retry:
+        if not will_retry and group.may_end(name.epoch):
             group.ended.add(name.member)
             self._hand_back(group)
         return group
@@ -193,10 +201,8 @@ class LeaseBook:
     def remove(self, group_id: GroupId) -> Group | None:
         """Forgets a group, whatever its state; None when it is not there."""
         group = self.groups.pop(group_id, None)
-        if group is not None and group.holder is not None and group.running:
-            self.closing[group_id] = ClosingLease(
-                group.environment, group.holder, set(group.running)
-            )
+        if group is not None and group.running:
+            self._keep_room(group, set(group.running))
         return group
 
     def closed(self, group_id: GroupId, holder: ServerKey, unfinished: Iterable[int]) -> None:
@@ -213,13 +219,19 @@ class LeaseBook:
             group.ended.update(unfinished)
             self._hand_back(group)
 
+    def _keep_room(self, group: Group, members: set[int]) -> None:
+        """For what the holder, if there is one, still ends."""
+        if group.holder is not None:
+            lease = ClosingLease(group.environment, group.holder, set())
+            self.closing.setdefault(group.group_id, lease).members |= members
+
     def _hand_back(self, group: Group) -> None:
         if group.closed and not group.running and not group.is_complete:
             group.holder = None
 
-    def _end_member(self, group_id: GroupId, member: int) -> None:
+    def _end_member(self, group_id: GroupId, member: int, epoch: int) -> None:
         lease = self.closing.get(group_id)
-        if lease is not None:
+        if lease is not None and lease.holder.epoch == epoch:
             lease.members.discard(member)
             if not lease.members:
                 del self.closing[group_id]

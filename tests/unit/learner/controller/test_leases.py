@@ -272,3 +272,49 @@ def test_what_is_quarantined_for_a_place_that_is_filled_changes_nothing():
         assert book.quarantined(name, will_retry=False) is None
     assert book.quarantined(TrajectoryName("g9", 0, 0, 1), will_retry=False) is None
     assert group.setbacks == {}
+
+
+# Holds what A, which is lost, had begun.
+NEXT = ServerKey(ServerId("a"), 2)
+
+
+def leased_again(book):
+    group = lease(book)
+    book.orphan(A)
+    book.reassign(group, NEXT)
+    return group
+
+
+def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one():
+    book = make_book()
+    group = leased_again(book)
+    failure = Failure(FailureKind.TIMEOUT, "slow")
+    assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
+    assert book.add(reply(group, 1, status=Status.FAILED, failure=failure)) is Fate.RETRIED
+    assert book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False) is group
+    assert book.open_episodes(NEXT) == 2
+    assert group.running == [0, 1]
+
+
+def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_done():
+    book = make_book()
+    group = leased_again(book)
+    assert book.add(reply(group, 0)) is Fate.HELD
+    assert (book.open_episodes(NEXT), book.promised_episodes) == (2, 2)
+    book.remove(group.group_id)
+    assert (book.open_episodes(NEXT), book.promised_episodes) == (2, 2)
+    book.closed(group.group_id, NEXT, [0, 1])
+    assert (book.open_episodes(NEXT), book.promised_episodes) == (0, 0)
+
+
+def test_an_attempt_of_a_withdrawn_lease_that_is_repeated_keeps_its_slot():
+    book = make_book()
+    group = lease(book)
+    book.remove(group.group_id)
+    failure = Failure(FailureKind.TIMEOUT, "slow")
+    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
+    book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=True)
+    assert book.open_episodes(A) == 2
+    # What a lost server had of the same lease is not this one's.
+    book.quarantined(TrajectoryName(group.group_id, 1, 0, 7), will_retry=False)
+    assert book.open_episodes(A) == 2
