@@ -22,6 +22,7 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish_totals import PublishTotals
 from slipstream.learner.controller.server_states import ServerEvent
 from slipstream.protocol.codec import unpack_logprobs, version_to_pb
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -177,8 +178,11 @@ class Deliveries:
             )
 
     def _check_probe(self, probe: weights_pb2.Probe, report: fleet_pb2.PublishReport) -> str:
-        expected = unpack_logprobs(probe.expected_logprobs)
-        got = unpack_logprobs(report.probe_logprobs)
+        try:
+            expected = unpack_logprobs(probe.expected_logprobs)
+            got = unpack_logprobs(report.probe_logprobs)
+        except ProtocolError as error:
+            return f"the probe: {error}"
         if len(expected) == 0 or len(expected) != len(got):
             return f"the probe asked for {len(expected)} log-probabilities and got {len(got)}"
         gap = logit_gap(expected, got)

@@ -419,6 +419,25 @@ async def test_a_server_that_took_its_weights_back_is_sent_them_again(
         assert scene.publisher.due() == [scene.session]
 
 
+async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_else(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        order = await scene.ordered()
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+        assert scene.publisher.start(start)
+        finishing = scene.finish(order.publish_id)
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        await finishing
+        scene.say(order.publish_id, SERVING, probe_logprobs=b"odd")
+        while scene.session.state != fleet_pb2.SERVER_STATE_STALE:
+            await asyncio.sleep(0)
+        assert "must be a multiple of 4 bytes, got 3" in scene.session.cause
+
+
 async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
     """As many publishes as a server may fail before it is sent away."""
     for _ in range(MAX_FAILED_PUBLISHES):
