@@ -17,12 +17,11 @@ from slipstream.learner.controller.fleet import Fleet, ServerSession
 from slipstream.learner.controller.groups import ServerKey
 from slipstream.learner.controller.membership import Membership
 from slipstream.learner.controller.phases import PhaseReports
-from slipstream.learner.controller.probe_gap import logit_gap
+from slipstream.learner.controller.probe_gap import check_probe
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publish_totals import PublishTotals
 from slipstream.learner.controller.server_states import ServerEvent
-from slipstream.protocol.codec import unpack_logprobs, version_to_pb
-from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -114,7 +113,7 @@ class Deliveries:
         problem = ""
         if publish.verify:
             assert probe is not None
-            problem = self._check_probe(probe, report)
+            problem = check_probe(probe, report, self.totals)
             session.send(
                 fleet_pb2.ControllerMessage(
                     probe_verdict=fleet_pb2.ProbeVerdict(
@@ -176,21 +175,3 @@ class Deliveries:
                 f"no rollout server serves, and {times} publishes in a row to {session.name} "
                 f"failed, the last one: {cause}"
             )
-
-    def _check_probe(self, probe: weights_pb2.Probe, report: fleet_pb2.PublishReport) -> str:
-        try:
-            expected = unpack_logprobs(probe.expected_logprobs)
-            got = unpack_logprobs(report.probe_logprobs)
-        except ProtocolError as error:
-            return f"the probe: {error}"
-        if len(expected) == 0 or len(expected) != len(got):
-            return f"the probe asked for {len(expected)} log-probabilities and got {len(got)}"
-        gap = logit_gap(expected, got)
-        self.totals.verified += 1
-        self.totals.probe_gap_max = max(self.totals.probe_gap_max, gap)
-        if not gap <= probe.tolerance:
-            return (
-                "the probe's log-probabilities differ from the learner's like logits that are off "
-                f"by {gap:.2e}, more than {probe.tolerance:.2e}"
-            )
-        return ""

@@ -37,8 +37,6 @@ from slipstream.protocol.types import (
 )
 from slipstream.v1 import fleet_pb2
 
-FLUSH_S = 0.05
-
 
 class Intake:
     """The one consumer of the trajectory queue."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from slipstream.learner.controller.publish_totals import PublishTotals
 from slipstream.protocol.codec import unpack_logprobs
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import LogprobArray
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -32,8 +33,11 @@ def check_probe(
     probe: weights_pb2.Probe, report: fleet_pb2.PublishReport, totals: PublishTotals
 ) -> str:
     """Why a server does not compute with what it was sent, or nothing; `totals` hear of the gap."""
-    expected = unpack_logprobs(probe.expected_logprobs)
-    got = unpack_logprobs(report.probe_logprobs)
+    try:
+        expected = unpack_logprobs(probe.expected_logprobs)
+        got = unpack_logprobs(report.probe_logprobs)
+    except ProtocolError as error:
+        return f"the probe: {error}"
     if len(expected) == 0 or len(expected) != len(got):
         return f"the probe asked for {len(expected)} log-probabilities and got {len(got)}"
     gap = logit_gap(expected, got)
