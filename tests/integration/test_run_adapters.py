@@ -70,3 +70,23 @@ async def test_a_run_learns_from_adapters_alone_through_a_killed_server_and_a_re
     assert result.returncode == 0, result.stdout + result.stderr
     summary = check(tmp_path / "run", item_bytes=4, whole=1, gap=1e-5)
     assert summary["steps"] == STEPS + 3
+
+
+@pytest.mark.parametrize("publish", ["merged", "adapters"])
+def test_a_checkpoint_with_adapters_is_exported_as_the_run_ended(
+    publish: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    settings = SETTINGS | {"run__steps": 2, "lora": LORA | {"publish": publish}}
+    write_config(copy_environments(tmp_path), tiny_model, **settings)
+    run = run_command("run", "config.toml", cwd=tmp_path, limit_s=200)
+    assert run.returncode == 0, run.stdout + run.stderr
+    export = run_command("export", tmp_path / "run", "--step", "2", limit_s=100)
+    assert export.returncode == 0, export.stderr
+    folder = tmp_path / "run" / "checkpoints"
+    for kind, name in (
+        ("", "model.safetensors"),
+        ("-adapters", "adapter_model.safetensors"),
+        ("-adapters", "adapter_config.json"),
+    ):
+        exported, final = folder / f"hf-000002{kind}" / name, folder / f"final{kind}" / name
+        assert exported.read_bytes() == final.read_bytes(), name

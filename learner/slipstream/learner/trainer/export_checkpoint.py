@@ -37,7 +37,12 @@ def main() -> int:
 
 
 def export(config: Config, path: Path, out: Path) -> None:
-    """Writes `out`; CheckpointError when the files or the weights are not those that were saved."""
+    """Writes `out`, and with adapters these beside it as `out`-adapters.
+
+    CheckpointError when the files or the weights are not those that were saved.
+    """
+    from slipstream.learner.trainer.checkpoints.checkpoint import load_starting_weights
+    from slipstream.learner.trainer.model.lora import save_adapters
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.export import save_hf_folder
@@ -46,19 +51,24 @@ def export(config: Config, path: Path, out: Path) -> None:
     manifest = read_manifest(path)
     check_files(path, manifest.files)
     alone = on_one_rank(config, path)
-    policy = open_policy(alone, Launch.from_environment())
+    policy = open_policy(alone, Launch.from_environment(), load_weights=False)
+    # All that was trained: adapters, too, which `checkpoint.load` knows nothing of.
+    load_starting_weights(policy.chunks, path)
     if weight_identity(policy, alone).hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
     save_hf_folder(policy, alone.model.path, out)
+    if alone.lora.rank:
+        save_adapters(policy, alone, out.with_name(f"{out.name}-adapters"))
     policy.ranks.close()
 
 
 def on_one_rank(config: Config, path: Path) -> Config:
-    """The settings of a run, for one rank that begins with the weights of a checkpoint."""
+    """The settings of a run, for one rank; errors name the checkpoint."""
     table = config.model_dump(mode="json", exclude_none=True)
     table["learner"] |= {"world_size": 1, "parallel": {}, "use_distributed_optimizer": False}
     table["learner"].pop("ranks_per_node", None)
-    table["checkpoint"]["load"] = str(path)
+    # Where the run began; its checkpoint holds what became of that.
+    table["checkpoint"].pop("load", None)
     return parse_config(table, source=str(path))
 
 
