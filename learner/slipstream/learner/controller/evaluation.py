@@ -178,23 +178,29 @@ class Evaluator:
             self._give_up(session, f"{broken[0].spec.name}: {broken[0].cause}")
             return
         # It keeps its version from here on, also while the environments are still loading.
-        if self._publisher.pin(session) and all(e.runs_on(session.key) for e in held_out):
+        if self._publisher.pin(session) and self._is_ready(session):
             self._round = Round(version, session, self._tasks())
             if self._suits(version):
                 self._wanted_step = None
             self._scheduler.reserved[session.key] = len(self._round.waiting)
 
     def _chosen(self) -> ServerSession | None:
-        """The server that keeps its version for the next round already, or else a suitable one.
+        """One that has the environments, before that which keeps its version until it has them.
 
-        Another one in its place would leave it with that version for ever.
+        None but the chosen one keeps its version: nobody else would ever let it go.
         """
         if self._wanted_step is None:
             return None
-        serving = self._fleet.serving()
-        waiting = [session for session in serving if session.key in self._publisher.pinned]
+        serving, pinned = self._fleet.serving(), self._publisher.pinned
+        waiting = [session for session in serving if session.key in pinned]
         suitable = [s for s in serving if s.version is not None and self._suits(s.version)]
-        return next(iter(waiting + suitable), None)
+        ready = [session for session in waiting + suitable if self._is_ready(session)]
+        chosen = next(iter(ready + waiting + suitable), None)
+        pinned.difference_update(session.key for session in waiting if session is not chosen)
+        return chosen
+
+    def _is_ready(self, session: ServerSession) -> bool:
+        return all(entry.runs_on(session.key) for entry in self._environments.evaluations())
 
     def _suits(self, version: PolicyVersion) -> bool:
         """The last version is measured itself; an earlier round takes what is served by now."""

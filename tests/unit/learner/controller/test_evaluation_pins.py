@@ -167,6 +167,22 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         assert not rig.evaluator.is_done()
 
 
+async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(
+    tmp_path: Path, journal: Journal
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        rig = Rig(tmp_path, journal, tasks)
+        first, second = rig.joined("first"), rig.joined("second")
+        rig.serve(first, 0)
+        rig.turn()
+        assert rig.publisher.pinned == {first.key}
+        rig.serve(second, 0)
+        rig.load(second)
+        rig.turn()
+        assert rig.publisher.pinned == {second.key}
+        assert (rig.leases(first), rig.leases(second)) == (0, 2)
+
+
 async def test_a_server_with_an_order_for_another_version_is_not_measured(
     tmp_path: Path, journal: Journal
 ) -> None:
