@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
@@ -241,7 +242,9 @@ class FakeServer:
         for task in self.running.values():
             task.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
-        while self.sender.queued_bytes:
+        # What belongs to an open group is acknowledged with it, which may be long after.
+        until_s = time.monotonic() + 0.3
+        while self.sender.queued_bytes and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
         self.drained = True
         await self.outbox.put(fleet_pb2.ServerMessage(drained=self.report()))

@@ -378,7 +378,7 @@ async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["sigterm", "ordered"])
 async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path, ordered):
-    config = make_config(tmp_path, run__steps=8, controller__max_attempts=1)
+    config = make_config(tmp_path, run__steps=40, controller__max_attempts=1)
     address = config.controller.address
     leaving, staying = FakeServer(address, "leaving"), FakeServer(address, "staying")
     trainer = FakeTrainer(address)
@@ -390,6 +390,8 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
         leaving.gate.clear()
         while not leaving.gated:
             await asyncio.sleep(0.01)
+        # The end of the run is not to come before the server has left.
+        trainer.gate.clear()
         published = len(leaving.loaded_versions)
         async with Client(address) as client:
             if ordered:
@@ -408,9 +410,10 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
         seen["departed"] = states["leaving"]
         seen["published"] = len(leaving.loaded_versions) - published
         seen["events"] = [event.text for event in controller._progress.events._events]
+        trainer.gate.set()
 
     summary = await play(config, leaving, staying, trainer=trainer, during=drain)
-    assert summary["steps"] == 8
+    assert summary["steps"] == 40
     assert seen["cause"] == ("test" if ordered else "it was told to stop")
     assert seen["departed"] == ("dead", "it was drained")
     assert seen["leases"] == len(leaving.leases)

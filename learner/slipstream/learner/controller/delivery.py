@@ -131,7 +131,9 @@ class Deliveries:
                 publish.holders.add(session.key)
             session.failed_publishes = 0
             self._vain.clear()
-            session.version, session.cause = publish.version, ""
+            session.version = publish.version
+            if not session.is_leaving:
+                session.cause = ""
             session.publish_id = publish.publish_id
             session.on(ServerEvent.PUBLISHED)
         self._progress.signal.notify()

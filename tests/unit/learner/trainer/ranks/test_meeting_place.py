@@ -27,6 +27,9 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setenv("MASTER_ADDR", HOST)
     monkeypatch.setenv("MASTER_PORT", str(number))
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of this run")
+    # Of a launch before, in a test that played a rank.
+    for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
     return number
 
 
