@@ -51,7 +51,12 @@ def listeners(folder: Path, how: str) -> list[str]:
     """The addresses on which two ranks on this host listen."""
     hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n10.1.2.3 box\n")
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port("127.0.0.1")),
+        # vLLM leaves its own in the process that made an engine's settings.
+        "LOCAL_WORLD_SIZE": "2",
+    }
     command = ["unshare", "--net", "--mount", "--uts", "sh", "-c", HOST, str(hosts)]
     command += ["env", *(f"{name}={value}" for name, value in environ.items())]
     ended = subprocess.run(
