@@ -118,6 +118,8 @@ def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", HOST)
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "secret")
+    # vLLM leaves its own in the process that made an engine's settings.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     limit = timedelta(seconds=60)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(meeting_place, 0, 2, limit)

@@ -46,7 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chosen(request: pytest.FixtureRequest) -> set[str]:
     """The layouts that the tests to be run are about."""
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    return {name for call in calls if (name := call.params.get("layout")) in LAYOUTS}
+    names = {name for call in calls if isinstance(name := call.params.get("layout"), str)}
+    return names & set(LAYOUTS)
 
 
 @pytest.fixture(scope="module")
