@@ -80,7 +80,9 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     """The whole configuration for vLLM; ConfigError, before anything is loaded, when it refuses."""
     values = own_values(config, seed) | passed_through(config.rollout_server.engine)
     overrides = values.get("hf_overrides") or {}
-    if not isinstance(overrides, dict) or "head_dtype" in overrides:
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"{_SECTION}.hf_overrides must be a table, got {overrides!r}")
+    if "head_dtype" in overrides:
         raise ConfigError(f"{_SECTION}.hf_overrides.head_dtype is decided by model.head_dtype")
     values["hf_overrides"] = overrides | {"head_dtype": config.model.head_dtype}
     if config.algorithm.router_replay != "off":
