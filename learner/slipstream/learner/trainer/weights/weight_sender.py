@@ -120,7 +120,8 @@ class GlooWeightSender:
     def __init__(self, weights: WeightsSection) -> None:
         self._weights = weights
         self._id: str | None = None
-        self._store: Store | None = None
+        # On the leader: where all meet. Without it, who still waits there fails at once.
+        self._meeting_place: Store | None = None
         self._group: dist.ProcessGroupGloo | None = None
         self._under_way: tuple[dist.Work, Bucket] | None = None
         self._wire = Wire()
@@ -144,7 +145,7 @@ class GlooWeightSender:
                 f"got {self._weights.host}: {error}"
             ) from error
         port = listener.getsockname()[1]
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+        self._meeting_place = dist.TCPStore(  # type: ignore[attr-defined]
             self._weights.host,
             port,
             is_master=True,
@@ -173,14 +174,14 @@ class GlooWeightSender:
         timeout = timedelta(seconds=self._weights.join_deadline_s)
 
         def join() -> dist.ProcessGroupGloo:
-            if self._store is None:
-                self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                    announced.store_host,
-                    announced.store_port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timeout,
-                )
+            # The leader, too, as a guest: a thread that is left behind must not keep it open.
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                announced.store_host,
+                announced.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timeout,
+            )
             # Further senders may run on other machines than the leader.
             host = local_address(announced.store_host, announced.store_port)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -188,7 +189,7 @@ class GlooWeightSender:
             options._threads = 1
             options._timeout = timeout
             meeting = dist.PrefixStore(  # type: ignore[attr-defined]
-                announced.communicator_id, self._store
+                announced.communicator_id, store
             )
             return dist.ProcessGroupGloo(meeting, rank, announced.world_size, options)
 
@@ -222,7 +223,7 @@ class GlooWeightSender:
         """See `WeightSender`."""
         if self._group is not None:
             self._group.abort()
-        self._group = self._store = self._id = self._under_way = None
+        self._group = self._meeting_place = self._id = self._under_way = None
 
     def _release(self, work: dist.Work) -> None:
         """Waits for one bucket; it is done when a later one is under way."""

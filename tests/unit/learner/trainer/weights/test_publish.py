@@ -199,6 +199,20 @@ def test_receiver_that_never_joins_costs_one_deadline() -> None:
     assert sender.communicator_id is None
 
 
+def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
+    """The end of the process would come upon it in torch's code, and be an abort."""
+    sender = GlooWeightSender(WeightsSection(join_deadline_s=60.0))
+    where = announce(sender, 1)
+    given_up = threading.Event()
+    given_up.set()
+    with pytest.raises(WeightSyncError, match="before one of them was lost"):
+        sender.connect(where, 0, given_up)
+    until = time.monotonic() + 20
+    while any(thread.name == "weight-sender" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_receiver_that_stops_taking_buckets_costs_one_deadline() -> None:
     sender = GlooWeightSender(SOON)
     where = announce(sender, 1)
