@@ -37,6 +37,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Weights = dict[str, "torch.Tensor"]
 SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250)
+# Whatever a random model says, the reply goes on.
+ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True)
 PROMPT = [1, 4, 5, 6, 3]
 
 
@@ -226,8 +228,7 @@ async def test_tokens_leave_the_engine_in_chunks(rig) -> None:
 
     await rig.publish(rig.old, 0)
     start = rig.engine.use().generated_tokens
-    hot = Sampling(1.0, 1.0, 0, 200, 1, 250, ignore_eos=True)
-    reply = asyncio.create_task(rig.generate("chunked", num_tokens=100, sampling=hot))
+    reply = asyncio.create_task(rig.generate("chunked", num_tokens=100, sampling=ENDLESS))
     counts = {0}
     while not reply.done():
         counts.add(rig.engine.use().generated_tokens - start)
@@ -240,9 +241,8 @@ async def test_tokens_leave_the_engine_in_chunks(rig) -> None:
 async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
     await rig.publish(rig.old, 0)
     start = rig.engine.use().generated_tokens
-    endless = Sampling(1.0, 1.0, 0, 200, 1, 250, ignore_eos=True)
     replies = [
-        asyncio.create_task(rig.generate(f"p{n}", num_tokens=200, sampling=endless))
+        asyncio.create_task(rig.generate(f"p{n}", num_tokens=200, sampling=ENDLESS))
         for n in range(8)
     ]
     await until_generated(rig.engine, start + 64, replies)
@@ -298,7 +298,10 @@ async def test_temperature_zero_is_greedy(rig) -> None:
 async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> None:
     await rig.publish(rig.old, 3)
     start = rig.engine.use().generated_tokens
-    replies = [asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200)) for n in range(16)]
+    replies = [
+        asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200, sampling=ENDLESS))
+        for n in range(16)
+    ]
     await until_generated(rig.engine, start + 100, replies)
     await rig.publish(rig.new, 4)
     crossed = 0
@@ -362,7 +365,10 @@ async def test_probes_do_not_count_as_generated(rig) -> None:
 async def test_cancelled_requests_are_counted_to_the_token(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.use()
-    replies = [asyncio.create_task(rig.generate(f"cancel{n}", num_tokens=200)) for n in range(24)]
+    replies = [
+        asyncio.create_task(rig.generate(f"cancel{n}", num_tokens=200, sampling=ENDLESS))
+        for n in range(24)
+    ]
     await until_generated(rig.engine, before.generated_tokens + 100, replies)
     for number in range(0, 24, 2):
         await rig.engine.cancel(f"cancel{number}")
@@ -442,8 +448,7 @@ async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch
     await rig.publish(rig.old, 0)
     monkeypatch.setattr(rig.engine, "_silence_limit_s", 1.0)
     before = rig.engine.use().generated_tokens
-    endless = dataclasses.replace(SAMPLING, ignore_eos=True)
-    replies = [asyncio.create_task(rig.generate("stopped", num_tokens=200, sampling=endless))]
+    replies = [asyncio.create_task(rig.generate("stopped", num_tokens=200, sampling=ENDLESS))]
     # It told of its steps until now: that is no silence.
     watching = asyncio.create_task(rig.engine.watch())
     await until_generated(rig.engine, before + 16, replies)
