@@ -33,8 +33,8 @@ from measure import RESULTS, Spread, note, progress, table, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 
 TARGET = 0.80
 WARMUP_STEPS = 2

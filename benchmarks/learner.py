@@ -45,8 +45,8 @@ from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import MicroBatch
 from slipstream.learner.trainer.flops import model_sizes, training_flops
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import load_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config
 
 HERE = Path(__file__).resolve().parent
 OURS, PEER = "slipstream", "bare"

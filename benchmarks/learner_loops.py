@@ -17,8 +17,8 @@ from shapes import SHAPES
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import MicroBatch
 from slipstream.learner.trainer.model.model import Policy, unwrapped
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,

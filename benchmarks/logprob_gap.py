@@ -33,8 +33,8 @@ from rig import HERE, Placement, Rig
 from shapes import make_apart
 from slipstream.client.preflight import free_port
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import load_config, parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config, parse_config
 
 KL_TARGET = 1e-3
 START_LIMIT_S = 300.0
@@ -132,7 +132,7 @@ def score_afresh(path: Path) -> None:
 
     async def score() -> list[float]:
         from slipstream.protocol.types import PolicyVersion
-        from slipstream.rollout_server.engine import VllmEngine
+        from slipstream.rollout_server.inference.engine import VllmEngine
 
         engine = await VllmEngine.start(config, seed=1)
         try:

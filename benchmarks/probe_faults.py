@@ -26,9 +26,9 @@ import numpy as np
 from measure import RESULTS, progress, table, write_result
 from rig import HERE
 from slipstream.client.preflight import free_port
-from slipstream.learner.controller.probe_gap import logit_gap
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.learner.controller.publishing.probe_gap import logit_gap
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ async def deliver(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     """What a real engine says after each delivery: arrays by version and fault."""
     from gloo_sender import GlooSender, layout_of
     from safetensors.torch import load_file
-    from slipstream.rollout_server.engine import VllmEngine
+    from slipstream.rollout_server.inference.engine import VllmEngine
 
     engine = await VllmEngine.start(config_of(arguments.model, arguments.dtype), seed=1)
     sender = GlooSender("probe", deadline_s=300.0)

@@ -24,11 +24,11 @@ from slipstream.client.children import Child, start_child
 from slipstream.client.session import ROLLOUT_SERVER, write_config
 from slipstream.client.trainer_ranks import TRAINER, rank_environments
 from slipstream.learner.controller.application import Controller
-from slipstream.learner.controller.fleet import ServerSession
-from slipstream.learner.controller.journal import Journal
-from slipstream.protocol.config import Config
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.queue.base import TrajectoryReceiver
-from slipstream.protocol.security import Credentials
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.protocol.config import Config
+from slipstream.protocol.settings.config import Config
 
 if TYPE_CHECKING:
-    from slipstream.rollout_server.engine import VllmEngine
-    from slipstream.rollout_server.generation import (
+    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.inference.generation import (
         Engine,
         Generation,
         LoadedWeights,
@@ -87,9 +87,9 @@ class Served:
     def __init__(self, engine: Engine, config: Config, address: str, name: str) -> None:
         """Starts the server beside the caller."""
         from slipstream.protocol.types import ServerId
-        from slipstream.rollout_server.renderer import Renderer
+        from slipstream.rollout_server.episodes.renderer import Renderer
+        from slipstream.rollout_server.episodes.workers import WorkerGateway
         from slipstream.rollout_server.service import RolloutServer
-        from slipstream.rollout_server.workers import WorkerGateway
 
         self._engine = engine
         self._stop = asyncio.Event()
@@ -123,8 +123,8 @@ class Ours(Served):
     async def start(cls, config: Config, sizes: Sizes, address: str) -> Ours:
         """Ready, with the weights that it was started with."""
         from slipstream.protocol.types import PolicyVersion
-        from slipstream.rollout_server.engine import VllmEngine
-        from slipstream.rollout_server.generation import LoadedWeights
+        from slipstream.rollout_server.inference.engine import VllmEngine
+        from slipstream.rollout_server.inference.generation import LoadedWeights
 
         class PresetWeights(VllmEngine):
             """Keeps its weights: none are sent here."""
@@ -144,7 +144,7 @@ class Ours(Served):
         return {"engine": self._generate_all, "check": self._check}
 
     async def _generate(self, seed: int, num_tokens: int) -> Generation:
-        from slipstream.rollout_server.generation import Sampling
+        from slipstream.rollout_server.inference.generation import Sampling
 
         longest = self._config.sampling.max_episode_tokens
         sampling = Sampling(1.0, 1.0, 0, num_tokens, 1, longest, ignore_eos=True)
@@ -234,7 +234,7 @@ class Bare:
 
     def __init__(self, config: Config, sizes: Sizes) -> None:
         """Starts it."""
-        from slipstream.rollout_server.engine_arguments import own_values
+        from slipstream.rollout_server.inference.engine_arguments import own_values
         from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -291,7 +291,7 @@ class Bare:
 
 async def main(role: str, folder: Path, address: str, sizes: Sizes) -> None:
     """Starts one engine, then does what stdin says until it is closed."""
-    from slipstream.protocol.config_file import load_config
+    from slipstream.protocol.settings.config_file import load_config
     from slipstream.rollout_server import process
 
     config = load_config(folder / "config.toml")

@@ -27,8 +27,8 @@ from measure import RESULTS, note, part, progress, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 
 TARGETS = {"wire of raw": 0.90, "end to end of raw": 0.60}
 # Of the engine at 8B in wire times, and at 0.6B in seconds on an idle engine.

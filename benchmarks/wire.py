@@ -22,7 +22,7 @@ from typing import Any
 from broadcast_programs import START_LIMIT_S, Program
 from measure import RESULTS, Spread, note, progress, table, write_result
 from shapes import SHAPES
-from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.settings.config import WeightsSection
 
 # The receivers come so much later than the sender, as servers that must pause do.
 DELAY_S = 0.01

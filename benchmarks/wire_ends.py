@@ -26,13 +26,13 @@ from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
 from slipstream.learner.trainer.weights.export_plan import Piece
 from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
-from slipstream.protocol.buckets import layout_from_pb, layout_to_pb
-from slipstream.protocol.config import OffloadSection, WeightsSection
-from slipstream.protocol.nccl_environment import set_nccl_environment
-from slipstream.protocol.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.bucket_transport import Incoming, Membership
-from slipstream.rollout_server.copy_plan import Copy, CopyPlan, Replay, View
-from slipstream.rollout_server.joining import TRANSPORTS
+from slipstream.protocol.settings.config import OffloadSection, WeightsSection
+from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
+from slipstream.protocol.weights.nccl_environment import set_nccl_environment
+from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
+from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
+from slipstream.rollout_server.weights.joining import TRANSPORTS
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from fake_controller import make_batch
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
 
 VOCAB = 64

@@ -9,8 +9,8 @@ from fake_server import OPEN, FakeServer
 from fake_trainer import FakeTrainer
 from slipstream.client.preflight import free_port
 from slipstream.learner.controller.application import Controller
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 
 
 def make_config(tmp_path, **changes) -> Config:

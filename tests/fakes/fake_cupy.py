@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slipstream.protocol import cuda_digests
+from slipstream.protocol.weights import cuda_digests
 
 
 class NcclError(RuntimeError):
@@ -128,7 +128,7 @@ class Communicator:
 def installed() -> Iterator[FakeCupy]:
     """In the place of cupy, which is not there; nothing of it is remembered afterwards."""
     fake = FakeCupy()
-    uses = ("slipstream.protocol.card_buffers",)
+    uses = ("slipstream.protocol.weights.card_buffers",)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in fake.modules().items():
             patch.setitem(sys.modules, name, module)

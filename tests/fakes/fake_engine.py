@@ -11,7 +11,7 @@ import numpy.typing as npt
 from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
-from slipstream.rollout_server.generation import (
+from slipstream.rollout_server.inference.generation import (
     EngineDied,
     EngineUse,
     FinishReason,
@@ -20,7 +20,7 @@ from slipstream.rollout_server.generation import (
     LoadedWeights,
     Sampling,
 )
-from slipstream.rollout_server.usage import UseClock
+from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.v1 import weights_pb2
 
 EOS = 2

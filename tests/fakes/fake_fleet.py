@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 import grpc.aio
 from fake_engine import DIGESTS
+from slipstream.protocol.access.security import CHANNEL_OPTIONS
 from slipstream.protocol.codec import decode_trajectory, version_to_pb
-from slipstream.protocol.security import CHANNEL_OPTIONS
 from slipstream.protocol.types import PolicyVersion, Trajectory
 from slipstream.v1 import (
     environment_pb2,

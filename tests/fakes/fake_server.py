@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 import numpy as np
-from slipstream.protocol.buckets import layout_from_pb
+from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
 from slipstream.protocol.queue.grpc import GrpcSender
 from slipstream.protocol.queue.redis import RedisSender
-from slipstream.protocol.security import Credentials, open_channel
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -26,6 +25,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
 OPEN = Credentials(None, None, None, None)

@@ -7,7 +7,7 @@ import hashlib
 
 import numpy as np
 from fake_server import OPEN, bucket_digests
-from slipstream.protocol.buckets import TensorSpec, layout_to_pb
+from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import (
     TRAINER_EPOCH,
     pack_logprobs,
@@ -16,8 +16,8 @@ from slipstream.protocol.codec import (
     version_from_pb,
     version_to_pb,
 )
-from slipstream.protocol.security import open_channel
 from slipstream.protocol.types import PolicyVersion, Trajectory
+from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
 LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)

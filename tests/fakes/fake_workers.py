@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc.aio
 from slipstream.client import Environment, Message, StepResult
-from slipstream.protocol.security import Credentials, create_server
+from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
 

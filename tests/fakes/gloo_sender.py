@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
-from slipstream.protocol.buckets import (
+from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.weights.buckets import (
     Bucket,
     TensorSpec,
     layout_from_pb,
     layout_to_pb,
 )
-from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.digests import bucket_digest, bucket_tensor_digests
-from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.v1 import weights_pb2
 from torch._C import _distributed_c10d as c10d
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc.aio
 from controller_runs import make_config
 from slipstream.learner.controller.application import Controller
-from slipstream.protocol.security import Credentials, call_metadata
+from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 TOKEN = "t" * 40

@@ -9,8 +9,8 @@ import hashlib
 import sys
 
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.handover import HandoverReceiver, HandoverSender, Offer
-from slipstream.protocol.shared_buffers import HostBuffers
+from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer
+from slipstream.protocol.weights.shared_buffers import HostBuffers
 
 NUM_BYTES = 1 << 16
 

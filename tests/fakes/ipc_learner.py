@@ -10,9 +10,9 @@ import sys
 
 import torch
 from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
-from slipstream.protocol.buckets import Bucket, Span, TensorSpec
-from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
 from slipstream.v1 import weights_pb2
 
 

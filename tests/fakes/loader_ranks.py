@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slipstream.protocol.buckets import Bucket, TensorSpec, plan_buckets
-from slipstream.rollout_server.copy_plan import CopyPlan, Proof, Replay, cut, record
+from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
+from slipstream.rollout_server.weights.copy_plan import CopyPlan, Proof, Replay, cut, record
 
 LIMIT_S = 240.0
 BUCKET_BYTES = 24_000

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from parity_layouts import SETTINGS, STEPS, batches, probe
-from slipstream.protocol.buckets import Bucket, layout_from_pb
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from parity_layouts import SETTINGS, batches, probe
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy

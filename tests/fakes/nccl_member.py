@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from slipstream.protocol.buckets import TensorSpec, plan_buckets
-from slipstream.protocol.cuda_digests import CudaDigests
-from slipstream.protocol.cupy_nccl import CupyNccl, make_unique_id
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.nccl_environment import set_nccl_environment
-from slipstream.protocol.nccl_group import NcclGroup
+from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.weights.cuda_digests import CudaDigests
+from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
+from slipstream.protocol.weights.nccl_environment import set_nccl_environment
+from slipstream.protocol.weights.nccl_group import NcclGroup
 
 BUCKET_BYTES = 256 << 20
 

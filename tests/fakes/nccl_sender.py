@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slipstream.protocol.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.digests import bucket_digest
 from slipstream.protocol.types import PolicyVersion
-from slipstream.rollout_server.copy_plan import cut
+from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
+from slipstream.protocol.weights.digests import bucket_digest
+from slipstream.rollout_server.weights.copy_plan import cut
 from slipstream.v1 import weights_pb2
 
 
@@ -95,10 +95,10 @@ class NcclSender:
 def serve() -> None:
     """The process: answers until stdin ends."""
     from safetensors.torch import load_file
-    from slipstream.protocol.cuda_digests import CudaDigests
-    from slipstream.protocol.cupy_nccl import CupyNccl, make_unique_id
-    from slipstream.protocol.nccl_environment import set_nccl_environment
-    from slipstream.protocol.nccl_group import NcclGroup
+    from slipstream.protocol.weights.cuda_digests import CudaDigests
+    from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
+    from slipstream.protocol.weights.nccl_environment import set_nccl_environment
+    from slipstream.protocol.weights.nccl_group import NcclGroup
 
     set_nccl_environment(os.environ)
     torch.cuda.set_device(0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from pydantic import JsonValue
 from slipstream.learner.trainer.batches.packing import MicroBatch
-from slipstream.protocol.algorithm_section import AlgorithmSection
+from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 
 
 def algorithm(**changes: JsonValue) -> AlgorithmSection:

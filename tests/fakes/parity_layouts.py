@@ -15,9 +15,9 @@ import pytest
 from fake_controller import make_batch
 from parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Trajectory
 
 STEPS = 3

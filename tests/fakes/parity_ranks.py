@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from parity_layouts import LAYOUTS, batches, config_of, probe
-from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy

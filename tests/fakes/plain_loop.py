@@ -15,8 +15,8 @@ from pathlib import Path
 
 from slipstream.client.trainer_ranks import rank_environments
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import load_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config
 from slipstream.protocol.types import Trajectory
 from slipstream.v1 import trainer_pb2
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from parity_layouts import probe
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.config import Config
 from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Trajectory
 from torch import Tensor
 

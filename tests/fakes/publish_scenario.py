@@ -19,7 +19,7 @@ import weight_receiver_process
 from fake_controller import FakeController, stop_order
 from slipstream.client.preflight import free_port
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.config_file import dump_config, parse_config
+from slipstream.protocol.settings.config_file import dump_config, parse_config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2, weights_pb2
 

@@ -19,12 +19,12 @@ from gloo_sender import GlooSender, layout_of
 from make_tiny_model import make_tokenizer
 from nccl_sender import NcclSender
 from running_replies import until_generated
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.nccl_environment import set_nccl_environment
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.rollout_server import process
-from slipstream.rollout_server.generation import Generation, Sampling
+from slipstream.rollout_server.inference.generation import Generation, Sampling
 
 TINY = {
     "hidden_size": 64,
@@ -136,7 +136,7 @@ class Rig:
             import vllm._custom_ops
 
             vllm._custom_ops._supports_onednn = False
-        from slipstream.rollout_server.engine import VllmEngine
+        from slipstream.rollout_server.inference.engine import VllmEngine
 
         started = time.monotonic()
         self.engine = await VllmEngine.start(config, seed=1)

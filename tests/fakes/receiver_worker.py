@@ -116,8 +116,8 @@ def value_of(answer: dict[str, Any]) -> Any:
 
 
 def _worker(config: Any, model: Any) -> Any:
-    from slipstream.rollout_server.weight_receiver import BACKEND, SlipstreamWeightTransfer
-    from slipstream.rollout_server.worker_extension import WorkerExtension
+    from slipstream.rollout_server.weights.weight_receiver import BACKEND, SlipstreamWeightTransfer
+    from slipstream.rollout_server.weights.worker_extension import WorkerExtension
     from vllm.config import WeightTransferConfig, set_current_vllm_config
 
     transfer = WeightTransferConfig(backend=BACKEND)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from slipstream.protocol.config import Config
 from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Trajectory
 
 if TYPE_CHECKING:

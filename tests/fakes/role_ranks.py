@@ -22,8 +22,8 @@ from parity_layouts import SETTINGS, SP, VPP, batches, probe
 from pydantic import JsonValue
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
-from slipstream.protocol.config import Config, LearnerSection, ParallelSection
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config, LearnerSection, ParallelSection
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import LogprobArray
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from parity_models import make_mixture
 from replayed_gaps import ReplayedGaps, disturb_routers
 from running_replies import until_generated
 from slipstream.protocol.codec import decode_trajectory, encode_trajectory
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,
@@ -130,8 +130,8 @@ def generate(folder: Path, config: Config) -> None:
 
 
 async def _generate(config: Config) -> list[Trajectory]:
-    from slipstream.rollout_server.engine import VllmEngine
-    from slipstream.rollout_server.generation import Sampling
+    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.inference.generation import Sampling
 
     engine = await VllmEngine.start(config, seed=1)
     sampling = Sampling(1.0, 1.0, 0, REPLY_TOKENS, 2, 300, ignore_eos=True)

@@ -26,7 +26,7 @@ from model_folders import write_loadable_files
 from slipstream.client import Client
 from slipstream.client.preflight import free_port
 from slipstream.client.status import Event, RunStatus
-from slipstream.protocol.security import Credentials, open_channel
+from slipstream.protocol.access.security import Credentials, open_channel
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "deploy" / "configs" / "quickstart.toml"

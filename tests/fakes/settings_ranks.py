@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from parity_layouts import config_of
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 
 PASSED = {
     "ddp": {"overlap_grad_reduce": True, "bucket_size": 12345, "grad_reduce_in_fp32": False},

@@ -31,7 +31,7 @@ def run_rank(folder: Path, job: str) -> None:
     )
     from slipstream.learner.trainer.weights.export import hf_tensors
     from slipstream.learner.trainer.weights.weight_stream import WeightStream, open_stream
-    from slipstream.protocol.buckets import Bucket
+    from slipstream.protocol.weights.buckets import Bucket
 
     logging.basicConfig(level=logging.WARNING)
     if job == WRONG_PLAN:

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
-from slipstream.protocol.buckets import Bucket, TensorSpec
-from slipstream.protocol.config import OffloadSection
+from slipstream.protocol.settings.config import OffloadSection
+from slipstream.protocol.weights.buckets import Bucket, TensorSpec
 
 
 class Meeting:

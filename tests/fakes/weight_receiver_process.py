@@ -14,9 +14,9 @@ import sys
 import time
 from typing import Any, Protocol
 
-from slipstream.protocol.buckets import Bucket, layout_from_pb
-from slipstream.protocol.digests import bucket_digest
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
+from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.v1 import weights_pb2
 
 JOIN_DEADLINE_S = 30.0
@@ -51,7 +51,7 @@ class Gloo:
 
     def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
         import torch
-        from slipstream.protocol.digests import HostDigests
+        from slipstream.protocol.weights.digests import HostDigests
 
         digests = HostDigests(buckets)
         for place, bucket in enumerate(buckets):
@@ -82,12 +82,12 @@ class Own:
         torch.zeros(1, device=_device())
 
     def __init__(self, where: weights_pb2.Communicator, rank: int) -> None:
-        from slipstream.rollout_server.bucket_transport import Membership
+        from slipstream.rollout_server.weights.bucket_transport import Membership
 
         self._transport = self._kind()(Membership(where, rank, JOIN_DEADLINE_S), _device())
 
     def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
-        from slipstream.rollout_server.bucket_transport import Incoming
+        from slipstream.rollout_server.weights.bucket_transport import Incoming
 
         incoming = Incoming(tuple(buckets), BUCKET_DEADLINE_S, own_buffers=False)
         for place, _ in enumerate(self._transport.receive(incoming)):
@@ -102,7 +102,7 @@ class Own:
 
     @classmethod
     def _kind(cls) -> Any:
-        from slipstream.rollout_server.joining import TRANSPORTS
+        from slipstream.rollout_server.weights.joining import TRANSPORTS
 
         return TRANSPORTS[cls.name]
 
@@ -122,7 +122,7 @@ def _device() -> Any:
 
 
 def main() -> None:
-    from slipstream.protocol.nccl_environment import set_nccl_environment
+    from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 
     set_nccl_environment(os.environ)
     kind = {"gloo": Gloo, "nccl": Nccl, "ipc": Ipc}[sys.argv[1]]

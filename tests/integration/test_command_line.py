@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from run_processes import copy_environments, run_command, write_config
 from slipstream.client.cli import parse
-from slipstream.protocol.config_file import load_config
+from slipstream.protocol.settings.config_file import load_config
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

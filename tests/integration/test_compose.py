@@ -22,11 +22,11 @@ from compose_file import (
 )
 from slipstream.client import health
 from slipstream.client.cli import _parser
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import load_config
+from slipstream.protocol.access.security import is_loopback
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.queue.redis_connection import REQUIRED_SETTINGS
-from slipstream.protocol.security import is_loopback
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config
 
 ENV_FILES = sorted((DEPLOY / "env").glob("*.env"))
 FILES = {

@@ -13,8 +13,8 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from guarded_controller import TOKEN, serving, with_token
+from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.security import call_metadata
 from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,

@@ -11,9 +11,9 @@ from fake_server import FakeServer
 from fake_trainer import FakeTrainer
 from slipstream.client.preflight import check_run_folder
 from slipstream.client.session import write_config
-from slipstream.learner.controller.journal import read_records
-from slipstream.protocol.config_file import parse_config
+from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.v1.trajectory_pb2 import EPISODE_PURPOSE_EVALUATION
 
 

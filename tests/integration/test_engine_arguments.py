@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.protocol.config import Config  # noqa: E402
-from slipstream.protocol.config_file import parse_config  # noqa: E402
 from slipstream.protocol.errors import ConfigError  # noqa: E402
+from slipstream.protocol.settings.config import Config  # noqa: E402
+from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def config_with(
 
 
 def test_settings_reach_vllm_by_name(model: Path) -> None:
-    from slipstream.rollout_server.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     passed = {"max_num_batched_tokens": 192, "block_size": 32, "load_format": "dummy"}
     settings = engine_config(config_with(model, passed), seed=3)
@@ -64,7 +64,7 @@ def test_settings_reach_vllm_by_name(model: Path) -> None:
 def test_logits_have_the_type_that_the_learners_have(
     model: Path, head: str, dtype: torch.dtype
 ) -> None:
-    from slipstream.rollout_server.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     config = config_with(model, {"hf_overrides": {"rope_theta": 5000.0}})
     section = config.model.model_copy(update={"dtype": "bfloat16", "head_dtype": head})
@@ -73,7 +73,7 @@ def test_logits_have_the_type_that_the_learners_have(
 
 
 def test_the_type_of_logits_cannot_be_passed_by(model: Path) -> None:
-    from slipstream.rollout_server.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     config = config_with(model, {"hf_overrides": {"head_dtype": "float16"}})
     with pytest.raises(ConfigError, match="decided by model.head_dtype"):
@@ -84,7 +84,7 @@ def test_the_type_of_logits_cannot_be_passed_by(model: Path) -> None:
 def test_the_scheduler_is_ours_with_and_without_async_scheduling(
     async_scheduling: bool, name: str
 ) -> None:
-    from slipstream.rollout_server.chunking_scheduler import scheduler_class
+    from slipstream.rollout_server.inference.chunking_scheduler import scheduler_class
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     found = scheduler_class(async_scheduling=async_scheduling)
@@ -93,7 +93,7 @@ def test_the_scheduler_is_ours_with_and_without_async_scheduling(
 
 
 def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
-    from slipstream.rollout_server.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     settings = engine_config(config_with(model, {}), seed=3).scheduler_config
     assert "Chunking" in settings.get_scheduler_cls().__name__
@@ -127,7 +127,7 @@ def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
 def test_settings_that_cannot_be_are_refused_in_one_line(
     model: Path, engine: dict[str, object], line: str
 ) -> None:
-    from slipstream.rollout_server.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     with pytest.raises(ConfigError) as caught:
         engine_config(config_with(model, engine), seed=3)
@@ -138,14 +138,14 @@ def test_settings_that_cannot_be_are_refused_in_one_line(
 def test_every_name_that_is_refused_is_one_of_vllm() -> None:
     import dataclasses
 
-    from slipstream.rollout_server.engine_arguments import _OWNED
+    from slipstream.rollout_server.inference.engine_arguments import _OWNED
     from vllm import AsyncEngineArgs
 
     assert set(_OWNED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
 def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:
-    from slipstream.rollout_server.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     lora = {"rank": 24, "target_modules": ["linear_qkv", "o_proj"]}
     assert engine_config(config_with(model, {}, lora), seed=3).lora_config is None
@@ -158,7 +158,7 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
 
 
 def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path: Path) -> None:
-    from slipstream.rollout_server.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     folder = tmp_path / "gpt2"
     shutil.copytree(model, folder)

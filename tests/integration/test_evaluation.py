@@ -9,7 +9,7 @@ import pytest
 from controller_runs import evaluation_rows, make_config, play, with_evaluations
 from fake_server import FakeServer, environment_failure
 from fake_trainer import FakeTrainer
-from slipstream.learner.controller.journal import read_records
+from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trajectory_pb2
 

@@ -27,7 +27,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.ranks.meeting import meeting_place
-from slipstream.protocol.exposure import narrow_sockets
+from slipstream.protocol.access.exposure import narrow_sockets
 
 limit = timedelta(seconds=60)
 child = os.fork()

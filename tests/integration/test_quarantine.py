@@ -12,14 +12,14 @@ from fake_trainer import FakeTrainer
 from fake_trajectories import GOOD
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.controller.endings import Endings
 from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.fleet import Fleet
-from slipstream.learner.controller.inspection import Inspector
-from slipstream.learner.controller.journal import Journal, read_records
-from slipstream.learner.controller.leases import LeaseBook
-from slipstream.learner.controller.ledger import TokenLedger
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.trajectories.endings import Endings
+from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.memory import MemoryQueue

@@ -9,8 +9,8 @@ import pytest
 import rank_groups
 from rank_groups import LAYOUTS
 from rank_pool import RankPool
-from slipstream.protocol.config import ParallelSection
-from slipstream.protocol.rank_layout import RankLayout
+from slipstream.protocol.settings.config import ParallelSection
+from slipstream.protocol.settings.rank_layout import RankLayout
 
 
 @pytest.fixture(scope="module")

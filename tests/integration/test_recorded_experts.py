@@ -19,10 +19,10 @@ from gloo_sender import GlooSender, layout_of  # noqa: E402
 from parity_models import NUM_EXPERTS, make_mixture  # noqa: E402
 from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.protocol.config_file import parse_config  # noqa: E402
+from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server import process  # noqa: E402
-from slipstream.rollout_server.generation import Generation, Sampling  # noqa: E402
+from slipstream.rollout_server.inference.generation import Generation, Sampling  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -103,7 +103,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     }
     config = parse_config(table, source="test")
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
-    from slipstream.rollout_server.engine import VllmEngine
+    from slipstream.rollout_server.inference.engine import VllmEngine
 
     engine = await VllmEngine.start(config, seed=1)
     try:

@@ -40,7 +40,7 @@ from run_processes import (  # noqa: E402
     until_step,
     write_config,
 )
-from slipstream.learner.controller.journal import read_batch, read_records  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

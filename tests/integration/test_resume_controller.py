@@ -19,12 +19,12 @@ from fake_server import FakeServer, environment_failure
 from fake_trainer import START, FakeTrainer
 from slipstream.client import Client
 from slipstream.client.preflight import free_port
-from slipstream.learner.controller.journal import Journal, read_batch, read_records
+from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender
 from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
 
 STEPS, GROUPS, MEMBERS = 12, 4, 4

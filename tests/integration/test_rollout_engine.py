@@ -20,11 +20,11 @@ from gloo_sender import GlooSender, layout_of  # noqa: E402
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from slipstream.protocol.config_file import parse_config  # noqa: E402
 from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E402
+from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server import process  # noqa: E402
-from slipstream.rollout_server.generation import (  # noqa: E402
+from slipstream.rollout_server.inference.generation import (  # noqa: E402
     EngineDied,
     FinishReason,
     Generation,
@@ -142,7 +142,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
     # The engine's processes are forked: a pool of threads would not live on in them.
     torch.set_num_threads(1)
-    from slipstream.rollout_server.engine import VllmEngine
+    from slipstream.rollout_server.inference.engine import VllmEngine
 
     engine = await VllmEngine.start(config, seed=1)
     try:
@@ -224,7 +224,7 @@ async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, param
 
 
 async def test_tokens_leave_the_engine_in_chunks(rig) -> None:
-    from slipstream.rollout_server.chunking_scheduler import CHUNK_TOKENS
+    from slipstream.rollout_server.inference.chunking_scheduler import CHUNK_TOKENS
 
     await rig.publish(rig.old, 0)
     start = rig.engine.use().generated_tokens
@@ -260,7 +260,7 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
 
 
 async def test_outputs_of_another_vllm_are_refused() -> None:
-    from slipstream.rollout_server.chunking_scheduler import check_outputs
+    from slipstream.rollout_server.inference.chunking_scheduler import check_outputs
     from vllm.v1.engine import EngineCoreOutput
 
     known = set(EngineCoreOutput.__struct_fields__)

@@ -22,7 +22,7 @@ from gloo_sender import GlooSender, layout_of  # noqa: E402
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.codec import pack_tokens, unpack_logprobs, version_to_pb  # noqa: E402
-from slipstream.protocol.config_file import dump_config, parse_config  # noqa: E402
+from slipstream.protocol.settings.config_file import dump_config, parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion, Status  # noqa: E402
 from slipstream.v1 import environment_pb2, fleet_pb2, weights_pb2  # noqa: E402
 

@@ -26,7 +26,7 @@ from run_processes import (  # noqa: E402
     write_config,
 )
 from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
-from slipstream.learner.controller.journal import read_batch, read_records  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -24,8 +24,8 @@ from run_processes import (  # noqa: E402
     summary_of,
     write_config,
 )
-from slipstream.learner.controller.journal import read_batch, read_records  # noqa: E402
-from slipstream.protocol.config_file import load_config  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from slipstream.protocol.settings.config_file import load_config  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

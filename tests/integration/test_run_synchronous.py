@@ -18,7 +18,7 @@ from run_processes import (  # noqa: E402
     summary_of,
     write_config,
 )
-from slipstream.learner.controller.journal import read_batch, read_records  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
 from slipstream.v1 import trainer_pb2  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.generation import EngineDied, Sampling  # noqa: E402
+from slipstream.rollout_server.inference.generation import EngineDied, Sampling  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 
@@ -25,7 +25,7 @@ async def never(*_: object, **__: object) -> None:
 
 
 async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> None:
-    from slipstream.rollout_server.engine import VllmEngine, _TokenCounter
+    from slipstream.rollout_server.inference.engine import VllmEngine, _TokenCounter
 
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
@@ -43,7 +43,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
 
 
 async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
-    from slipstream.rollout_server.engine import VllmEngine, _TokenCounter
+    from slipstream.rollout_server.inference.engine import VllmEngine, _TokenCounter
 
     counter = _TokenCounter(None)
     asked = asyncio.Event()
@@ -82,8 +82,8 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
 
 
 async def test_an_engine_that_tells_of_its_steps_is_alive() -> None:
-    from slipstream.rollout_server.engine import _TokenCounter
-    from slipstream.rollout_server.silence import Silence
+    from slipstream.rollout_server.inference.engine import _TokenCounter
+    from slipstream.rollout_server.inference.silence import Silence
 
     counter, silence = _TokenCounter(None), Silence(0.05)
     until = time.monotonic() + 0.3

@@ -22,13 +22,13 @@ from guarded_controller import TOKEN, serving, with_token
 from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.ranks.meeting import meeting_place
 from slipstream.learner.trainer.weights.weight_sender import GlooWeightSender
-from slipstream.protocol.buckets import TensorSpec, plan_buckets
-from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.exposure import RENDEZVOUS_VARIABLE
-from slipstream.protocol.security import call_metadata
-from slipstream.rollout_server.bucket_transport import Incoming, Membership
-from slipstream.rollout_server.gloo_transport import GlooTransport
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
+from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.gloo_transport import GlooTransport
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 HOST = "127.0.0.1"

@@ -15,10 +15,10 @@ pytest.importorskip("vllm")
 from gloo_sender import GlooSender, layout_of  # noqa: E402
 from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.protocol.config_file import parse_config  # noqa: E402
+from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server import process  # noqa: E402
-from slipstream.rollout_server.generation import Sampling  # noqa: E402
+from slipstream.rollout_server.inference.generation import Sampling  # noqa: E402
 
 PROMPT = [1, 4, 5, 6, 3]
 SAMPLING = Sampling(1.0, 1.0, 0, 40, 1, 60, ignore_eos=True)
@@ -51,7 +51,7 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
     config = parse_config(table, source="test")
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
     torch.set_num_threads(1)
-    from slipstream.rollout_server.engine import VllmEngine
+    from slipstream.rollout_server.inference.engine import VllmEngine
 
     engine = await VllmEngine.start(config, seed=1)
     try:

@@ -25,10 +25,10 @@ from fake_controller import (
 from make_tiny_model import make_model, make_tokenizer
 from safetensors.torch import load_file
 from slipstream.client.preflight import free_port
-from slipstream.protocol.buckets import layout_from_pb
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
-from slipstream.protocol.config_file import dump_config, parse_config
-from slipstream.protocol.digests import bucket_digest, bucket_tensor_digests, weight_digest
+from slipstream.protocol.settings.config_file import dump_config, parse_config
+from slipstream.protocol.weights.buckets import layout_from_pb
+from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
 
 TIMEOUT_S = 300

@@ -9,7 +9,7 @@ from pathlib import Path
 import learner_loops
 import measure
 import pytest
-from slipstream.protocol.config_file import load_config
+from slipstream.protocol.settings.config_file import load_config
 
 from learner import OURS, PEER, Turn, rows
 

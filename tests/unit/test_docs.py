@@ -20,8 +20,8 @@ from pydantic import BaseModel
 from slipstream.client import Environment, StepResult
 from slipstream.client.cli import _parser
 from slipstream.client.environment import TaskSource
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import load_config, parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -29,9 +29,14 @@ from slipstream.client.status import (
     event_from_pb,
     run_from_pb,
 )
-from slipstream.protocol.config import SecuritySection, address_parts
+from slipstream.protocol.access.security import (
+    Credentials,
+    call_metadata,
+    is_loopback,
+    open_channel,
+)
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
-from slipstream.protocol.security import Credentials, call_metadata, is_loopback, open_channel
+from slipstream.protocol.settings.config import SecuritySection, address_parts
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slipstream.client.terminal import plain
-from slipstream.protocol.config import Config
+from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
 
 # What people look for in a run's folder.

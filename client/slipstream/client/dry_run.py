@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.client.placement import check_transport, describe_sharing, place_here, share_memory
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import check_sizes, dump_config
+from slipstream.protocol.access.security import without_password
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.model_sizes import read_model_sizes
-from slipstream.protocol.rank_layout import RankLayout
-from slipstream.protocol.roles import role_settings
-from slipstream.protocol.security import without_password
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import check_sizes, dump_config
+from slipstream.protocol.settings.model_sizes import read_model_sizes
+from slipstream.protocol.settings.rank_layout import RankLayout
+from slipstream.protocol.settings.roles import role_settings
 
 
 def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> str:

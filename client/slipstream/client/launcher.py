@@ -31,16 +31,16 @@ from slipstream.client.session import (
     write_config,
 )
 from slipstream.client.trainer_ranks import rank_environments
+from slipstream.protocol.access.security import without_password
 from slipstream.protocol.checkpoints import complete_steps
-from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.config_file import dump_config, load_config, parse_config
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
-from slipstream.protocol.sections import QueueEnd
-from slipstream.protocol.security import without_password
-from slipstream.protocol.tracking import check_trackers
+from slipstream.protocol.settings.config import Config, address_parts
+from slipstream.protocol.settings.config_file import dump_config, load_config, parse_config
+from slipstream.protocol.settings.sections import QueueEnd
+from slipstream.protocol.settings.tracking import check_trackers
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"

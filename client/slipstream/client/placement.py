@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
-from slipstream.protocol.handover import host_id
-from slipstream.protocol.transports import Place, choose_transport
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.weights.handover import host_id
+from slipstream.protocol.weights.transports import Place, choose_transport
 
 # What an engine takes of a card that the learner shares, unless the settings say it. Its caches
 # gain little beyond it at sizes that fit one card together with gradients and optimizer.

@@ -18,21 +18,26 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from slipstream.client.programs import run_module
-from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.config_changes import check_resumable
-from slipstream.protocol.config_file import check_model, check_sizes, dump_config, load_config
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.exposure import check_private
-from slipstream.protocol.process import open_variables
-from slipstream.protocol.roles import role_settings
-from slipstream.protocol.sections import QueueEnd
-from slipstream.protocol.security import (
+from slipstream.protocol.access.exposure import check_private
+from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
     check_address,
     open_channel,
     redis_url_of,
 )
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.process import open_variables
+from slipstream.protocol.settings.config import Config, address_parts
+from slipstream.protocol.settings.config_changes import check_resumable
+from slipstream.protocol.settings.config_file import (
+    check_model,
+    check_sizes,
+    dump_config,
+    load_config,
+)
+from slipstream.protocol.settings.roles import role_settings
+from slipstream.protocol.settings.sections import QueueEnd
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 SETTINGS_CHECK = "slipstream.learner.trainer.check"

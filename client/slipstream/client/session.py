@@ -23,11 +23,11 @@ from slipstream.client.placement import Placement, describe_sharing
 from slipstream.client.preflight import make_folder
 from slipstream.client.trainer_ranks import TrainerRanks
 from slipstream.client.waits import tell_waits
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import dump_config
+from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import dump_config
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 CONTROLLER = "slipstream.learner.controller"

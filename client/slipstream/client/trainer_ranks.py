@@ -16,9 +16,9 @@ from collections.abc import Callable
 from slipstream.client.children import Child, start_child
 from slipstream.client.placement import Placement
 from slipstream.client.preflight import free_port
-from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
-from slipstream.protocol.security import Credentials
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
+from slipstream.protocol.access.security import Credentials
+from slipstream.protocol.settings.config import Config, address_parts
 
 TRAINER = "slipstream.learner.trainer"
 # Ranks that lived so long may die as often as new ones.

@@ -10,7 +10,7 @@ import asyncio
 import grpc.aio
 from slipstream.client.display import Display
 from slipstream.client.status import RunStatus, run_from_pb
-from slipstream.protocol.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 # Silence before the first line about it; before each further one twice as long, up to the limit.

@@ -83,8 +83,8 @@ class _NotConnected(Exception):
 async def _attach(address: str, token: str | None) -> None:
     import grpc.aio
     from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
+    from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
     from slipstream.protocol.errors import ConfigError
-    from slipstream.protocol.security import Credentials, call_metadata, open_channel
     from slipstream.v1 import environment_pb2 as pb
     from slipstream.v1 import environment_pb2_grpc
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from slipstream.protocol.algorithm_section import AlgorithmSection
-from slipstream.protocol.config import Config
+from slipstream.protocol.settings.algorithm_section import AlgorithmSection
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Status, Trajectory
 
 

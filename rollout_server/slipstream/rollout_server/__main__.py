@@ -18,15 +18,15 @@ import sys
 import traceback
 from pathlib import Path
 
+from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.card_lock import cards_of, fill_cards
-from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.config_file import check_model, load_config
 from slipstream.protocol.errors import ConfigError, SlipstreamError
-from slipstream.protocol.exposure import narrow_sockets
 from slipstream.protocol.names import check_server_id
-from slipstream.protocol.nccl_environment import set_nccl_environment
 from slipstream.protocol.process import die_with_parent
+from slipstream.protocol.settings.config import Config, address_parts
+from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.protocol.types import ServerId
+from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.rollout_server import process
 
 
@@ -84,9 +84,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def _serve(config: Config, options: argparse.Namespace) -> None:
-    from slipstream.rollout_server.renderer import Renderer
+    from slipstream.rollout_server.episodes.renderer import Renderer
+    from slipstream.rollout_server.episodes.workers import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer, wait_for_controller
-    from slipstream.rollout_server.workers import WorkerGateway
 
     await wait_for_controller(options.controller, options.connect_timeout_s)
     os.environ.update(
@@ -100,7 +100,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     renderer = Renderer(config.model.path)
     settings = config.rollout_server
     with process.limited_start(settings.start_timeout_s):
-        from slipstream.rollout_server.engine import VllmEngine
+        from slipstream.rollout_server.inference.engine import VllmEngine
     cards = cards_of(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s
     # Nothing else runs in this loop yet.

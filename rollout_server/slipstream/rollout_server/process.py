@@ -9,8 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
-from slipstream.protocol.config import RolloutServerSection
 from slipstream.protocol.process import die_with_parent, open_variables
+from slipstream.protocol.settings.config import RolloutServerSection
 
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",

@@ -18,8 +18,8 @@ import numpy as np
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
-from slipstream.rollout_server.dispatcher import Dispatcher
-from slipstream.rollout_server.generation import Engine, EngineDied, GenerationFailed
+from slipstream.rollout_server.episodes.dispatcher import Dispatcher
+from slipstream.rollout_server.inference.generation import Engine, EngineDied, GenerationFailed
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)

@@ -15,22 +15,22 @@ from dataclasses import dataclass
 
 import grpc
 import grpc.aio
-from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.errors import ConfigError, RunFailed
-from slipstream.protocol.queue.base import TrajectorySender
-from slipstream.protocol.security import (
+from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
     open_channel,
     redis_url_of,
 )
+from slipstream.protocol.errors import ConfigError, RunFailed
+from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.types import ServerId
-from slipstream.rollout_server.dispatcher import Identity
-from slipstream.rollout_server.environments import ClientEnvironments, Environments
-from slipstream.rollout_server.generation import Engine
-from slipstream.rollout_server.renderer import Renderer
+from slipstream.rollout_server.episodes.dispatcher import Identity
+from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.rollout_server.inference.generation import Engine
 from slipstream.rollout_server.session import End, JoinCall, Outbox, Session, SessionServices, hello
-from slipstream.rollout_server.workers import WorkerGateway
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -18,18 +18,18 @@ from enum import Enum
 import grpc.aio
 from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.config import Config
-from slipstream.protocol.handover import host_id
 from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import GroupId, ServerId
-from slipstream.rollout_server.dispatcher import Dispatcher, Identity, Lease
-from slipstream.rollout_server.environments import Environments
-from slipstream.rollout_server.episode import EpisodeServices
-from slipstream.rollout_server.generation import Engine
-from slipstream.rollout_server.ledger import TokenLedger
+from slipstream.protocol.weights.handover import host_id
+from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity, Lease
+from slipstream.rollout_server.episodes.environments import Environments
+from slipstream.rollout_server.episodes.episode import EpisodeServices
+from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.inference.generation import Engine
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.publisher import Publisher
-from slipstream.rollout_server.renderer import Renderer
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)

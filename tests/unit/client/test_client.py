@@ -13,8 +13,8 @@ from fake_workers import Empty, Good
 from slipstream.client import Client
 from slipstream.client import client as client_module
 from slipstream.client.cli import parse
+from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
-from slipstream.protocol.security import Credentials, bind, create_server
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.display import Display
-from slipstream.protocol.config import Config
+from slipstream.protocol.settings.config import Config
 from small_configs import config_of
 
 SUMMARY = {

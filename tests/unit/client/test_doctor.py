@@ -18,9 +18,9 @@ from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, prob
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_setup
 from slipstream.client.preflight import free_port
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 
 
 def config_of(tmp_path: Path, **sections: dict) -> Config:

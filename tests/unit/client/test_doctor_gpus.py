@@ -11,9 +11,9 @@ from slipstream.client.doctor import fit, gpus
 from slipstream.client.doctor.findings import Finding, Verdict
 from slipstream.client.doctor.fit import Needs, check_fit
 from slipstream.client.doctor.gpus import check_gpus
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.gpus import Gpu
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 
 GIB = 1 << 30
 CARDS = tuple(Gpu(n, f"GPU-{n}aaa", "NVIDIA H200", 140 * GIB) for n in range(3))

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 from slipstream.client.dry_run import describe_dry_run
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config_file import parse_config
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],

@@ -18,10 +18,10 @@ from slipstream.client.placement import (
     place,
     share_memory,
 )
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import load_config, parse_config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config, parse_config
 
 CONFIGS = Path(__file__).parents[3] / "deploy" / "configs"
 CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(8))

@@ -12,8 +12,8 @@ import tomli_w
 from slipstream.client import preflight
 from slipstream.client.launcher import run_learner
 from slipstream.client.preflight import check_environments, free_port, make_run_folder
-from slipstream.protocol.config import Config, EnvironmentSection
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config, EnvironmentSection
 from small_configs import config_of
 
 

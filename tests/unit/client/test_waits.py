@@ -11,7 +11,7 @@ from slipstream.client import waits
 from slipstream.client.display import Display
 from slipstream.client.status import run_from_pb
 from slipstream.client.waits import tell_waits, wait_line
-from slipstream.protocol.security import Credentials, bind, create_server
+from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc
 from small_configs import config_of
 

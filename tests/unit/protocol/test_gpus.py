@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from slipstream.protocol import gpus
 from slipstream.protocol.gpus import Gpu, find_gpu, list_gpus, visible_ids
-from slipstream.protocol.nccl_environment import NCCL_ENVIRONMENT, set_nccl_environment
+from slipstream.protocol.weights.nccl_environment import NCCL_ENVIRONMENT, set_nccl_environment
 
 CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(4))
 

@@ -1,8 +1,8 @@
 import pytest
-from slipstream.protocol.config import QueueSection
+from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.queue.redis_connection import RedisConnection
-from slipstream.protocol.security import redis_url_of
+from slipstream.protocol.settings.config import QueueSection
 
 
 def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):

@@ -11,12 +11,12 @@ import pytest
 from fake_engine import FakeEngine
 from fake_fleet import Connection, FakeFleet
 from make_tiny_model import make_tokenizer
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import ServerId
-from slipstream.rollout_server.renderer import Renderer
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
-from slipstream.rollout_server.workers import WorkerGateway
 from slipstream.v1 import environment_pb2 as env_pb
 
 

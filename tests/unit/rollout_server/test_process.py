@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from slipstream.protocol.config import RolloutServerSection
+from slipstream.protocol.settings.config import RolloutServerSection
 from slipstream.rollout_server.process import NOT_STARTED, engine_environment
 
 START = """

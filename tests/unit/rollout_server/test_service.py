@@ -6,7 +6,7 @@ import pytest
 from fake_fleet import FakeFleet
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
-from slipstream.rollout_server.generation import EngineDied
+from slipstream.rollout_server.inference.generation import EngineDied
 from slipstream.rollout_server.service import wait_for_controller
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2

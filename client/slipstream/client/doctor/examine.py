@@ -14,9 +14,9 @@ from slipstream.client.doctor.machine import check_machine
 from slipstream.client.doctor.packages import check_packages
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_setup
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import load_config
 from slipstream.protocol.gpus import list_gpus
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config
 
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.placement import Placement, check_transport, place_here, share_memory
-from slipstream.protocol.config import Config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu, find_gpu
+from slipstream.protocol.settings.config import Config
 
 GIB = 1 << 30
 # Bytes of optimizer state for a parameter: two moments, and the fp32 master of a bf16 weight.

@@ -9,7 +9,7 @@ from itertools import combinations
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.protocol.gpus import VISIBLE, Gpu, Nvml, visible_ids
-from slipstream.protocol.nccl_environment import NCCL_ENVIRONMENT
+from slipstream.protocol.weights.nccl_environment import NCCL_ENVIRONMENT
 
 GIB = 1 << 30
 # Indices of nvmlDeviceGetP2PStatus, whose answer 0 is yes.

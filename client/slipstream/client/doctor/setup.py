@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.fit import check_fit
 from slipstream.client.preflight import check_port
-from slipstream.protocol.config import Config, address_parts
-from slipstream.protocol.config_file import check_model
+from slipstream.protocol.access.exposure import check_private, describe_exposure
+from slipstream.protocol.access.security import Credentials, check_address
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.exposure import check_private, describe_exposure
 from slipstream.protocol.gpus import Gpu
-from slipstream.protocol.security import Credentials, check_address
+from slipstream.protocol.settings.config import Config, address_parts
+from slipstream.protocol.settings.config_file import check_model
 
 CONNECT_LIMIT_S = 3.0
 

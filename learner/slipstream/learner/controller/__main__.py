@@ -9,8 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from slipstream.protocol.config_file import load_config
 from slipstream.protocol.errors import SlipstreamError
+from slipstream.protocol.settings.config_file import load_config
 
 
 def main() -> int:
@@ -38,8 +38,8 @@ def _first(error: BaseException) -> BaseException:
 
 async def _serve(path: Path) -> int:
     from slipstream.learner.controller.application import Controller
-    from slipstream.protocol.security import Credentials
-    from slipstream.protocol.tracking import check_trackers
+    from slipstream.protocol.access.security import Credentials
+    from slipstream.protocol.settings.tracking import check_trackers
 
     config = load_config(path)
     check_trackers(config.tracking)

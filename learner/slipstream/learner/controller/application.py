@@ -11,27 +11,15 @@ from functools import partial
 from pathlib import Path
 
 import grpc.aio
-from slipstream.learner.controller.batches import BatchFormer, Trained
-from slipstream.learner.controller.curves import draw_curves
-from slipstream.learner.controller.endings import Endings
-from slipstream.learner.controller.environment_service import EnvironmentServicer
-from slipstream.learner.controller.environment_specs import environment_specs
-from slipstream.learner.controller.environments import EnvironmentBook
-from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.events import EventLog, Severity
-from slipstream.learner.controller.fleet import Fleet, FleetHandlers, ServerSession
-from slipstream.learner.controller.fleet_service import FleetService
-from slipstream.learner.controller.intake import Intake
-from slipstream.learner.controller.joining import FleetServicer
-from slipstream.learner.controller.journal import Journal
-from slipstream.learner.controller.leases import LeaseBook
-from slipstream.learner.controller.ledger import TokenLedger
-from slipstream.learner.controller.metrics import Ending, RunRecorder
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.publish import Publisher
-from slipstream.learner.controller.queue_account import AccountedReceiver
-from slipstream.learner.controller.receivers import open_receiver
-from slipstream.learner.controller.restoration import (
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.records.restoration import (
     RestoredParts,
     begin,
     journal_busy,
@@ -39,14 +27,26 @@ from slipstream.learner.controller.restoration import (
     journal_servers,
     restore,
 )
-from slipstream.learner.controller.scheduler import Scheduler
-from slipstream.learner.controller.service_health import ServiceHealth
-from slipstream.learner.controller.status_service import StatusServicer
-from slipstream.learner.controller.trackers.opening import open_trackers
+from slipstream.learner.controller.reporting.curves import draw_curves
+from slipstream.learner.controller.reporting.metrics import Ending, RunRecorder
+from slipstream.learner.controller.reporting.service_health import ServiceHealth
+from slipstream.learner.controller.reporting.status_service import StatusServicer
+from slipstream.learner.controller.reporting.trackers.opening import open_trackers
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.fleet_service import FleetService
+from slipstream.learner.controller.servers.joining import FleetServicer
+from slipstream.learner.controller.tasks.environment_service import EnvironmentServicer
+from slipstream.learner.controller.tasks.environment_specs import environment_specs
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trainer_service import TrainerServicer
+from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
+from slipstream.learner.controller.trajectories.endings import Endings
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
+from slipstream.learner.controller.trajectories.receivers import open_receiver
 from slipstream.learner.controller.watch import RunWatch
-from slipstream.protocol.config import Config
-from slipstream.protocol.security import Credentials, bind, create_server
+from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import GroupId
 from slipstream.v1 import (
     environment_pb2,

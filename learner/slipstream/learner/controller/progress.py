@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
-from slipstream.learner.controller.lease_pace import JustInTime
+from slipstream.learner.controller.leasing.lease_pace import JustInTime
 from slipstream.learner.controller.stopwatch import Stopwatch
-from slipstream.protocol.config import Config
-from slipstream.protocol.transports import Place
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from slipstream.learner.controller.batches import Batch, BatchFormer, Trained, header
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leases import LeaseBook
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.publish import Publisher
-from slipstream.learner.controller.transport_choice import place_from_pb
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.trajectories.batches import Batch, BatchFormer, Trained, header
 from slipstream.protocol.codec import (
     TRAINER_EPOCH,
     trajectory_to_pb,

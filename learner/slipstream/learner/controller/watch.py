@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from slipstream.learner.controller.environments import EnvironmentBook, EnvironmentEntry
-from slipstream.learner.controller.fleet import Fleet
-from slipstream.learner.controller.groups import Group
-from slipstream.learner.controller.lease_watch import CANCEL_LIMIT_S, LeaseWatch
-from slipstream.learner.controller.leases import LeaseBook
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.lease_watch import CANCEL_LIMIT_S, LeaseWatch
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.protocol.card_lock import cards_of, fill_cards
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import check_model, load_config
 from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import check_model, load_config
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient

@@ -10,10 +10,10 @@ import sys
 import tomllib
 
 from slipstream.learner.trainer.ranks import compat, cpu
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.roles import named, role_settings
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.settings.roles import named, role_settings
 
 USAGE_ERROR = 2
 

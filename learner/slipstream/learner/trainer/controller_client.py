@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from slipstream.protocol.access.security import Credentials, call_metadata, open_blocking_channel
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
-from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.security import Credentials, call_metadata, open_blocking_channel
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc

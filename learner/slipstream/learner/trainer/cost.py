@@ -12,7 +12,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.step import StepResult
-from slipstream.protocol.config import Config
+from slipstream.protocol.settings.config import Config
 
 logger = logging.getLogger(__name__)
 

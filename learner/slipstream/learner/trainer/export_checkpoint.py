@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_manifest
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import check_model, load_config, parse_config
 from slipstream.protocol.errors import CheckpointError, SlipstreamError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import check_model, load_config, parse_config
 
 USAGE_ERROR = 2
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.learner.controller.journal import read_batch, read_records
+from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import check_model, load_config
 from slipstream.protocol.errors import ProtocolError, SlipstreamError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.v1 import trainer_pb2
 
 USAGE_ERROR = 2

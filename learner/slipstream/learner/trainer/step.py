@@ -23,8 +23,8 @@ from slipstream.learner.trainer.model.router_replay import check_experts, routin
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
 from slipstream.learner.trainer.stages import StageTimes
-from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
 from torch import Tensor
 
 

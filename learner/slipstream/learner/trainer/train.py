@@ -39,10 +39,10 @@ from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
-from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.handover import host_id
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.weights.handover import host_id
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 
 logger = logging.getLogger(__name__)

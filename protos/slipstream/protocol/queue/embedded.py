@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
+from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing
 from slipstream.protocol.queue.redis_rights import CONTROLLER, ROLES
-from slipstream.protocol.socket_folder import make_socket_folder, remove_socket_folder
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0

@@ -18,10 +18,10 @@ from typing import TypeAlias
 
 import grpc
 import grpc.aio
+from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing, Delivery
 from slipstream.protocol.queue.budget import ByteBudget
-from slipstream.protocol.security import Credentials, call_metadata
 from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slipstream.protocol.sections import QueueEnd
+from slipstream.protocol.settings.sections import QueueEnd
 
 Command: TypeAlias = tuple[str, ...]
 

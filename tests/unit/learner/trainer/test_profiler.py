@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.stages import StageTimes
-from slipstream.protocol.config import ProfileSection
+from slipstream.protocol.settings.config import ProfileSection
 
 
 def run_steps(window: ProfileWindow, steps: range) -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from pydantic import JsonValue
 from slipstream.learner.trainer.step import learning_rate
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 
 
 def config_with(warmup_steps: int, **tables: JsonValue) -> Config:

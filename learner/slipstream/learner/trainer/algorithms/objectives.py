@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from slipstream.learner.trainer.algorithms.kl import safe_ratio
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
-from slipstream.protocol.algorithm_section import AlgorithmSection
+from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from torch import Tensor
 
 

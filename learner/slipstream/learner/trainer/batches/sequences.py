@@ -19,8 +19,8 @@ from slipstream.learner.trainer.algorithms.aggregation import loss_weights
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence, parts_of
-from slipstream.protocol.config import Config
 from slipstream.protocol.rewards import is_counted, shaped_reward
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, Trajectory
 
 

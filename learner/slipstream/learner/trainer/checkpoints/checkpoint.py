@@ -39,9 +39,9 @@ from slipstream.protocol.checkpoints import (
     remove_partial,
     write_manifest,
 )
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import dump_config
 from slipstream.protocol.errors import CheckpointError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import dump_config
 from slipstream.protocol.types import PolicyVersion
 from torch import Tensor
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 from slipstream.learner.trainer.model.settings import Megatron
-from slipstream.protocol.model_sizes import normalizes_experts
+from slipstream.protocol.settings.model_sizes import normalizes_experts
 from torch import Tensor
 
 

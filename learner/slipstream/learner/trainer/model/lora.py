@@ -16,8 +16,8 @@ from slipstream.learner.trainer.model.model import Change, Policy, defer_project
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.export import adapter_tensors
-from slipstream.protocol.config import Config
-from slipstream.protocol.lora_section import FUSED
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.lora_section import FUSED
 from torch import Tensor
 
 

@@ -29,9 +29,9 @@ from slipstream.learner.trainer.model.router_replay import replay_routers
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
-from slipstream.protocol.config import Config, ParallelSection
+from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.exposure import narrow_sockets
+from slipstream.protocol.settings.config import Config, ParallelSection
 from torch import Tensor
 
 

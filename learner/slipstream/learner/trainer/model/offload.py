@@ -15,7 +15,7 @@ from enum import Enum
 
 import torch
 from slipstream.learner.trainer.model.settings import Megatron
-from slipstream.protocol.config import OffloadSection
+from slipstream.protocol.settings.config import OffloadSection
 from torch import Tensor
 
 

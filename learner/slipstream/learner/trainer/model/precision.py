@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks import compat
-from slipstream.protocol.config import LearnerSection
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import LearnerSection
 
 
 def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:

@@ -9,9 +9,9 @@ import torch
 from slipstream.learner.trainer.model.precision import check_fp8
 from slipstream.learner.trainer.model.settings import Megatron, passed_through, refusals_of
 from slipstream.learner.trainer.ranks import compat
-from slipstream.protocol.config import Config, LearnerSection
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.rank_layout import RankLayout
+from slipstream.protocol.settings.config import Config, LearnerSection
+from slipstream.protocol.settings.rank_layout import RankLayout
 
 # Of the vocabulary's share of a rank, where the vocabulary is padded.
 VOCAB_MULTIPLE = 8

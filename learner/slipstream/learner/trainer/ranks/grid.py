@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 from slipstream.learner.trainer.model.settings import Megatron
-from slipstream.protocol.config import ParallelSection
+from slipstream.protocol.settings.config import ParallelSection
 from torch import Tensor
 
 # Only ever grows, and a change of the time limit must reach all groups.

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.exposure import RENDEZVOUS_VARIABLE
 from torch.distributed.distributed_c10d import Store
 
 # What torch may take beyond its own limit to say that nobody listens.

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.grid import Grids
 from slipstream.learner.trainer.ranks.meeting import meeting_place, missing_variable
-from slipstream.protocol.config import LearnerSection, ParallelSection
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.nccl_environment import set_nccl_environment
-from slipstream.protocol.rank_layout import RankLayout
+from slipstream.protocol.settings.config import LearnerSection, ParallelSection
+from slipstream.protocol.settings.rank_layout import RankLayout
+from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from torch import Tensor
 
 _INT64 = torch.int64

@@ -18,8 +18,8 @@ from slipstream.learner.trainer.model.schedule import run_schedule
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.model.value_head import give_value_head
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from slipstream.learner.trainer.model.schedule import forward_logprobs
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.export import hf_tensors
-from slipstream.protocol.config import Config
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray
 from torch import Tensor
 

@@ -11,8 +11,8 @@ from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.roles.critic import Critic
 from slipstream.learner.trainer.roles.reference import Reference
-from slipstream.protocol.config import Config
-from slipstream.protocol.roles import critic_config, named, reference_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.roles import critic_config, named, reference_config
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from slipstream.learner.trainer.weights.export_plan import (
     plan_matrices,
     plan_merged,
 )
-from slipstream.protocol.buckets import Bucket, Span, TensorSpec
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
 from torch import Tensor
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from slipstream.protocol.buckets import Bucket
-from slipstream.protocol.config import WeightsSection
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.handover import HandoverSender, Offer
-from slipstream.protocol.nccl_group import Wire
-from slipstream.protocol.shared_buffers import SharedBuffers, make_buffers
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.handover import HandoverSender, Offer
+from slipstream.protocol.weights.nccl_group import Wire
+from slipstream.protocol.weights.shared_buffers import SharedBuffers, make_buffers
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 

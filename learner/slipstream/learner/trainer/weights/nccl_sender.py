@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 from slipstream.learner.trainer.weights.weight_stream import Release
-from slipstream.protocol.buckets import Bucket
-from slipstream.protocol.config import WeightsSection
-from slipstream.protocol.cupy_nccl import CupyNccl, make_unique_id
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.nccl_group import NcclBackend, NcclGroup, Wire
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
+from slipstream.protocol.weights.nccl_group import NcclBackend, NcclGroup, Wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 

@@ -18,9 +18,9 @@ from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_sender import WeightSender, WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests
-from slipstream.protocol.buckets import Bucket
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.nccl_group import Wire
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
 

@@ -18,9 +18,9 @@ from slipstream.learner.trainer.weights.weight_stream import (
     WeightStream,
     open_stream,
 )
-from slipstream.protocol.buckets import Bucket, layout_to_pb
-from slipstream.protocol.config import Config
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.weights.buckets import Bucket, layout_to_pb
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 

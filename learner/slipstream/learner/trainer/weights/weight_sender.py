@@ -21,12 +21,12 @@ import torch.distributed as dist
 from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
 from slipstream.learner.trainer.weights.nccl_sender import open_nccl_sender
 from slipstream.learner.trainer.weights.weight_stream import Release
-from slipstream.protocol.buckets import Bucket
-from slipstream.protocol.config import WeightsSection
+from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.errors import ConfigError, WeightSyncError
-from slipstream.protocol.exposure import local_address
-from slipstream.protocol.giving_up import reason, wait_for
-from slipstream.protocol.nccl_group import Wire
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.giving_up import reason, wait_for
+from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store

@@ -23,15 +23,20 @@ from slipstream.learner.trainer.weights.bucket_fill import (
     exported,
     open_filling,
 )
-from slipstream.protocol.buckets import (
+from slipstream.protocol.settings.config import Config, WeightsSection
+from slipstream.protocol.weights.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
     Span,
     TensorSpec,
     plan_buckets,
 )
-from slipstream.protocol.config import Config, WeightsSection
-from slipstream.protocol.digests import BucketDigests, HostDigests, bucket_digest, weight_digest
+from slipstream.protocol.weights.digests import (
+    BucketDigests,
+    HostDigests,
+    bucket_digest,
+    weight_digest,
+)
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -282,7 +287,7 @@ def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDig
     """Digests where the buckets lie."""
     if device.type != "cuda":
         return HostDigests(buckets)
-    from slipstream.protocol.cuda_digests import CudaDigests
+    from slipstream.protocol.weights.cuda_digests import CudaDigests
 
     with torch.cuda.device(device):
         return CudaDigests(buckets)

@@ -8,7 +8,7 @@ from packed import algorithm, micro_batch
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, Max, Sum
 from slipstream.learner.trainer.batches.packing import MicroBatch
-from slipstream.protocol.algorithm_section import AlgorithmSection
+from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from torch import Tensor
 
 USUAL = algorithm()

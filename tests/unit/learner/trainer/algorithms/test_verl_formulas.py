@@ -13,7 +13,7 @@ from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.algorithms.objectives import token_losses
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
 from slipstream.learner.trainer.batches.packing import MicroBatch
-from slipstream.protocol.algorithm_section import CorrectionSection
+from slipstream.protocol.settings.algorithm_section import CorrectionSection
 from torch import Tensor
 from verl_formulas import ActorConfig, core_algos, rollout_correction
 

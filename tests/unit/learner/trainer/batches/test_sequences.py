@@ -13,8 +13,8 @@ from slipstream.learner.trainer.batches.sequences import (
     training_sequences,
     weighted,
 )
-from slipstream.protocol.config import Config
-from slipstream.protocol.config_file import parse_config
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Status
 
 

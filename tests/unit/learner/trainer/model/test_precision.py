@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from slipstream.learner.trainer.model.precision import check_fp8, token_alignment
 from slipstream.learner.trainer.ranks import compat
-from slipstream.protocol.config import LearnerSection, OffloadSection
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import LearnerSection, OffloadSection
 
 FP8 = {"fp8": "e4m3", "fp8_param": True}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from slipstream.learner.trainer.model import recipe
-from slipstream.protocol.config import Config, LearnerSection
-from slipstream.protocol.config_file import parse_config
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config, LearnerSection
+from slipstream.protocol.settings.config_file import parse_config
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.ranks import meeting
 from slipstream.learner.trainer.ranks.meeting import meeting_place
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.exposure import RENDEZVOUS_VARIABLE
 
 HOST = "127.0.0.1"
 SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)

@@ -9,9 +9,9 @@ import torch
 from fake_nccl import FakeNccl
 from slipstream.learner.trainer.weights.nccl_sender import CudaStream, NcclWeightSender
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
-from slipstream.protocol.buckets import TensorSpec
-from slipstream.protocol.config import WeightsSection
-from slipstream.protocol.digests import HostDigests
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import TensorSpec
+from slipstream.protocol.weights.digests import HostDigests
 from thread_ranks import Meeting, PlainFilling, PlainModel, ThreadRanks
 
 FILL, DIGEST, BROADCAST = 2.0, 1.0, 4.0

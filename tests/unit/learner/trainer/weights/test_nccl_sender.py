@@ -17,12 +17,12 @@ from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
-from slipstream.protocol.buckets import TensorSpec, plan_buckets
-from slipstream.protocol.config import OffloadSection, WeightsSection
-from slipstream.protocol.config_file import parse_config
-from slipstream.protocol.digests import bucket_digest, tensor_digest
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.nccl_group import NcclGroup
+from slipstream.protocol.settings.config import OffloadSection, WeightsSection
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
+from slipstream.protocol.weights.nccl_group import NcclGroup
 from slipstream.v1 import trainer_pb2, weights_pb2
 from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 

@@ -17,11 +17,11 @@ from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_sender import GlooWeightSender, WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
-from slipstream.protocol.buckets import Bucket, TensorSpec, plan_buckets
-from slipstream.protocol.config import Config, WeightsSection
-from slipstream.protocol.config_file import parse_config
-from slipstream.protocol.digests import bucket_digest, tensor_digest
 from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.settings.config import Config, WeightsSection
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
+from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
 from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from torch import Tensor

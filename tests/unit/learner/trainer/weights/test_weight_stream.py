@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream, bucket_bytes
-from slipstream.protocol.buckets import Bucket, TensorSpec
-from slipstream.protocol.config import WeightsSection
-from slipstream.protocol.digests import BucketDigests, HostDigests, tensor_digest
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import Bucket, TensorSpec
+from slipstream.protocol.weights.digests import BucketDigests, HostDigests, tensor_digest
 from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from torch import Tensor
 

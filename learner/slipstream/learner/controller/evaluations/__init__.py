@@ -1,0 +1,1 @@
+"""Held-out environments, measured at one version."""

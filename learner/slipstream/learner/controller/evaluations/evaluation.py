@@ -1,0 +1,294 @@
+"""Held-out environments, measured at one version while training goes on.
+
+Consumes: evaluation groups that came back. Produces: evaluation leases and their results.
+Waits for: a server that serves the wanted version. Unblocked by: the run's signal. That server
+keeps its version until the round is over.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from slipstream.learner.controller.evaluations.evaluation_statistics import (
+    EvaluatedEpisode,
+    evaluation_statistics,
+)
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.types import GroupId, PolicyVersion
+
+
+@dataclass(eq=False)
+class Round:
+    """One evaluation of all held-out environments at one version."""
+
+    version: PolicyVersion
+    session: ServerSession
+    # Episodes that are still to be leased: environment and task index.
+    waiting: list[tuple[str, int]]
+    running: dict[GroupId, Group] = field(default_factory=dict)
+    episodes: dict[str, list[EvaluatedEpisode]] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What one round measured; `reward_mean` is over all its episodes, NaN without one."""
+
+    step: int
+    reward_mean: float
+    # The statistics of each evaluation.
+    evaluations: Mapping[str, Mapping[str, float]]
+    num_episodes: int
+    num_failed: int
+    wall_s: float
+
+    def lines(self) -> list[str]:
+        """One line of text for each evaluation."""
+        return [_line(self.step, name, values) for name, values in self.evaluations.items()]
+
+
+class Evaluator:
+    """Runs the rounds: before the first step, after every n-th, after the last."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        environments: EnvironmentBook,
+        fleet: Fleet,
+        intake: Intake,
+        publisher: Publisher,
+        scheduler: Scheduler,
+        *,
+        on_result: Callable[[EvaluationResult], None],
+    ) -> None:
+        """`on_result` is told of every round that is over."""
+        self._progress = progress
+        self._sections = progress.config.evaluations
+        self._book = book
+        self._environments = environments
+        self._fleet = fleet
+        self._intake = intake
+        self._publisher = publisher
+        self._scheduler = scheduler
+        self._on_result = on_result
+        self._round: Round | None = None
+        self._wanted_step: int | None = 0 if self._sections else None
+        # The newest step that was ever wanted.
+        self._asked_step = 0
+        self.results: list[EvaluationResult] = []
+
+    def restore(self, history: RunHistory) -> None:
+        """Takes over the results so far; what was due and is missing is measured now."""
+        for record in history.evaluations:
+            mean = record["reward_mean"]
+            self.results.append(
+                EvaluationResult(
+                    step=record["version"],
+                    reward_mean=float("nan") if mean is None else mean,
+                    evaluations=record["evaluations"],
+                    num_episodes=record["episodes"],
+                    num_failed=record["failed"],
+                    wall_s=record["wall_s"],
+                )
+            )
+        measured = max((result.step for result in self.results), default=-1)
+        due = [step for step in range(history.version.step + 1) if step == 0 or self._is_due(step)]
+        if self._sections:
+            self._wanted_step = due[-1] if due[-1] > measured else None
+            self._asked_step = due[-1]
+
+    async def run_forever(self) -> None:
+        """Starts rounds and feeds them until it is cancelled."""
+        while True:
+            if self._progress.trainer_registered and not self._progress.is_over:
+                self._turn()
+            await self._progress.signal.wait(0.5)
+
+    def step_done(self, step: int) -> None:
+        """A version exists: it may be one that is to be evaluated."""
+        if self._sections and self._is_due(step):
+            self._wanted_step = self._asked_step = step
+
+    def _is_due(self, step: int) -> bool:
+        return step >= self._progress.last_step or any(
+            e.every_steps and step % e.every_steps == 0 for e in self._sections
+        )
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to evaluate."""
+        self._want_the_last()
+        return self._round is None and self._wanted_step is None
+
+    def _want_the_last(self) -> None:
+        """No step says that it was the last one when the run is solved before its last step."""
+        progress = self._progress
+        if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
+            self.step_done(progress.version.step)
+
+    def server_lost(self, session: ServerSession) -> None:
+        """The round of a server that serves no more starts again elsewhere."""
+        round_, self._round = self._round, None
+        if round_ is None:
+            return
+        if round_.session is not session:
+            self._round = round_
+            return
+        self._wanted_step = max(round_.version.step, self._wanted_step or 0)
+        self._scheduler.reserved.pop(session.key, None)
+        self._intake.withdraw(list(round_.running.values()), "its server is gone")
+
+    def _turn(self) -> None:
+        self._want_the_last()
+        if self._round is not None and not self._round.session.is_serving:
+            # What it serves next is another version.
+            self._publisher.pinned.discard(self._round.session.key)
+            self.server_lost(self._round.session)
+        if self._round is None:
+            self._start()
+        if self._round is not None:
+            self._collect(self._round)
+            self._lease(self._round)
+            if not self._round.waiting and not self._round.running:
+                self._finish(self._round)
+
+    def _start(self) -> None:
+        session = self._chosen()
+        if session is None:
+            return
+        version = session.version
+        assert version is not None
+        held_out = self._environments.evaluations()
+        broken = [entry for entry in held_out if session.key in entry.failed_on]
+        if broken:
+            self._give_up(session, f"{broken[0].spec.name}: {broken[0].cause}")
+            return
+        # It keeps its version from here on, also while the environments are still loading.
+        if self._publisher.pin(session) and self._is_ready(session):
+            self._round = Round(version, session, self._tasks())
+            if self._suits(version):
+                self._wanted_step = None
+            self._scheduler.reserved[session.key] = len(self._round.waiting)
+
+    def _chosen(self) -> ServerSession | None:
+        """One that has the environments, before that which keeps its version until it has them.
+
+        None but the chosen one keeps its version: nobody else would ever let it go.
+        """
+        if self._wanted_step is None:
+            return None
+        serving, pinned = self._fleet.serving(), self._publisher.pinned
+        waiting = [session for session in serving if session.key in pinned]
+        suitable = [s for s in serving if s.version is not None and self._suits(s.version)]
+        ready = [session for session in waiting + suitable if self._is_ready(session)]
+        chosen = next(iter(ready + waiting + suitable), None)
+        pinned.difference_update(session.key for session in waiting if session is not chosen)
+        return chosen
+
+    def _is_ready(self, session: ServerSession) -> bool:
+        return all(entry.runs_on(session.key) for entry in self._environments.evaluations())
+
+    def _suits(self, version: PolicyVersion) -> bool:
+        """The last version is measured itself; an earlier round takes what is served by now."""
+        wanted, last = self._wanted_step, self._progress.last_step
+        assert wanted is not None
+        return version.step >= wanted and (wanted < last or version.step == last)
+
+    def _give_up(self, session: ServerSession, cause: str) -> None:
+        self._wanted_step = None
+        self._publisher.pinned.discard(session.key)
+        self._progress.events.add(f"no evaluation: {cause}", Severity.ERROR)
+        self._progress.signal.notify()
+
+    def _tasks(self) -> list[tuple[str, int]]:
+        tasks = []
+        for section in self._sections:
+            entry = self._environments.entries[section.name]
+            wanted = section.num_episodes // section.samples_per_task
+            count = entry.num_tasks or wanted
+            for number in range(wanted):
+                tasks += [(section.name, number % count)] * section.samples_per_task
+        return tasks
+
+    def _lease(self, round_: Round) -> None:
+        scheduler = self._scheduler
+        while round_.waiting and scheduler.room(round_.session) > 0 and scheduler.may_send(1):
+            name, task_index = round_.waiting.pop()
+            key, step = round_.session.key, round_.version.step
+            # The seed is the task's number: every round, and every sample, sees the same task.
+            group = self._book.lease_evaluation(name, task_index, task_index, key, step)
+            round_.running[group.group_id] = group
+            self._scheduler.grant_evaluation(round_.session, group)
+        self._scheduler.reserved[round_.session.key] = len(round_.waiting)
+
+    def _collect(self, round_: Round) -> None:
+        for group_id, group in list(round_.running.items()):
+            if group.is_complete:
+                episodes = round_.episodes.setdefault(group.environment, [])
+                episodes.append(EvaluatedEpisode.of(group.finished[0]))
+                self._intake.end_evaluated(group)
+                del round_.running[group_id]
+            elif group.holder is None:
+                # Its server handed it back.
+                self._intake.start_afresh(group)
+                round_.waiting.append((group.environment, group.task_index))
+                del round_.running[group_id]
+            elif group_id not in self._book.groups:
+                round_.failed[group.environment] += 1
+                del round_.running[group_id]
+
+    def _finish(self, round_: Round) -> None:
+        self._round = None
+        self._publisher.pinned.discard(round_.session.key)
+        self._scheduler.reserved.pop(round_.session.key, None)
+        rewards = [e.reward for episodes in round_.episodes.values() for e in episodes]
+        result = EvaluationResult(
+            step=round_.version.step,
+            reward_mean=statistics.fmean(rewards) if rewards else float("nan"),
+            evaluations={
+                section.name: evaluation_statistics(
+                    round_.episodes.get(section.name, []),
+                    num_failed=round_.failed[section.name],
+                    pass_at=section.pass_at,
+                    pass_reward=section.pass_reward,
+                )
+                for section in self._sections
+            },
+            num_episodes=len(rewards),
+            num_failed=round_.failed.total(),
+            wall_s=time.monotonic() - round_.started_s,
+        )
+        self.results.append(result)
+        self._on_result(result)
+        for line in result.lines():
+            self._progress.events.add(line)
+        self._progress.signal.notify()
+
+
+def _line(step: int, name: str, values: Mapping[str, float]) -> str:
+    parts = []
+    if "reward_mean" in values:
+        spread = f"{values['reward_min']:.3g} to {values['reward_max']:.3g}"
+        parts.append(f"reward {values['reward_mean']:.3f} ({spread})")
+        rates = [key for key in values if key.startswith("pass_at_")]
+        parts += [f"pass@{key.removeprefix('pass_at_')} {values[key]:.3f}" for key in rates]
+        parts.append(f"{values['reply_tokens_mean']:.1f} tokens a reply")
+        parts.append(f"{values['truncated_fraction']:.0%} cut off")
+    parts.append(f"{values['num_episodes']:.0f} episodes")
+    if values["num_failed"]:
+        parts.append(f"{values['num_failed']:.0f} failed")
+    return f"evaluation {name} at version {step}: {', '.join(parts)}"

@@ -1,0 +1,1 @@
+"""Which groups may start, where, and what became of them."""

@@ -1,0 +1,296 @@
+"""The book of leased groups: who runs them, what is back, and which of them make the next batch.
+
+Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.protocol.staleness`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from slipstream.learner.controller.leasing.groups import ClosingLease, Group, ServerKey
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.protocol import staleness
+from slipstream.protocol.types import (
+    GroupId,
+    Purpose,
+    Trajectory,
+    TrajectoryName,
+)
+
+
+class Fate(Enum):
+    """What became of a trajectory that came in."""
+
+    # It fills its place in its group and waits for the batch.
+    HELD = "held"
+    # It fills the last place.
+    COMPLETED_GROUP = "completed group"
+    # The member runs again.
+    RETRIED = "retried"
+    # The member failed for the last time: the group is over.
+    SET_ASIDE = "set aside"
+    CANCELLED = "cancelled"
+    # Its place is filled already, or its group is over.
+    SUPERSEDED = "superseded"
+
+
+class LeaseBook:
+    """All groups that are leased and not trained yet, in the order of their leases."""
+
+    def __init__(
+        self, *, groups_per_step: int, group_size: int, max_staleness: int, num_steps: int
+    ) -> None:
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
+        self.max_staleness = max_staleness
+        self.num_steps = num_steps
+        # The step whose batch is being formed.
+        self.step = 0
+        self.groups: dict[GroupId, Group] = {}
+        # They keep their slots and their bytes until the server says that they are closed.
+        self.closing: dict[GroupId, ClosingLease] = {}
+        self._next_number = 0
+        # Evaluations are not restored: their names tell the lives of a controller apart.
+        self._life = 1
+        self._next_evaluation = 0
+
+    def restore(self, history: RunHistory) -> None:
+        """Goes on where the journal ends; open groups wait for a server."""
+        self.step = history.next_step
+        self._next_number = history.next_group
+        self._life = history.starts
+        for open_group in history.open_groups.values():
+            self.groups[open_group.group_id] = Group(
+                group_id=open_group.group_id,
+                environment=open_group.environment,
+                task_index=open_group.task_index,
+                seed=open_group.seed,
+                purpose=Purpose.TRAINING,
+                size=self.group_size,
+                deadline_step=open_group.deadline_step,
+                holder=None,
+                attempts=dict(open_group.attempts),
+            )
+
+    def training_groups(self) -> list[Group]:
+        """The groups that count for the staleness invariant."""
+        return [group for group in self.groups.values() if group.purpose is Purpose.TRAINING]
+
+    def held_by(self, holder: ServerKey) -> list[Group]:
+        """The groups that a server is to run or has run."""
+        return [group for group in self.groups.values() if group.holder == holder]
+
+    def orphans(self) -> list[Group]:
+        """Groups to train on that lost their server before all members were back."""
+        return [g for g in self.training_groups() if g.holder is None and not g.is_complete]
+
+    def open_episodes(self, holder: ServerKey) -> int:
+        """Members that a server still runs, or is to run."""
+        ending = sum(len(c.members) for c in self.closing.values() if c.holder == holder)
+        return ending + sum(len(group.running) for group in self.held_by(holder))
+
+    def episodes_by_environment(self) -> Counter[str]:
+        """Members that are not back, those of closing leases included."""
+        episodes: Counter[str] = Counter()
+        for group in self.groups.values():
+            episodes[group.environment] += len(group.missing)
+        for lease in self.closing.values():
+            episodes[lease.environment] += len(lease.members)
+        return episodes
+
+    @property
+    def promised_episodes(self) -> int:
+        """Episodes that may still be sent to the queue, whoever will run them."""
+        return self.episodes_by_environment().total()
+
+    def may_lease(self, served_step: int) -> bool:
+        """Whether a server of version `served_step` may start one more group."""
+        deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
+        deadlines = [group.deadline_step for group in self.training_groups()]
+        return staleness.may_lease(deadlines, self.step, self.groups_per_step, deadline)
+
+    def lease(
+        self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
+    ) -> Group:
+        """Leases a new group; the caller has asked `may_lease`."""
+        assert self.may_lease(served_step)
+        deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
+        return self._add(environment, task_index, seed, Purpose.TRAINING, holder, deadline)
+
+    def lease_evaluation(
+        self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
+    ) -> Group:
+        """Leases one episode that is measured and never trained."""
+        return self._add(environment, task_index, seed, Purpose.EVALUATION, holder, served_step)
+
+    def may_reassign(self, group: Group, served_step: int) -> bool:
+        """Whether a server of version `served_step` may finish an orphan under its deadline."""
+        return staleness.may_finish(
+            group.deadline_step, served_step, self.max_staleness, self.num_steps
+        )
+
+    def must_start_afresh(self, group: Group, served_steps: Iterable[int]) -> bool:
+        """Whether an orphan is given up: servers of these versions could run it, none may."""
+        return staleness.must_start_afresh(
+            _view(group),
+            self._views(),
+            self.step,
+            self.groups_per_step,
+            [self.may_reassign(group, served_step) for served_step in served_steps],
+        )
+
+    def reassign(self, group: Group, holder: ServerKey) -> None:
+        """Gives an orphan to another server."""
+        group.holder, group.closed = holder, False
+        group.num_leases += 1
+        group.ended.clear()
+
+    def orphan(self, holder: ServerKey) -> list[Group]:
+        """A server is gone: its unfinished groups wait for another one and keep what is back."""
+        self.closing = {g: lease for g, lease in self.closing.items() if lease.holder != holder}
+        lost = [group for group in self.held_by(holder) if not group.is_complete]
+        for group in lost:
+            group.holder = None
+            group.setbacks.update(group.running)
+        return lost
+
+    def add(self, trajectory: Trajectory) -> Fate:
+        """Files a trajectory; says what became of it."""
+        if not trajectory.will_retry:
+            self._end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
+        group = self.groups.get(trajectory.group_id)
+        if group is None or trajectory.member >= group.size or trajectory.member in group.finished:
+            return Fate.SUPERSEDED
+        member = trajectory.member
+        group.attempts[member] = max(group.attempts.get(member, -1), trajectory.attempt)
+        if trajectory.has_reward:
+            if member in group.running and not group.may_end(trajectory.server_epoch):
+                # Late, from a server that was lost: its holder runs the member for nothing.
+                self._keep_room(group, {member})
+            group.finished[member] = trajectory
+            self._hand_back(group)
+            return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
+        if trajectory.failure is not None and trajectory.will_retry:
+            return Fate.RETRIED
+        if not group.may_end(trajectory.server_epoch):
+            # Late, from a server that was lost: another one runs the member by now.
+            return Fate.CANCELLED if trajectory.failure is None else Fate.RETRIED
+        group.ended.add(member)
+        self._hand_back(group)
+        return Fate.CANCELLED if trajectory.failure is None else Fate.SET_ASIDE
+
+    def quarantined(self, name: TrajectoryName, *, will_retry: bool) -> Group | None:
+        """A trajectory that counts for nothing; its group, if the member must run again.
+
+        `will_retry`: its server tries the member again by itself.
+        """
+        if not will_retry:
+            self._end_member(name.group_id, name.member, name.epoch)
+        group = self.groups.get(name.group_id)
+        if group is None or name.member not in group.missing:
+            return None
+        group.attempts[name.member] = max(group.attempts.get(name.member, -1), name.attempt)
+        group.setbacks[name.member] += 1
+        if not will_retry and group.may_end(name.epoch):
+            group.ended.add(name.member)
+            self._hand_back(group)
+        return group
+
+    def remove(self, group_id: GroupId) -> Group | None:
+        """Forgets a group, whatever its state; None when it is not there."""
+        group = self.groups.pop(group_id, None)
+        if group is not None and group.running:
+            self._keep_room(group, set(group.running))
+        return group
+
+    def closed(self, group_id: GroupId, holder: ServerKey, unfinished: Iterable[int]) -> None:
+        """The server runs no member of this lease any more; these it did not finish.
+
+        As soon as everything else is back the group waits for another server.
+        """
+        lease = self.closing.get(group_id)
+        if lease is not None and lease.holder == holder:
+            del self.closing[group_id]
+        group = self.groups.get(group_id)
+        if group is not None and group.holder == holder:
+            group.closed = True
+            group.ended.update(unfinished)
+            self._hand_back(group)
+
+    def _keep_room(self, group: Group, members: set[int]) -> None:
+        """For what the holder, if there is one, still ends."""
+        if group.holder is not None:
+            lease = ClosingLease(group.environment, group.holder, set())
+            self.closing.setdefault(group.group_id, lease).members |= members
+
+    def _hand_back(self, group: Group) -> None:
+        if group.closed and not group.running and not group.is_complete:
+            group.holder = None
+
+    def _end_member(self, group_id: GroupId, member: int, epoch: int) -> None:
+        lease = self.closing.get(group_id)
+        if lease is not None and lease.holder.epoch == epoch:
+            lease.members.discard(member)
+            if not lease.members:
+                del self.closing[group_id]
+
+    @property
+    def has_whole_batch(self) -> bool:
+        """Whether as many groups are complete as a step trains."""
+        complete = sum(group.is_complete for group in self.training_groups())
+        return complete >= self.groups_per_step
+
+    def take_batch(self) -> list[Group] | None:
+        """Takes the batch of the present step and goes on to the next; None while there is none."""
+        chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
+        if chosen is None:
+            return None
+        self.step += 1
+        return [self.groups.pop(GroupId(view.group_id)) for view in chosen]
+
+    def due(self) -> list[Group]:
+        """The unfinished groups for which the next batch waits."""
+        views = staleness.due_groups(self._views(), self.step, self.groups_per_step)
+        return [self.groups[GroupId(view.group_id)] for view in views]
+
+    def _views(self) -> Sequence[staleness.LeasedGroup]:
+        return [_view(group) for group in self.training_groups()]
+
+    def _add(
+        self,
+        environment: str,
+        task_index: int,
+        seed: int,
+        purpose: Purpose,
+        holder: ServerKey,
+        deadline_step: int,
+    ) -> Group:
+        if purpose is Purpose.TRAINING:
+            group_id = GroupId(f"g{self._next_number:06d}")
+            self._next_number += 1
+        else:
+            group_id = GroupId(f"e{self._life}-{self._next_evaluation:06d}")
+            self._next_evaluation += 1
+        group = Group(
+            group_id=group_id,
+            environment=environment,
+            task_index=task_index,
+            seed=seed,
+            purpose=purpose,
+            size=self.group_size if purpose is Purpose.TRAINING else 1,
+            deadline_step=deadline_step,
+            holder=holder,
+        )
+        self.groups[group_id] = group
+        return group
+
+
+def _view(group: Group) -> staleness.LeasedGroup:
+    return staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
+
+
+def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
+    """Sampled tokens of all of them."""
+    return sum(trajectory.num_sampled_tokens for trajectory in trajectories)

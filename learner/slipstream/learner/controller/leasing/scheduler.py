@@ -1,0 +1,314 @@
+"""Leases: which server starts which group now.
+
+Consumes: the state of the lease book, the fleet and the environments. Produces: leases.
+Waits for: the run's signal. Unblocked by: a server that serves, a trajectory that came back, a new
+version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.stopwatch import Stopwatch
+from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
+from slipstream.protocol import reservation
+from slipstream.protocol.settings.config_file import largest_trajectory_bytes
+from slipstream.protocol.types import Purpose
+from slipstream.v1 import fleet_pb2, trajectory_pb2
+
+RECHECK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A group for a server."""
+
+    session: ServerSession
+    group: Group
+    # Its number among the tasks of its environment; below 0: the task was leased before.
+    number: int = -1
+    # The group in whose place it starts.
+    replaces: str = ""
+
+
+class Scheduler:
+    """Keeps every serving server busy, as far as the staleness promise allows."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        environments: EnvironmentBook,
+        fleet: Fleet,
+        journal: Journal,
+        queue: AccountedReceiver,
+        give_up: Callable[[Group], None],
+    ) -> None:
+        self._progress = progress
+        self._config = progress.config
+        self._queue = queue
+        self._largest_bytes = largest_trajectory_bytes(self._config)
+        self._book = book
+        self._environments = environments
+        self._fleet = fleet
+        self._journal = journal
+        # Takes a group out of the book for good.
+        self._give_up = give_up
+        # Groups that were given up and whose tasks are leased again, before new ones.
+        self._again: list[Group] = []
+        self._wait = LeaseWait.NOTHING
+        self._queue_waits = Stopwatch()
+        # Episodes that an evaluation is about to start on a server: training leaves them room.
+        self.reserved: dict[ServerKey, int] = {}
+
+    async def lease_forever(self) -> None:
+        """Grants what may be granted, whenever something changed, until it is cancelled."""
+        while True:
+            may_lease = not self._progress.is_over and not self._progress.solved
+            if self._progress.trainer_registered and may_lease:
+                self.lease_all()
+            else:
+                self._note(LeaseWait.NOTHING)
+            await self._progress.signal.wait(self._recheck_s())
+
+    def lease_all(self) -> None:
+        """Grants leases while servers, environments and rules allow; durable, then sent."""
+        granted = self._lease_orphans()
+        while not isinstance(lease := self._next_lease(), LeaseWait):
+            granted.append(lease)
+        self._note(lease)
+        if not granted:
+            return
+        for grant in granted:
+            self._record(grant)
+        self._journal.sync()
+        for grant in granted:
+            if grant.group.leased_s is None:
+                grant.group.leased_s = time.monotonic()
+            message = fleet_pb2.ControllerMessage(lease=self.lease_message(grant.group))
+            grant.session.send(message)
+
+    def _record(self, grant: Grant) -> None:
+        group, session = grant.group, grant.session
+        self._journal.append(
+            "lease",
+            group=group.group_id,
+            environment=group.environment,
+            task=group.task_index,
+            number=grant.number,
+            seed=group.seed,
+            deadline=group.deadline_step,
+            server=session.name,
+            epoch=session.key.epoch,
+            members=list(group.missing),
+            **({"replaces": grant.replaces} if grant.replaces else {}),
+        )
+
+    def _lease_orphans(self) -> list[Grant]:
+        """Groups that lost their server go on elsewhere, or their tasks start afresh."""
+        granted = []
+        for session in self._by_room():
+            for group in self._book.orphans():
+                version = session.version
+                assert version is not None
+                if (
+                    self._runs(session, group)
+                    and len(group.missing) <= self._room(session)
+                    and self._book.may_reassign(group, version.step)
+                ):
+                    self._book.reassign(group, session.key)
+                    granted.append(Grant(session, group))
+        for group in self._book.orphans():
+            able = [s.version.step for s in self._by_room() if s.version and self._runs(s, group)]
+            if self._book.must_start_afresh(group, able):
+                self._give_up(group)
+                self._again.append(group)
+                self._progress.events.add(
+                    f"group {group.group_id} is leased afresh: step {self._book.step} waits for "
+                    f"it, and no server is new enough to finish it by step {group.deadline_step}"
+                )
+        return granted
+
+    def _runs(self, session: ServerSession, group: Group) -> bool:
+        entry = self._environments.entries.get(group.environment)
+        return entry is not None and entry.runs_on(session.key)
+
+    def lease_message(self, group: Group) -> fleet_pb2.Lease:
+        """A lease as its server reads it."""
+        entry = self._environments.entries[group.environment]
+        return fleet_pb2.Lease(
+            group_id=group.group_id,
+            environment=group.environment,
+            task_index=group.task_index,
+            seed=group.seed,
+            members=group.missing,
+            deadline_step=group.deadline_step,
+            purpose=trajectory_pb2.EpisodePurpose.Name(group.purpose.value),
+            sampling=self._sampling(group),
+            max_attempts=group.next_attempt + self._config.controller.max_attempts,
+            first_attempt=group.next_attempt,
+            timeout_s=entry.spec.timeout_s,
+        )
+
+    def grant_evaluation(self, session: ServerSession, group: Group) -> None:
+        """Sends the lease of an episode that is measured; a restart begins its round again."""
+        self._journal.append(
+            "evaluation_lease",
+            group=group.group_id,
+            environment=group.environment,
+            task=group.task_index,
+            version=group.deadline_step,
+            server=session.name,
+            epoch=session.key.epoch,
+        )
+        session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
+
+    def _sampling(self, group: Group) -> fleet_pb2.SamplingSettings:
+        sampling = self._config.sampling
+        settings = fleet_pb2.SamplingSettings(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_reply_tokens=sampling.max_reply_tokens,
+            max_turns=sampling.max_turns,
+            max_episode_tokens=sampling.max_episode_tokens,
+            ignore_eos=sampling.ignore_eos,
+            max_prompt_tokens=sampling.max_prompt_tokens or 0,
+        )
+        if group.purpose is Purpose.EVALUATION:
+            own = next(e for e in self._config.evaluations if e.name == group.environment)
+            settings.temperature = own.temperature
+            if own.top_p is not None:
+                settings.top_p = own.top_p
+            if own.max_reply_tokens is not None:
+                settings.max_reply_tokens = own.max_reply_tokens
+        return settings
+
+    def room(self, session: ServerSession) -> int:
+        """Episodes that a server can take on now."""
+        return session.hello.max_episodes - self._book.open_episodes(session.key)
+
+    def _room(self, session: ServerSession) -> int:
+        return self.room(session) - self.reserved.get(session.key, 0)
+
+    def _by_room(self) -> list[ServerSession]:
+        return sorted(self._fleet.serving(), key=self._room, reverse=True)
+
+    def may_send(self, episodes: int) -> bool:
+        """Whether the queue has room for so many more episodes, beside all that was promised."""
+        return reservation.may_promise(self._free_bytes(), episodes, self._largest_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the queue that are used, and that leased episodes may still need."""
+        return self._config.queue.max_bytes - self._free_bytes()
+
+    @property
+    def lease_wait(self) -> str:
+        """What the next lease waits for, in words; empty: none is wanted."""
+        return WORDS[self._wait]
+
+    def gauges(self) -> dict[str, float]:
+        """Numbers of the leases; docs/metrics.md says what each name means."""
+        return {
+            "reserved_bytes": float(self.reserved_bytes),
+            "lease_queue_wait_s": self._queue_waits.total_s(time.monotonic()),
+        }
+
+    def _free_bytes(self) -> int:
+        return reservation.free_bytes(
+            self._config.queue.max_bytes,
+            self._queue.waiting_bytes,
+            self._book.promised_episodes,
+            self._largest_bytes,
+        )
+
+    def _note(self, wait: LeaseWait) -> None:
+        self._wait = wait
+        self._queue_waits.note(time.monotonic(), running=wait is LeaseWait.QUEUE)
+
+    def _next_lease(self) -> Grant | LeaseWait:
+        """A new group; or why there is none."""
+        sessions = self._by_room()
+        if not sessions:
+            return LeaseWait.SERVER
+        if not self._is_time():
+            return LeaseWait.PACE
+        wait = LeaseWait.SLOTS
+        group_size = self._book.group_size
+        open_episodes = self._book.episodes_by_environment()
+        for session in sessions:
+            version = session.version
+            assert version is not None
+            if self._room(session) < group_size:
+                continue
+            if not self._book.may_lease(version.step):
+                wait = max(wait, LeaseWait.STALENESS)
+                continue
+            old = self._first_again(session, open_episodes)
+            entry = self._environments.next_for(session.key, open_episodes, group_size)
+            if old is None and entry is None:
+                wait = max(wait, LeaseWait.ENVIRONMENT)
+                continue
+            if not self.may_send(group_size + self._evaluated_soon()):
+                return LeaseWait.QUEUE
+            if old is not None:
+                return self._lease_again(session, version.step, old)
+            assert entry is not None
+            return self._lease_new(session, version.step, entry)
+        return wait
+
+    def _first_again(self, session: ServerSession, open_episodes: Counter[str]) -> Group | None:
+        """The first task that is to start afresh and can on this server."""
+        book = self._environments
+        for group in self._again:
+            entry = book.entries.get(group.environment)
+            if entry is not None and book.may_run(entry, session.key, open_episodes, group.size):
+                return group
+        return None
+
+    def _lease_again(self, session: ServerSession, served_step: int, old: Group) -> Grant:
+        self._again.remove(old)
+        group = self._book.lease(
+            old.environment, old.task_index, old.seed, session.key, served_step
+        )
+        return Grant(session, group, replaces=old.group_id)
+
+    def _lease_new(self, session: ServerSession, served_step: int, turn: EnvironmentEntry) -> Grant:
+        number = turn.next_number
+        task_index, seed = self._environments.next_task(turn)
+        turn.groups_leased += 1
+        group = self._book.lease(turn.spec.name, task_index, seed, session.key, served_step)
+        return Grant(session, group, number)
+
+    def _evaluated_soon(self) -> int:
+        """Episodes of evaluations that would start now if the queue had room."""
+        return sum(
+            min(waiting, session.hello.max_episodes)
+            for key, waiting in self.reserved.items()
+            if (session := self._fleet.find(key)) is not None
+        )
+
+    def _is_time(self) -> bool:
+        """Whether the pace of the run has room for one more group."""
+        pace = self._progress.pace
+        limit = pace.limit(time.monotonic()) if pace is not None else None
+        # One that waits for a server keeps no place.
+        leased = sum(group.holder is not None for group in self._book.training_groups())
+        return limit is None or leased < limit
+
+    def _recheck_s(self) -> float:
+        """How soon to look again without a signal."""
+        pace = self._progress.pace
+        sooner = pace.recheck_s() if pace is not None else None
+        return RECHECK_S if sooner is None else min(sooner, RECHECK_S)

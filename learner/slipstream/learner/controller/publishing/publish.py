@@ -1,0 +1,322 @@
+"""New weights in two phases; no server serves what was not loaded whole and proved.
+
+Consumes: publish reports of servers, start and result of the trainer. Produces: publish orders.
+Waits for: each phase of each receiver, with a deadline. Unblocked by: its report, its loss, or the
+deadline: then it is stale, serves nothing and is sent the weights again between later steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
+from slipstream.learner.controller.publishing.phases import PhaseReports
+from slipstream.learner.controller.publishing.transport_choice import choose_for
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.server_states import JOINING, STALE, ServerEvent
+from slipstream.protocol.codec import version_from_pb, version_to_pb
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+
+READY = fleet_pb2.PUBLISH_PHASE_READY
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+
+
+class Publisher:
+    """Decides who is sent the newest version and follows each publish to its end."""
+
+    def __init__(self, fleet: Fleet, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
+        self._fleet = fleet
+        self._progress = progress
+        self._settings = progress.config.weights
+        self._apart = progress.config.lora.publishes_adapters
+        self._reports = PhaseReports()
+        self._deliveries = Deliveries(fleet, progress, tasks, self._reports)
+        self._membership = self._deliveries.membership
+        self._count = 0
+        self._current: Publish | None = None
+        # Who was asked if it is ready for the next publish, and under which id.
+        self._asked: tuple[str, list[ServerSession]] | None = None
+        # Servers with the matrices of this trainer, proved: they may be sent adapters alone.
+        self._holders: set[ServerKey] = set()
+        # Whether the last publish was of adapters alone: one that begins has the same layout.
+        self._was_alone = False
+        # Servers that must not change their version now, because they are evaluated.
+        self.pinned: set[ServerKey] = set()
+        self.totals = self._deliveries.totals
+
+    def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
+        """The servers that should be sent a version now: that one, or the newest."""
+        version, every = version or self._progress.version, self._settings.publish_every_steps
+        regular = version.step % every == 0 or self._progress.all_steps_done
+        return [
+            session
+            for session in self._fleet.sessions.values()
+            if time.monotonic() >= session.retry_publish_s
+            and (
+                (
+                    session.is_serving
+                    and session.key not in self.pinned
+                    and self._is_behind(session, version, regular=regular)
+                )
+                or session.state in (JOINING, STALE)
+            )
+        ]
+
+    def _is_behind(self, session: ServerSession, version: PolicyVersion, *, regular: bool) -> bool:
+        assert session.version is not None
+        # Weights of an abandoned timeline are not the learner's.
+        wanted = regular or session.version.incarnation != version.incarnation
+        return wanted and session.version != version
+
+    def trainer_joined(self, num_senders: int) -> None:
+        """A trainer that sends from so many ranks takes the place of the one before."""
+        self.trainer_lost()
+        self._membership.num_senders = num_senders
+
+    def trainer_lost(self) -> None:
+        """Gives up the publish under way: nobody sends it any more."""
+        if self._current is not None:
+            self._give_up(self._current, "the trainer was lost")
+        self._membership.forget()
+        self._holders = set()
+
+    def pin(self, session: ServerSession) -> bool:
+        """Lets a server keep its version; False when it has an order for another one by now."""
+        if self._current is not None and session in self._current.receivers:
+            return False
+        self.pinned.add(session.key)
+        return True
+
+    def ask_ahead(self, version: PolicyVersion) -> None:
+        """The trainer makes `version` now: asks the servers that will be due then."""
+        targets = self.due(version)
+        if targets:
+            self._ask(targets, version)
+
+    async def prepare(
+        self, trainer: trainer_pb2.NextRequest | None = None
+    ) -> weights_pb2.PublishOrder | None:
+        """Asks the servers that are due if they are ready; the trainer's order, or None.
+
+        What `trainer` says of itself decides if the publish begins with the order: then the servers
+        are told to receive, and what proves the bytes, before the trainer is told to send.
+        """
+        if self._current is not None:
+            # Its order was lost on the way: the trainer would not ask for another one.
+            self._give_up(self._current, "the trainer does not send")
+        trainer = trainer or trainer_pb2.NextRequest()
+        targets = self.due()
+        if not targets:
+            return None
+        version, limit = self._progress.version, self._settings.join_deadline_s
+        if self._asked is None or self._asked[1] != targets:
+            self._ask(targets, version)
+        assert self._asked is not None
+        (publish_id, _), self._asked = self._asked, None
+        problems = await asyncio.gather(
+            *(self._problem(publish_id, session, READY, limit) for session in targets)
+        )
+        ready = self._drop(targets, problems)
+        transport, misfits = choose_for(self._progress, {s.name: s.hello.place for s in ready})
+        # One that began to drain meanwhile need not be waited for.
+        ready = [s for s in self._drop(ready, misfits) if not s.is_leaving]
+        if not ready:
+            return None
+        order = self._membership.order_for(ready, transport, trainer_has=trainer.communicator_id)
+        order.publish_id = publish_id
+        order.version.CopyFrom(version_to_pb(version))
+        order.verify = self._wants_proof(ready)
+        order.adapters_alone = self._may_send_adapters(ready)
+        order.bucket_deadline_s = self._settings.bucket_deadline_s
+        order.join_deadline_s = limit
+        self._current = publish = Publish(
+            publish_id, version, order.verify, ready, order, holders=self._holders
+        )
+        # A probe is scored by the learner first, and nobody stands still for that.
+        is_known = bool(trainer.bucket_digests) and version_from_pb(trainer.version) == version
+        is_known &= order.adapters_alone == self._was_alone
+        if is_known and not order.new_communicator and not order.verify:
+            order.begun = True
+            publish.digests = tuple(trainer.bucket_digests)
+            self._tell_receivers(publish, None)
+        return order
+
+    def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
+        """The trainer can send: tells every receiver that is still there to receive."""
+        publish = self._current
+        if publish is None or publish.publish_id != start.publish_id:
+            return []
+        if start.is_question:
+            return self._still_there(publish)
+        publish.receivers = [s for s in publish.receivers if self._fleet.find(s.key) is s]
+        known = {receiver.server_id: receiver for receiver in publish.order.receivers}
+        if len(publish.receivers) < len(known):
+            self._give_up(publish, "a receiver was lost")
+            return []
+        if publish.is_announced:
+            # A call that was repeated: a server told twice would join twice.
+            return list(known.values())
+        publish.order.communicator.CopyFrom(start.communicator)
+        self._tell_receivers(publish, start.layout)
+        return list(known.values())
+
+    def _still_there(self, publish: Publish) -> list[weights_pb2.Receiver]:
+        """Who of the receivers is neither gone nor has failed."""
+        there = {
+            session.key.server_id
+            for session in publish.receivers
+            if self._fleet.find(session.key) is session
+            and not self._reports.has_failed(publish.publish_id, session.key, LOADED)
+        }
+        return [r for r in publish.order.receivers if r.server_id in there]
+
+    async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
+        """The trainer has sent all or failed: commits where the digests agree, aborts elsewhere."""
+        publish, self._current = self._current, None
+        if publish is None or publish.publish_id != result.publish_id:
+            # A call that was repeated: its trainer leaves the communicator now.
+            self._membership.forget()
+            return trainer_pb2.PublishReceipt(discard_communicator=True)
+        if result.error:
+            self._give_up(publish, f"the learner could not send: {result.error}")
+            return trainer_pb2.PublishReceipt(discard_communicator=True)
+        if publish.digests not in ((), tuple(result.bucket_digests)):
+            self._give_up(publish, "the learner sent something else than it had said")
+            return trainer_pb2.PublishReceipt(discard_communicator=True)
+        digests = list(result.bucket_digests)
+        if not publish.digests:
+            for session in publish.receivers:
+                self._deliveries.commit(publish, session, digests, result.probe)
+        try:
+            problems = await asyncio.gather(
+                *(self._load_problem(publish, session, digests) for session in publish.receivers)
+            )
+        except asyncio.CancelledError:
+            # The trainer that waited is gone: nobody else would ever take them out of LOADING.
+            self._give_up(publish, "the trainer was lost")
+            raise
+        for session, problem in zip(publish.receivers, problems, strict=True):
+            if problem:
+                self._deliveries.fail(publish, session, problem)
+        loaded = [
+            session
+            for session in publish.receivers
+            if session.key not in publish.failed and self._fleet.find(session.key) is session
+        ]
+        failed = len(loaded) < len(publish.receivers)
+        if failed:
+            self._membership.forget()
+        self.totals.sent(result)
+        return trainer_pb2.PublishReceipt(
+            serving=[session.name for session in loaded], discard_communicator=failed
+        )
+
+    def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
+        """Takes a server's report to whoever waits for it."""
+        self._reports.receive(session.key, report)
+        is_served = session.is_serving and report.publish_id == session.publish_id
+        if is_served and report.phase == fleet_pb2.PUBLISH_PHASE_FAILED:
+            # It took the weights back of its own.
+            self._deliveries.make_stale(session, report.message)
+
+    def server_lost(self, session: ServerSession) -> None:
+        """Ends every wait for a server that is gone."""
+        self.pinned.discard(session.key)
+        self._membership.server_lost(session.key)
+        self._holders.discard(session.key)
+        self._reports.fail_all(session.key, "the server is gone")
+
+    def _wants_proof(self, targets: Sequence[ServerSession]) -> bool:
+        fresh = any(not session.is_serving for session in targets)
+        anew = self._apart and not self._may_send_adapters(targets)
+        return fresh or anew or self.totals.publishes % self._settings.verify_every == 0
+
+    def _may_send_adapters(self, targets: Sequence[ServerSession]) -> bool:
+        return self._apart and all(session.key in self._holders for session in targets)
+
+    def _ask(self, targets: list[ServerSession], version: PolicyVersion) -> None:
+        """Asks them if they are ready; their answers are kept, those to an earlier question not."""
+        if self._asked is not None:
+            for session in self._asked[1]:
+                self._reports.forget(self._asked[0], session.key, READY)
+        self._count += 1
+        publish_id = f"p{self._count:06d}"
+        message = fleet_pb2.ControllerMessage(
+            prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version_to_pb(version))
+        )
+        for session in targets:
+            self._reports.expect(publish_id, session.key, READY)
+            session.send(message)
+        self._asked = publish_id, targets
+
+    async def _problem(
+        self, publish_id: str, session: ServerSession, phase: int, limit_s: float
+    ) -> str:
+        report = await self._reports.wait(publish_id, session.key, phase, limit_s)
+        return "" if report.phase == phase else report.message or "it failed"
+
+    async def _load_problem(
+        self, publish: Publish, session: ServerSession, digests: list[bytes]
+    ) -> str:
+        if session.key in publish.failed:
+            return "it failed"
+        limit_s = self._settings.join_deadline_s
+        report = await self._reports.wait(publish.publish_id, session.key, LOADED, limit_s)
+        if report.phase != LOADED:
+            return report.message or "it failed"
+        if list(report.bucket_digests) != digests:
+            return "the digests of the loaded buckets are not those that were sent"
+        return ""
+
+    def _drop(
+        self, sessions: Sequence[ServerSession], problems: Sequence[str]
+    ) -> list[ServerSession]:
+        kept = []
+        for session, problem in zip(sessions, problems, strict=True):
+            if session.is_serving and session.key in self.pinned:
+                # Since it was asked.
+                continue
+            if problem:
+                self._deliveries.make_stale(session, problem)
+            elif self._fleet.find(session.key) is session:
+                kept.append(session)
+        return kept
+
+    def _give_up(self, publish: Publish, cause: str) -> None:
+        if self._current is publish:
+            # One that is being finished may have a successor.
+            self._current = None
+        self._membership.forget()
+        if not publish.is_announced:
+            # They know nothing of it.
+            return
+        for session in publish.receivers:
+            # Who has loaded and proved everything keeps it.
+            if not (session.is_serving and session.version == publish.version):
+                self._deliveries.fail(publish, session, cause)
+
+    def _tell_receivers(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
+        """`layout`: None is that of the publish before."""
+        publish.is_announced = True
+        self._was_alone = publish.order.adapters_alone
+        if not self._was_alone:
+            self._holders -= {session.key for session in publish.receivers}
+        ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
+        for session in publish.receivers:
+            # A server may be done before the learner says so.
+            self._reports.expect(publish.publish_id, session.key, LOADED)
+            session.on(ServerEvent.RECEIVE)
+            session.send(
+                fleet_pb2.ControllerMessage(
+                    receive=fleet_pb2.ReceiveWeights(
+                        order=publish.order, layout=layout, first_rank=ranks[session.key.server_id]
+                    )
+                )
+            )
+            if publish.digests:
+                self._deliveries.commit(publish, session, publish.digests, None)

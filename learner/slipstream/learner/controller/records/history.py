@@ -1,0 +1,270 @@
+"""What a journal says of the run so far: from its records alone to where the run goes on.
+
+Pure: no clock, no I/O. Any prefix of a journal gives a state in which no group is lost and none can
+be trained twice: every leased group is either open, or in exactly one batch, or closed for good.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import JsonValue
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.reporting.busy import BusySeconds
+from slipstream.learner.controller.trajectories.filtering import FilteredGroups
+from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
+
+FORMAT = 1
+START = PolicyVersion(0, 0)
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """A group that was leased and is not over: it is leased again."""
+
+    group_id: GroupId
+    environment: str
+    task_index: int
+    seed: int
+    deadline_step: int
+    # Member -> the last attempt that ended.
+    attempts: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """The batch of a step, as its record names it."""
+
+    step: int
+    batch_id: str
+    crc32: int
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """What the trainer made of a batch."""
+
+    version: PolicyVersion
+    digest: str
+
+
+@dataclass
+class EnvironmentHistory:
+    """How far an environment has come."""
+
+    next_number: int = 0
+    accepted: int = 0
+    failed: int = 0
+
+
+@dataclass
+class ServerTokens:
+    """Sampled tokens of one life of a server."""
+
+    # As its engine counted them, when it was heard of last.
+    generated: int = 0
+    # Of trajectories that ended or are in a batch.
+    received: int = 0
+
+
+@dataclass
+class RunHistory:
+    """The state of a run at the end of its journal."""
+
+    run_id: str = ""
+    # How often a controller has begun.
+    starts: int = 0
+    # Identity of the data in Redis when the controller began last.
+    queue_mark: str = ""
+    next_group: int = 0
+    open_groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
+    # The step that trains a group.
+    trained_in: dict[GroupId, int] = field(default_factory=dict)
+    ended: set[TrajectoryId] = field(default_factory=set)
+    batches: dict[int, RecordedBatch] = field(default_factory=dict)
+    # The newest record of each step.
+    steps: dict[int, RecordedStep] = field(default_factory=dict)
+    environments: dict[str, EnvironmentHistory] = field(default_factory=dict)
+    # Environments that were submitted, as JSON of their specification.
+    submitted: dict[str, str] = field(default_factory=dict)
+    servers: dict[tuple[str, int], ServerTokens] = field(default_factory=dict)
+    ends: Counter[End] = field(default_factory=Counter)
+    # Number of trained tokens of each lag.
+    lags: Counter[int] = field(default_factory=Counter)
+    # Number of trained trajectories that more than one version sampled.
+    with_several_versions: int = 0
+    evaluations: list[Mapping[str, Any]] = field(default_factory=list)
+    # Of all starts but the last one.
+    busy: BusySeconds = BusySeconds()
+    _busy_of_start: BusySeconds = BusySeconds()
+    # The newest version with a whole checkpoint.
+    checkpoint: PolicyVersion = START
+    batch_tokens: dict[int, int] = field(default_factory=dict)
+    groups: dict[GroupId, str] = field(default_factory=dict)
+    # Groups that were filtered since the last batch.
+    filtered: FilteredGroups = field(default_factory=FilteredGroups)
+    # Number of filtered groups, by the step whose batch was being formed.
+    filtered_groups: Counter[int] = field(default_factory=Counter)
+    # Why training ended before its last step, if it did: the task is solved.
+    solved: str = ""
+    # Name and epoch of every server that was leased anything.
+    leased_to: set[tuple[str, int]] = field(default_factory=set)
+
+    @property
+    def next_step(self) -> int:
+        """The first step that the journal does not hold."""
+        return len(self.batches)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The newest version that the trainer made."""
+        if not self.steps:
+            return START
+        newest = self.steps[max(self.steps)].version
+        return PolicyVersion(self.incarnation, newest.step)
+
+    @property
+    def incarnation(self) -> int:
+        """The newest timeline."""
+        return max((step.version.incarnation for step in self.steps.values()), default=0)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Takes one record, the next one."""
+        match record["kind"]:
+            case "start":
+                self._start(record)
+            case "queue":
+                self.queue_mark = record["mark"]
+            case "lease":
+                self._lease(record)
+            case "evaluation_lease":
+                self.leased_to.add((record["server"], record["epoch"]))
+            case "end":
+                self._end(record)
+            case "set_aside" | "closed":
+                self._close(record)
+            case "batch":
+                self._batch(record)
+            case "step":
+                self._step(record)
+            case "servers":
+                for name, epoch, generated in record["generated"]:
+                    tokens = self._server(name, epoch)
+                    tokens.generated = max(tokens.generated, generated)
+            case "solved":
+                self.solved = record["cause"]
+            case "busy":
+                names = ("window", "generation", "training", "both")
+                self._busy_of_start = BusySeconds(*(record[name] for name in names))
+            case "checkpoint":
+                self.checkpoint = PolicyVersion(*record["version"])
+            case "submitted":
+                self.submitted[record["environment"]] = record["spec"]
+                self.environments.pop(record["environment"], None)
+            case "unsubmitted":
+                self.submitted.pop(record["environment"], None)
+            case "evaluation":
+                self.evaluations.append(record)
+
+    def _start(self, record: Mapping[str, Any]) -> None:
+        if record["format"] != FORMAT:
+            raise ProtocolError(
+                f"the journal has format {record['format']}, this version reads {FORMAT}"
+            )
+        self.busy += self._busy_of_start
+        self._busy_of_start = BusySeconds()
+        self.run_id = record["run_id"]
+        self.starts += 1
+
+    def _lease(self, record: Mapping[str, Any]) -> None:
+        group_id = GroupId(record["group"])
+        self.leased_to.add((record["server"], record["epoch"]))
+        if group_id in self.groups:
+            # The same group goes on with another server.
+            return
+        # Its task was leased before, as a group that was given up.
+        self.open_groups.pop(GroupId(record.get("replaces", "")), None)
+        name = record["environment"]
+        self.groups[group_id] = name
+        self.next_group = max(self.next_group, int(group_id.removeprefix("g")) + 1)
+        history = self._environment(name)
+        history.next_number = max(history.next_number, record["number"] + 1)
+        self.open_groups[group_id] = OpenGroup(
+            group_id, name, record["task"], record["seed"], record["deadline"]
+        )
+
+    def _end(self, record: Mapping[str, Any]) -> None:
+        trajectory_id = TrajectoryId(record["id"])
+        self.ended.add(trajectory_id)
+        if "tokens" not in record:
+            return
+        self.ends[End(record["end"])] += record["tokens"]
+        self._server(record["server"], record["epoch"]).received += record["tokens"]
+        name = TrajectoryName.parse(trajectory_id)
+        group = None if name is None else self.open_groups.get(name.group_id)
+        if name is not None and group is not None:
+            before = group.attempts.get(name.member, -1)
+            group.attempts[name.member] = max(before, name.attempt)
+
+    def _close(self, record: Mapping[str, Any]) -> None:
+        group = self.open_groups.pop(GroupId(record["group"]), None)
+        if group is None:
+            return
+        history = self._environment(group.environment)
+        if record["kind"] == "set_aside":
+            history.failed += 1
+        elif record["how"] == "filtered":
+            history.accepted += 1
+            solved, reward = record.get("solved", False), record.get("reward", 0.0)
+            self.filtered.add(group.environment, reward, solved=solved)
+            self.filtered_groups[self.next_step] += 1
+
+    def _batch(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        if step != self.next_step:
+            raise ProtocolError(
+                f"the journal holds the batch of step {step} after that of {self.next_step - 1}"
+            )
+        self.filtered.clear()
+        # Training went on after all, under other settings.
+        self.solved = ""
+        self.batches[step] = RecordedBatch(step, record["batch_id"], record["crc32"])
+        for name in record["groups"]:
+            group_id = GroupId(name)
+            if self.open_groups.pop(group_id, None) is None:
+                raise ProtocolError(f"the batch of step {step} holds {name}, which is not open")
+            self.trained_in[group_id] = step
+            self._environment(self.groups[group_id]).accepted += 1
+        for name, epoch, tokens in record["tokens"]:
+            self._server(name, epoch).received += tokens
+        self.batch_tokens[step] = sum(tokens for *_, tokens in record["tokens"])
+
+    def _step(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        if step not in self.batches:
+            raise ProtocolError(f"the journal holds step {step} without its batch")
+        if step not in self.steps:
+            self.ends[End.TRAINED] += self.batch_tokens[step]
+            self.lags.update(dict(record["lags"]))
+            self.with_several_versions += record["several"]
+        self.steps[step] = RecordedStep(PolicyVersion(*record["version"]), record["digest"])
+
+    def _environment(self, name: str) -> EnvironmentHistory:
+        return self.environments.setdefault(name, EnvironmentHistory())
+
+    def _server(self, name: str, epoch: int) -> ServerTokens:
+        return self.servers.setdefault((name, epoch), ServerTokens())
+
+
+def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
+    """The state after all records; ProtocolError when they cannot be of one run."""
+    history = RunHistory()
+    for number, record in enumerate(records, start=1):
+        if number == 1 and record["kind"] != "start":
+            raise ProtocolError("the journal was written by an older version: it has no start")
+        history.add(record)
+    return history

@@ -1,0 +1,183 @@
+"""The journal of a run: what was leased and trained, and how it ended. Append-only, one writer.
+
+Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object; the batch of each
+step is a file of its own. `sync` returns when everything appended before is on disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import JsonValue
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.protocol.codec import trajectory_from_pb
+from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.types import GroupId, TrajectoryId
+from slipstream.v1 import trainer_pb2
+
+LOG_NAME = "journal.log"
+BATCH_FOLDER = "batches"
+
+
+class Journal:
+    """The writer; a context manager. Goes on behind the last whole record of an earlier writer.
+
+    ConfigError while another process writes the journal of this folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._file = (folder / LOG_NAME).open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ConfigError(f"{folder} is written by another controller") from None
+        self._file.truncate(whole_bytes((folder / LOG_NAME).read_bytes()))
+        # Batches are written by a thread, beside the records of the event loop.
+        self._lock = threading.Lock()
+        self._dirty = False
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.sync()
+        self._file.close()
+
+    def append(self, kind: str, **fields: JsonValue) -> None:
+        """Writes one record; it is durable after the next `sync`."""
+        text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
+        with self._lock:
+            self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+            self._dirty = True
+
+    def sync(self) -> None:
+        """Makes all records durable."""
+        with self._lock:
+            if self._dirty:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._dirty = False
+
+    def write_batch(
+        self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()
+    ) -> int:
+        """Makes the batch of a step durable, file and record, before anyone trains it.
+
+        `tokens`: name, epoch and sampled tokens of each server. Returns the checksum.
+        """
+        step = batch.header.step
+        data = batch.SerializeToString(deterministic=True)
+        crc32 = zlib.crc32(data)
+        path = batch_path(self._folder, step)
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        _sync_folder(path.parent)
+        self.append(
+            "batch",
+            step=step,
+            batch_id=batch.header.batch_id,
+            crc32=crc32,
+            groups=list(dict.fromkeys(t.group_id for t in batch.trajectories)),
+            trajectories=len(batch.trajectories),
+            tokens=[list(entry) for entry in tokens],
+        )
+        self.sync()
+        return crc32
+
+    def read_batch(self, step: int, crc32: int) -> trainer_pb2.RecordedBatch:
+        """See the function of that name."""
+        return read_batch(self._folder, step, crc32)
+
+    def has_batch(self, step: int) -> bool:
+        """Whether the batch file of a step is still there."""
+        return batch_path(self._folder, step).is_file()
+
+    def remove_batch(self, step: int) -> None:
+        """Forgets a batch that no resume needs any more."""
+        batch_path(self._folder, step).unlink(missing_ok=True)
+
+
+class EarlierIds:
+    """Which trajectories the journal of an earlier controller holds: they need no other record."""
+
+    def __init__(self, history: RunHistory, journal: Journal) -> None:
+        self._history = history
+        self._journal = journal
+        self._of_step: dict[int, frozenset[TrajectoryId]] = {}
+
+    def holds(self, group_id: GroupId, trajectory_id: TrajectoryId) -> bool:
+        """Whether it ended, or is in a batch; reads the batch of its group when there is one."""
+        if trajectory_id in self._history.ended:
+            return True
+        step = self._history.trained_in.get(group_id)
+        if step is None:
+            return False
+        if not self._journal.has_batch(step):
+            # A checkpoint covers it.
+            return True
+        if step not in self._of_step:
+            self._of_step[step] = self._read(step)
+        return trajectory_id in self._of_step[step]
+
+    def _read(self, step: int) -> frozenset[TrajectoryId]:
+        batch = self._journal.read_batch(step, self._history.batches[step].crc32)
+        return frozenset(trajectory_from_pb(t).trajectory_id for t in batch.trajectories)
+
+
+def whole_bytes(data: bytes) -> int:
+    """The length of a journal without a torn last line."""
+    return data.rfind(b"\n") + 1
+
+
+def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
+    """All records in order, without a torn last line; ProtocolError for any other damage.
+
+    None when there is no journal.
+    """
+    path = folder / LOG_NAME
+    data = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        checksum, _, text = line.partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(text):
+            raise ProtocolError(f"{folder / LOG_NAME}: line {number} is damaged")
+        yield json.loads(text)
+
+
+def read_batch(folder: Path, step: int, crc32: int) -> trainer_pb2.RecordedBatch:
+    """The recorded batch of a step; ProtocolError when it is not the one that the journal names."""
+    data = batch_path(folder, step).read_bytes()
+    if zlib.crc32(data) != crc32:
+        raise ProtocolError(f"{batch_path(folder, step)} is damaged")
+    return trainer_pb2.RecordedBatch.FromString(data)
+
+
+def batch_path(folder: Path, step: int) -> Path:
+    """Where the batch of `step` lies."""
+    return folder / BATCH_FOLDER / f"step-{step:06d}.pb"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

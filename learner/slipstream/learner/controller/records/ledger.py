@@ -1,0 +1,117 @@
+"""Where every generated token went.
+
+`generated` is what the engines counted; everything else is what the controller saw of it. Both must
+agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.protocol.types import ServerId, TrajectoryId
+from slipstream.v1 import fleet_pb2, status_pb2
+
+
+@dataclass
+class EpochCount:
+    """Tokens of one life of one server."""
+
+    generated: int = 0
+    in_flight: int = 0
+    ended: int = 0
+    received: int = 0
+    dead: bool = False
+
+
+class TokenLedger:
+    """Counts sampled tokens from the engines to their ends; duplicates count once."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[ServerKey, EpochCount] = {}
+        self._ends: Counter[End] = Counter()
+        self._seen: set[TrajectoryId] = set()
+
+    def restore(self, history: RunHistory) -> None:
+        """Takes over what the journal holds; the servers of then are dead."""
+        self._seen |= history.ended
+        self._ends += history.ends
+        for (name, epoch), tokens in history.servers.items():
+            count = self._epoch(ServerKey(ServerId(name), epoch))
+            count.generated, count.received = tokens.generated, tokens.received
+            count.dead = True
+
+    def generated_by_server(self) -> list[tuple[str, int, int]]:
+        """Name, epoch and generated tokens of every server that lives."""
+        return [
+            (key.server_id, key.epoch, count.generated)
+            for key, count in self._epochs.items()
+            if not count.dead
+        ]
+
+    def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
+        """Takes over the counters of a heartbeat."""
+        count = self._epoch(key)
+        count.generated = report.generated_tokens
+        count.in_flight = report.in_flight_tokens
+        count.ended = report.ended_tokens
+
+    def receive(self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int) -> bool:
+        """Notes a delivered trajectory; False when it was delivered before."""
+        if trajectory_id in self._seen:
+            return False
+        self._seen.add(trajectory_id)
+        self._epoch(key).received += tokens
+        return True
+
+    def end(self, end: End, tokens: int) -> None:
+        """Notes the end of a trajectory."""
+        self._ends[end] += tokens
+
+    def die(self, key: ServerKey) -> None:
+        """A server epoch is over: what it generated and did not deliver is lost."""
+        self._epoch(key).dead = True
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the engines counted, as far as they could report."""
+        return sum(self._generated(count) for count in self._epochs.values())
+
+    def trained(self) -> int:
+        """Tokens that were trained on."""
+        return self._ends[End.TRAINED]
+
+    def snapshot(self) -> status_pb2.Ledger:
+        """The ledger now; `difference` is 0 unless a token went astray."""
+        alive = [count for count in self._epochs.values() if not count.dead]
+        dead = [count for count in self._epochs.values() if count.dead]
+        received = sum(count.received for count in self._epochs.values())
+        in_flight = sum(count.in_flight for count in alive)
+        travelling = sum(count.ended - count.received for count in alive)
+        queued = received - sum(self._ends.values()) + travelling
+        lost = sum(self._generated(count) - count.received for count in dead)
+        difference = self.generated - in_flight - queued - lost - sum(self._ends.values())
+        return status_pb2.Ledger(
+            generated=self.generated,
+            trained=self._ends[End.TRAINED],
+            filtered=self._ends[End.FILTERED],
+            failed=self._ends[End.FAILED],
+            cancelled=self._ends[End.CANCELLED],
+            quarantined=self._ends[End.QUARANTINED],
+            evaluated=self._ends[End.EVALUATED],
+            queued=max(queued, 0),
+            in_flight=in_flight,
+            lost=lost,
+            difference=difference,
+        )
+
+    def _epoch(self, key: ServerKey) -> EpochCount:
+        return self._epochs.setdefault(key, EpochCount())
+
+    @staticmethod
+    def _generated(count: EpochCount) -> int:
+        # A dead server may have delivered more than its last heartbeat said.
+        return max(count.generated, count.received) if count.dead else count.generated

@@ -1,0 +1,91 @@
+"""How a controller takes over the run of an earlier one, and what it writes for the next one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.history import FORMAT, RunHistory, read_history
+from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.reporting.busy import BusySeconds
+from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.learner.controller.tasks.environment_service import EnvironmentServicer
+from slipstream.learner.controller.trajectories.batches import BatchFormer
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RestoredParts:
+    """Everything that has a past."""
+
+    book: LeaseBook
+    ledger: TokenLedger
+    intake: Intake
+    former: BatchFormer
+    recorder: RunRecorder
+    evaluator: Evaluator
+    environments: EnvironmentServicer
+
+
+def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
+    """The run so far, this start included, which is journaled; its id and version are set."""
+    records = list(read_records(folder))
+    if records and progress.config.run.resume == "never":
+        raise ConfigError(f"{folder} holds a run already, and run.resume is never")
+    run_id = records[0].get("run_id", "") if records else progress.run_id
+    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id}
+    history = read_history([*records, start])
+    journal.append("start", format=FORMAT, run_id=run_id, unix_s=time.time())
+    journal.sync()
+    progress.run_id = history.run_id
+    progress.reached(history.version)
+    return history
+
+
+def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) -> None:
+    """Every part goes on where the journal ends; before anyone has connected."""
+    if history.starts == 1:
+        return
+    if history.solved and progress.config.algorithm.dynamic_sampling.enabled:
+        progress.solve(history.next_step, history.solved)
+    parts.book.restore(history)
+    parts.ledger.restore(history)
+    parts.intake.restore(history)
+    parts.former.restore(history)
+    parts.recorder.restore(history)
+    parts.evaluator.restore(history)
+    parts.environments.restore(history)
+    progress.events.add(
+        f"the run goes on at version {history.version}; the journal has the batches of "
+        f"{history.next_step} steps, and {len(parts.book.groups)} open groups are leased again"
+    )
+
+
+def journal_servers(journal: Journal, ledger: TokenLedger) -> None:
+    """Writes what the engines have counted: it cannot be asked for after a crash."""
+    journal.append("servers", generated=[list(entry) for entry in ledger.generated_by_server()])
+
+
+def journal_busy(journal: Journal, busy: BusySeconds) -> None:
+    """Writes how busy engines and trainer were since this start, for the summary of the run."""
+    journal.append("busy", **asdict(busy))
+
+
+def journal_evaluation(journal: Journal, result: EvaluationResult) -> None:
+    """Writes what a round measured."""
+    journal.append(
+        "evaluation",
+        version=result.step,
+        episodes=result.num_episodes,
+        failed=result.num_failed,
+        reward_mean=result.reward_mean if result.num_episodes else None,
+        evaluations={name: dict(values) for name, values in result.evaluations.items()},
+        wall_s=result.wall_s,
+    )

@@ -1,0 +1,96 @@
+"""Opens the trackers that the settings name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.reporting.trackers.tracker import (
+    TrackedRun,
+    Tracker,
+    told_settings,
+)
+from slipstream.learner.controller.reporting.trackers.writers import OpenTracker, Trackers
+from slipstream.protocol.settings.config import Config
+
+RUN_IDS = "tracking.json"
+
+
+class RunIds:
+    """The names that tracking services have for this run: a file, so that a resumed run goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RUN_IDS
+        self._lock = threading.Lock()
+        self._ids: dict[str, str] = {}
+        if self._path.is_file():
+            self._ids = json.loads(self._path.read_text())
+
+    def get(self, tracker: str) -> str:
+        """The name, empty when there is none yet."""
+        return self._ids.get(tracker, "")
+
+    def keep(self, tracker: str, run_id: str) -> None:
+        """Writes a name down; callable from any thread."""
+        with self._lock:
+            self._ids[tracker] = run_id
+            self._path.write_text(json.dumps(self._ids, indent=2) + "\n")
+
+
+def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
+    """The trackers of `config`; what one cannot do becomes an event. Needs the running loop."""
+    loop = asyncio.get_running_loop()
+
+    def complain(text: str) -> None:
+        loop.call_soon_threadsafe(events.add, text, Severity.WARNING)
+
+    return Trackers(_ways_to_open(config, folder), complain)
+
+
+def _ways_to_open(config: Config, folder: Path) -> Mapping[str, OpenTracker]:
+    ids = RunIds(folder)
+    ways: dict[str, OpenTracker] = {
+        "tensorboard": lambda: _open_tensorboard(config, folder),
+        "wandb": lambda: _open_wandb(config, folder, ids),
+        "mlflow": lambda: _open_mlflow(config, folder, ids),
+    }
+    return {name: ways[name] for name in config.tracking.trackers}
+
+
+def _described(config: Config, folder: Path, run_id: str) -> TrackedRun:
+    tracking = config.tracking
+    return TrackedRun(
+        folder=folder,
+        project=tracking.project,
+        name=tracking.name or config.run.name,
+        run_id=run_id,
+        settings=told_settings(config),
+    )
+
+
+def _open_tensorboard(config: Config, folder: Path) -> Tracker:
+    from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(_described(config, folder, ""))
+
+
+def _open_wandb(config: Config, folder: Path, ids: RunIds) -> Tracker:
+    from slipstream.learner.controller.reporting.trackers.wandb import WandbTracker
+
+    run_id = ids.get("wandb") or secrets.token_hex(8)
+    ids.keep("wandb", run_id)
+    return WandbTracker(_described(config, folder, run_id), mode=config.tracking.wandb_mode)
+
+
+def _open_mlflow(config: Config, folder: Path, ids: RunIds) -> Tracker:
+    from slipstream.learner.controller.reporting.trackers.mlflow import MlflowTracker
+
+    run = _described(config, folder, ids.get("mlflow"))
+    tracker = MlflowTracker(run, uri=config.tracking.mlflow_uri)
+    ids.keep("mlflow", tracker.run_id)
+    return tracker

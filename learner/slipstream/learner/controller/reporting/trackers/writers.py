@@ -1,0 +1,105 @@
+"""Hands a run's numbers to its trackers, each in a thread of its own.
+
+Consumes: numbers of steps and rounds. Produces: calls of the trackers.
+Waits for: the next numbers. Unblocked by: them, or `close`. Nobody waits for a tracker but `close`,
+and that for a limited time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from slipstream.learner.controller.reporting.trackers.tracker import Tracker
+
+# Opens a tracker; raises whatever its package raises.
+OpenTracker: TypeAlias = Callable[[], Tracker]
+# Is told, in any thread, what a tracker cannot do.
+Complain: TypeAlias = Callable[[str], None]
+
+MAX_WAITING = 10_000
+CLOSE_LIMIT_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    step: int
+    values: dict[str, float]
+
+
+class Trackers:
+    """All trackers of a run. The first failure of one is told, and ends that tracker only."""
+
+    def __init__(
+        self,
+        opened: Mapping[str, OpenTracker],
+        complain: Complain,
+        *,
+        close_limit_s: float = CLOSE_LIMIT_S,
+    ) -> None:
+        """Opens them in their threads, so that a slow service holds up nothing."""
+        self._close_limit_s = close_limit_s
+        self._complain = complain
+        self._writers = [_Writer(name, open_, complain) for name, open_ in opened.items()]
+        for writer in self._writers:
+            writer.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of one step or version; those that are not finite are left out."""
+        finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        for writer in self._writers:
+            writer.put(_Entry(step, finite))
+
+    def close(self) -> None:
+        """Waits until they have taken everything, at most `close_limit_s` for all together."""
+        until = time.monotonic() + self._close_limit_s
+        for writer in self._writers:
+            writer.put(None)
+        for writer in self._writers:
+            writer.join(max(0.0, until - time.monotonic()))
+            if writer.is_alive():
+                self._complain(
+                    f"tracker {writer.name} was not done {self._close_limit_s:g} s after the run"
+                )
+        self._writers = []
+
+
+class _Writer(threading.Thread):
+    def __init__(self, name: str, open_: OpenTracker, complain: Complain) -> None:
+        # A service that never answers must not keep the controller alive.
+        super().__init__(name=name, daemon=True)
+        self._open = open_
+        self._complain = complain
+        self._entries: queue.Queue[_Entry | None] = queue.Queue(MAX_WAITING)
+        self._ended = False
+
+    def put(self, entry: _Entry | None) -> None:
+        if self._ended:
+            return
+        try:
+            self._entries.put_nowait(entry)
+        except queue.Full:
+            self._give_up(f"it is {MAX_WAITING} entries behind")
+
+    def run(self) -> None:
+        try:
+            tracker = self._open()
+            while (entry := self._entries.get()) is not None and not self._ended:
+                tracker.log(entry.step, entry.values)
+            tracker.close()
+        except Exception as error:
+            log.exception("tracker %s", self.name)
+            self._give_up(f"{type(error).__name__}: {str(error).split(chr(10), 1)[0]}")
+
+    def _give_up(self, cause: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._complain(f"tracker {self.name} gets no more numbers: {cause}")

@@ -1,0 +1,185 @@
+"""How environments come into a run: from the configuration, by `submit`, or served by a client.
+
+Waits for: a rollout server's report that it loaded a submitted environment. Unblocked by: that
+report, or the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import json_format
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.tasks.relay import ClientSession, Relay
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
+
+LOAD_LIMIT_S = 90.0
+NAME = re.compile(r"[\w.:-]{1,100}")
+REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
+    """The clients' end."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        environments: EnvironmentBook,
+        fleet: Fleet,
+        intake: Intake,
+        journal: Journal,
+    ) -> None:
+        self._journal = journal
+        self._progress = progress
+        self._environments = environments
+        self._fleet = fleet
+        self._intake = intake
+        self.relay = Relay(self._client_came, self._client_left)
+
+    def add_configured(self, spec: pb.EnvironmentSpec) -> None:
+        """Adds an environment of the configuration."""
+        self._environments.add(spec)
+
+    def restore(self, history: RunHistory) -> None:
+        """Adds what was submitted before; takes back what nobody can run any more."""
+        for name, text in history.submitted.items():
+            if name not in self._environments.entries:
+                self._environments.add(json_format.Parse(text, pb.EnvironmentSpec()))
+        known = self._environments.entries
+        gone = [g for g in history.open_groups.values() if g.environment not in known]
+        for group in gone:
+            del history.open_groups[group.group_id]
+            self._intake.withdraw_restored(group.group_id)
+
+    def server_joined(self, session: ServerSession) -> None:
+        """A new server loads all hosted environments."""
+        for entry in self._environments.entries.values():
+            if entry.client_episodes is None:
+                session.send(_load_order(entry.spec))
+
+    def reported(self, session: ServerSession, report: fleet_pb2.EnvironmentReport) -> None:
+        """A server has loaded an environment, or cannot run it."""
+        if report.HasField("failure"):
+            cause = report.failure.message
+            self._environments.load_failed(report.environment, session.key, cause)
+            self._progress.events.add(
+                f"environment {report.environment} on {session.name}: {cause}", Severity.WARNING
+            )
+        else:
+            self._environments.loaded(report.environment, session.key, report.num_tasks)
+        self._progress.signal.notify()
+
+    async def SubmitEnvironment(  # noqa: N802
+        self, request: pb.SubmitEnvironmentRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.SubmitEnvironmentResponse:
+        """Adds an environment to the running mixture."""
+        spec = request.spec
+        problem = self._problem(spec)
+        if not problem and REFERENCE.fullmatch(spec.reference) is None:
+            problem = f"a reference is package.module:Class, got {spec.reference!r}"
+        if problem:
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            await abort(context, code, problem, Reason.BAD_ARGUMENT, {"environment": spec.name})
+        entry = self._environments.add(spec)
+        text = json_format.MessageToJson(spec, indent=None)
+        self._journal.append("submitted", environment=spec.name, spec=text)
+        self._fleet.broadcast(_load_order(spec))
+        self._progress.events.add(f"environment {spec.name} was submitted")
+        until = time.monotonic() + LOAD_LIMIT_S
+        while not entry.is_ready and self._fleet.sessions and time.monotonic() < until:
+            if all(key in entry.failed_on for key in self._keys()):
+                self._environments.remove(spec.name)
+                self._journal.append("unsubmitted", environment=spec.name)
+                self._fleet.broadcast(_unload_order(spec))
+                entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
+                break
+            await self._progress.signal.wait(1.0)
+        return pb.SubmitEnvironmentResponse(status=entry.describe())
+
+    async def ListEnvironments(  # noqa: N802
+        self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ListEnvironmentsResponse:
+        """All environments of the run."""
+        entries = self._environments.entries.values()
+        return pb.ListEnvironmentsResponse(environments=[entry.describe() for entry in entries])
+
+    async def ServeEpisodes(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[pb.WorkerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[pb.WorkerCommand]:
+        """A client's own environment, for as long as its stream lives."""
+        async for command in self.relay.serve_episodes(request_iterator, context):
+            yield command
+
+    def _keys(self) -> list[object]:
+        return [session.key for session in self._fleet.sessions.values()]
+
+    def _problem(self, spec: pb.EnvironmentSpec) -> str:
+        if self._progress.is_over:
+            return "the run is over"
+        if NAME.fullmatch(spec.name) is None:
+            return f"a name has 1 to 100 letters, digits and ._:-, got {spec.name!r}"
+        entry = self._environments.entries.get(spec.name)
+        if entry is not None and entry.state != pb.ENVIRONMENT_STATE_SUSPENDED:
+            return f"the run has an environment {spec.name} already; choose another name"
+        if not (math.isfinite(spec.weight) and spec.weight > 0):
+            return f"weight must be above 0, got {spec.weight}"
+        if not (math.isfinite(spec.timeout_s) and spec.timeout_s > 0):
+            return f"timeout_s must be above 0, got {spec.timeout_s}"
+        if spec.purpose != trajectory_pb2.EPISODE_PURPOSE_TRAINING:
+            return "only environments to train on can be submitted"
+        try:
+            args = json.loads(spec.args_json or "{}")
+        except ValueError as error:
+            return f"args must be a JSON object: {error}"
+        return "" if isinstance(args, dict) else f"args must be a JSON object, got {spec.args_json}"
+
+    def _client_came(self, client: ClientSession) -> str:
+        group_size = self._progress.config.algorithm.group_size
+        problem = self._problem(client.spec)
+        if problem:
+            return problem
+        if client.max_episodes < group_size:
+            return (
+                f"episodes must be at least the group size {group_size}, got {client.max_episodes}"
+            )
+        entry = self._environments.add(client.spec)
+        entry.client_episodes = client.max_episodes
+        entry.num_tasks = client.num_tasks
+        entry.state = pb.ENVIRONMENT_STATE_READY
+        self._progress.events.add(f"a client serves environment {client.spec.name}")
+        self._progress.signal.notify()
+        return ""
+
+    def _client_left(self, client: ClientSession) -> None:
+        entry: EnvironmentEntry | None = self._environments.entries.get(client.spec.name)
+        if entry is None or self._progress.is_over:
+            return
+        entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
+        entry.cause = "the client that served it left"
+        self._intake.suspend(client.spec.name, entry.cause)
+
+
+def _load_order(spec: pb.EnvironmentSpec) -> fleet_pb2.ControllerMessage:
+    return fleet_pb2.ControllerMessage(environment=fleet_pb2.EnvironmentOrder(spec=spec))
+
+
+def _unload_order(spec: pb.EnvironmentSpec) -> fleet_pb2.ControllerMessage:
+    order = fleet_pb2.EnvironmentOrder(spec=spec, unload=True)
+    return fleet_pb2.ControllerMessage(environment=order)

@@ -1,0 +1,175 @@
+"""Environments that clients serve: their calls pass through here.
+
+Consumes: calls of rollout servers, answers of clients. Produces: the same on the other side, with
+call ids of its own.
+Waits for: messages. Unblocked by: a message, or the end of either stream, which fails the calls
+that were open. Nobody waits for one who does not read: calls to such a client fail, and a rollout
+server loses its stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from slipstream.learner.controller.servers.outbox import Outbox
+from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import fleet_pb2, trajectory_pb2
+
+HELLO_TIMEOUT_S = 10.0
+
+
+@dataclass(eq=False)
+class ClientSession:
+    """One client that serves an environment."""
+
+    spec: pb.EnvironmentSpec
+    num_tasks: int
+    max_episodes: int
+    outbox: Outbox[pb.WorkerCommand] = field(default_factory=Outbox)
+
+
+@dataclass(frozen=True)
+class OpenCall:
+    """A call on its way: who asked, under which id, and whom."""
+
+    answers: Outbox[fleet_pb2.EnvironmentAnswer]
+    call_id: int
+    client: ClientSession
+
+
+class Relay:
+    """Connects rollout servers with the clients that serve environments."""
+
+    def __init__(
+        self,
+        on_arrival: Callable[[ClientSession], str],
+        on_departure: Callable[[ClientSession], None],
+    ) -> None:
+        """`on_arrival` returns why a client is refused, or nothing."""
+        self._on_arrival = on_arrival
+        self._on_departure = on_departure
+        self._clients: dict[str, ClientSession] = {}
+        self._calls: dict[int, OpenCall] = {}
+        self._numbers = itertools.count(1)
+
+    async def serve_episodes(
+        self,
+        requests: AsyncIterator[pb.WorkerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[pb.WorkerCommand]:
+        """One client, from its hello to the end of its stream."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = (await anext(requests)).hello
+        except (TimeoutError, StopAsyncIteration):
+            await abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the first message is a hello",
+                Reason.PROTOCOL,
+            )
+        client = ClientSession(hello.spec, hello.num_tasks, hello.max_episodes)
+        refusal = self._on_arrival(client)
+        if refusal:
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            about = {"environment": client.spec.name}
+            await abort(context, code, refusal, Reason.BAD_ARGUMENT, about)
+        self._clients[client.spec.name] = client
+        reader = asyncio.create_task(self._read_answers(client, requests))
+        try:
+            async for command in client.outbox.messages():
+                yield command
+            raise_failure(reader)
+        finally:
+            reader.cancel()
+            self._forget(client)
+
+    async def call_environments(
+        self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
+    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
+        """One rollout server's calls, and their answers in the order in which they come."""
+        answers = Outbox[fleet_pb2.EnvironmentAnswer]()
+        reader = asyncio.create_task(self._read_calls(requests, answers))
+        try:
+            async for answer in answers.messages():
+                yield answer
+            raise_failure(reader)
+        finally:
+            reader.cancel()
+
+    def close(self) -> None:
+        """Ends the streams of all clients: the run is over."""
+        for client in self._clients.values():
+            client.outbox.close()
+
+    async def _read_calls(
+        self,
+        requests: AsyncIterator[fleet_pb2.EnvironmentCall],
+        answers: Outbox[fleet_pb2.EnvironmentAnswer],
+    ) -> None:
+        try:
+            async for call in requests:
+                client = self._clients.get(call.environment)
+                if client is None:
+                    cause = f"no client serves {call.environment}"
+                    _answer(answers, _lost(call.command.call_id, cause))
+                    continue
+                number = next(self._numbers)
+                self._calls[number] = OpenCall(answers, call.command.call_id, client)
+                command = pb.WorkerCommand()
+                command.CopyFrom(call.command)
+                command.call_id = number
+                if not client.outbox.put(command):
+                    del self._calls[number]
+                    cause = f"the client that serves {call.environment} does not read"
+                    _answer(answers, _lost(call.command.call_id, cause))
+        finally:
+            answers.close()
+
+    async def _read_answers(
+        self, client: ClientSession, requests: AsyncIterator[pb.WorkerMessage]
+    ) -> None:
+        try:
+            async for message in requests:
+                call = self._calls.pop(message.call_id, None)
+                if call is not None:
+                    message.call_id = call.call_id
+                    _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
+        finally:
+            client.outbox.close()
+
+    def _forget(self, client: ClientSession) -> None:
+        if self._clients.get(client.spec.name) is client:
+            del self._clients[client.spec.name]
+        for number, call in list(self._calls.items()):
+            if call.client is client:
+                del self._calls[number]
+                cause = f"the client that served {client.spec.name} left"
+                _answer(call.answers, _lost(call.call_id, cause))
+        self._on_departure(client)
+
+
+def raise_failure(reader: asyncio.Task[None]) -> None:
+    """Raises what ended a stream's reader, so that it ends the call and is logged, not lost."""
+    if reader.done() and not reader.cancelled():
+        reader.result()
+
+
+def _answer(
+    answers: Outbox[fleet_pb2.EnvironmentAnswer], answer: fleet_pb2.EnvironmentAnswer
+) -> None:
+    """Ends the stream of a rollout server that does not read: it opens another one."""
+    if not answers.put(answer):
+        answers.close()
+
+
+def _lost(call_id: int, cause: str) -> fleet_pb2.EnvironmentAnswer:
+    failure = trajectory_pb2.Failure(kind=trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, message=cause)
+    return fleet_pb2.EnvironmentAnswer(message=pb.WorkerMessage(call_id=call_id, failure=failure))

@@ -1,0 +1,1 @@
+"""From deliveries of the queue to a journaled batch."""

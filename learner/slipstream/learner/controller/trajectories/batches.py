@@ -1,0 +1,241 @@
+"""From complete groups to a journaled batch.
+
+The journal holds the whole batch before the trainer sees it; that record acknowledges its
+trajectories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.leases import LeaseBook, sampled_tokens
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import RecordedBatch, RecordedStep, RunHistory
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.records.timeline import version_of
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb, version_from_pb
+from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.protocol.staleness import lag
+from slipstream.protocol.types import GroupId, PolicyVersion, Trajectory
+from slipstream.v1 import trainer_pb2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one step, whole, in the order of their leases."""
+
+    step: int
+    batch_id: str
+    groups: tuple[Group, ...]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories, group by group, by member."""
+        return [trajectory for group in self.groups for trajectory in group.in_order()]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a batch that the trainer was given."""
+
+    batch: Batch
+    # The version that its weights are.
+    version: PolicyVersion
+    # Whether the journal held the step already.
+    again: bool
+
+
+class BatchFormer:
+    """Takes batches from the lease book and makes them durable; has them again from the journal."""
+
+    def __init__(
+        self,
+        book: LeaseBook,
+        environments: EnvironmentBook,
+        journal: Journal,
+        ledger: TokenLedger,
+        receiver: TrajectoryReceiver,
+        tasks: asyncio.TaskGroup,
+        *,
+        keep_batches: bool,
+    ) -> None:
+        self._book = book
+        self._environments = environments
+        self._journal = journal
+        self._ledger = ledger
+        self._receiver = receiver
+        self._tasks = tasks
+        self._keep_batches = keep_batches
+        # The batch that is being written: a call that breaks off must not leave half of it.
+        self._forming: asyncio.Task[Batch] | None = None
+        self._batches: dict[int, RecordedBatch] = {}
+        self._steps: dict[int, RecordedStep] = {}
+        self._newest_incarnation = 0
+        # The step of the newest checkpoint: the one after it makes its older batches needless.
+        self._covered_step = 0
+        # The one that the trainer has.
+        self.training: Batch | None = None
+
+    def restore(self, history: RunHistory) -> None:
+        """Goes on where the journal ends."""
+        self._batches, self._steps = dict(history.batches), dict(history.steps)
+        self._newest_incarnation = history.incarnation
+        self._covered_step = history.checkpoint.step
+
+    def first_missing(self, step: int) -> int | None:
+        """The first step from `step` on whose batch is not there any more; None: all are."""
+        steps = range(step, self._book.step)
+        return next((s for s in steps if not self._journal.has_batch(s)), None)
+
+    def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
+        """The version as which the run knows weights of the trainer."""
+        recorded = self._steps.get(version.step - 1)
+        return version_of(
+            version.step,
+            digest,
+            recorded,
+            trainer=version.incarnation,
+            newest=self._newest_incarnation,
+        )
+
+    async def recorded(self, step: int) -> Batch:
+        """The batch of a step that the journal holds."""
+        if self._forming is not None:
+            await self.form()
+        if self.training is None or self.training.step != step:
+            crc32 = self._batches[step].crc32
+            message = await asyncio.to_thread(self._journal.read_batch, step, crc32)
+            self.training = from_record(message)
+        return self.training
+
+    async def form(self) -> Batch | None:
+        """The next batch, durable and acknowledged; None while the rules do not allow one."""
+        if self._forming is None:
+            step = self._book.step
+            groups = self._book.take_batch()
+            if groups is None:
+                return None
+            batch = Batch(step, f"b{step:06d}", tuple(groups))
+            self._forming = self._tasks.create_task(self._write(batch))
+        batch = await asyncio.shield(self._forming)
+        self._forming = None
+        self.training = batch
+        return batch
+
+    async def _write(self, batch: Batch) -> Batch:
+        for group in batch.groups:
+            self._environments.group_ended(group.environment, cause=None)
+        crc32 = await asyncio.to_thread(
+            self._journal.write_batch, record(batch), tokens_by_server(batch.trajectories)
+        )
+        self._batches[batch.step] = RecordedBatch(batch.step, batch.batch_id, crc32)
+        await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
+        return batch
+
+    def trained(self, report: trainer_pb2.StepReport) -> Trained:
+        """The trainer has made a version from the batch that it was given."""
+        batch, self.training = self.training, None
+        assert batch is not None
+        assert (batch.step, batch.batch_id) == (report.step, report.batch_id)
+        earlier = self._steps.get(batch.step)
+        version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
+        if earlier is None or earlier.version != version:
+            self._newest_incarnation = max(self._newest_incarnation, version.incarnation)
+            self._steps[batch.step] = RecordedStep(version, report.weight_digest.hex())
+            self._journal.append(
+                "step",
+                step=report.step,
+                version=list(version),
+                digest=report.weight_digest.hex(),
+                lags=[list(pair) for pair in sorted(token_lags(batch).items())],
+                several=with_several_versions(batch),
+            )
+            self._journal.sync()
+        if earlier is None:
+            self._ledger.end(End.TRAINED, sampled_tokens(batch.trajectories))
+        return Trained(batch, version, again=earlier is not None)
+
+    def saved(self, report: trainer_pb2.CheckpointReport) -> None:
+        """A checkpoint covers the batches of all steps before its version."""
+        step = report.version.step
+        self._journal.append(
+            "checkpoint",
+            version=[report.version.incarnation, step],
+            digest=report.weight_digest.hex(),
+            path=report.path,
+        )
+        self._journal.sync()
+        if not self._keep_batches:
+            # Those since the checkpoint before it stay: it may have to be gone back to.
+            for covered in range(self._covered_step):
+                self._journal.remove_batch(covered)
+        self._covered_step = step
+
+
+def record(batch: Batch) -> trainer_pb2.RecordedBatch:
+    """The batch as the journal keeps it."""
+    trajectories = [trajectory_to_pb(trajectory) for trajectory in batch.trajectories]
+    return trainer_pb2.RecordedBatch(header=header(batch), trajectories=trajectories)
+
+
+def header(batch: Batch) -> trainer_pb2.BatchHeader:
+    """What the trainer reads first."""
+    return trainer_pb2.BatchHeader(
+        step=batch.step,
+        batch_id=batch.batch_id,
+        num_groups=len(batch.groups),
+        num_trajectories=sum(group.size for group in batch.groups),
+    )
+
+
+def from_record(message: trainer_pb2.RecordedBatch) -> Batch:
+    """Inverse of `record`."""
+    groups: dict[GroupId, Group] = {}
+    for trajectory in map(trajectory_from_pb, message.trajectories):
+        group = groups.get(trajectory.group_id)
+        if group is None:
+            group = groups[trajectory.group_id] = Group(
+                group_id=trajectory.group_id,
+                environment=trajectory.environment,
+                task_index=trajectory.task_index,
+                seed=trajectory.seed,
+                purpose=trajectory.purpose,
+                size=0,
+                deadline_step=message.header.step,
+                holder=None,
+            )
+        group.finished[trajectory.member] = trajectory
+        group.size += 1
+    return Batch(message.header.step, message.header.batch_id, tuple(groups.values()))
+
+
+def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int, int]]:
+    """Name, epoch and sampled tokens of each server epoch."""
+    tokens: Counter[tuple[str, int]] = Counter()
+    for trajectory in trajectories:
+        key = (trajectory.server_id, trajectory.server_epoch)
+        tokens[key] += trajectory.num_sampled_tokens
+    return [(name, epoch, number) for (name, epoch), number in sorted(tokens.items())]
+
+
+def token_lags(batch: Batch) -> Counter[int]:
+    """Number of the sampled tokens of each lag."""
+    lags: Counter[int] = Counter()
+    for trajectory in batch.trajectories:
+        for span in trajectory.version_spans:
+            lags[lag(batch.step, span.version.step)] += span.length
+    return lags
+
+
+def with_several_versions(batch: Batch) -> int:
+    """Number of trajectories that more than one version sampled."""
+    return sum(
+        len({span.version for span in trajectory.version_spans}) > 1
+        for trajectory in batch.trajectories
+    )

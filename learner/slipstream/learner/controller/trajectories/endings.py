@@ -1,0 +1,57 @@
+"""The end of each trajectory: in the ledger, in the journal, and then acknowledged.
+
+Consumes: ends. Produces: journal records, acknowledgements. Waits for: an end that was noted.
+Unblocked by: it. Many are made durable at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.protocol.types import Trajectory, TrajectoryId
+
+FLUSH_S = 0.05
+
+
+class Endings:
+    """Everything that ends otherwise than in a batch ends here."""
+
+    def __init__(self, journal: Journal, ledger: TokenLedger, receiver: TrajectoryReceiver) -> None:
+        self._journal = journal
+        self._ledger = ledger
+        self._receiver = receiver
+        self._ended: list[TrajectoryId] = []
+        self._flush_wanted = asyncio.Event()
+
+    async def flush(self) -> None:
+        """Makes ends durable and acknowledges them, many at a time, until it is cancelled."""
+        while True:
+            await self._flush_wanted.wait()
+            self._flush_wanted.clear()
+            self._journal.sync()
+            ended, self._ended = self._ended, []
+            await self._receiver.acknowledge(ended)
+            await asyncio.sleep(FLUSH_S)
+
+    def end(self, trajectory: Trajectory, end: End, cause: str) -> None:
+        """Notes the end of a trajectory."""
+        self._ledger.end(end, trajectory.num_sampled_tokens)
+        self._journal.append(
+            "end",
+            id=trajectory.trajectory_id,
+            end=end.value,
+            cause=cause,
+            tokens=trajectory.num_sampled_tokens,
+            server=trajectory.server_id,
+            epoch=trajectory.server_epoch,
+        )
+        self.acknowledge(trajectory.trajectory_id)
+
+    def acknowledge(self, trajectory_id: TrajectoryId) -> None:
+        """Lets the queue forget what the journal holds already, or is about to."""
+        self._ended.append(trajectory_id)
+        self._flush_wanted.set()

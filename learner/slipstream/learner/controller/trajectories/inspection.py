@@ -1,0 +1,145 @@
+"""Deliveries of the queue into trajectories of this run; what can be none is quarantined.
+
+Consumes: deliveries. Produces: trajectories that may be filed; files, journal records and events of
+the others. Nothing that is delivered ends the controller: a server that delivers nothing else ends
+the run, with the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.journal import EarlierIds, Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.trajectories.endings import Endings
+from slipstream.learner.controller.trajectories.quarantine import (
+    MAX_IN_A_ROW,
+    Quarantine,
+    read_claim,
+)
+from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
+from slipstream.protocol.codec import decode_trajectory
+from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.queue.base import Delivery
+from slipstream.protocol.settings.config_file import vocabulary_size
+from slipstream.protocol.types import (
+    GroupId,
+    PolicyVersion,
+    ServerId,
+    Trajectory,
+    TrajectoryName,
+)
+
+
+class Inspector:
+    """Knows what was delivered before, and what cannot be."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        fleet: Fleet,
+        journal: Journal,
+        ledger: TokenLedger,
+        endings: Endings,
+        *,
+        run_again: Callable[[TrajectoryName, str, bool], None],
+    ) -> None:
+        """`run_again` is told whose episode is missing, why, and if its server tries it again."""
+        self._progress = progress
+        self._book = book
+        self._fleet = fleet
+        self._journal = journal
+        self._ledger = ledger
+        self._endings = endings
+        self._again = run_again
+        self._vocabulary = vocabulary_size(progress.config)
+        self._earlier = EarlierIds(RunHistory(), journal)
+        self.quarantine = Quarantine(progress.config.run_dir / "quarantine")
+
+    def restore(self, history: RunHistory) -> None:
+        """What an earlier controller journaled may be delivered again, by servers of then."""
+        self._earlier = EarlierIds(history, self._journal)
+        self._fleet.known |= {ServerKey(ServerId(name), epoch) for name, epoch in history.leased_to}
+
+    def take(self, delivery: Delivery) -> Trajectory | None:
+        """The trajectory, when it is one and came for the first time; all others are settled."""
+        try:
+            trajectory = decode_trajectory(delivery.data)
+        except ProtocolError as error:
+            self._quarantine(delivery, str(error))
+            return None
+        if trajectory.run_id != self._progress.run_id:
+            self._endings.acknowledge(delivery.trajectory_id)
+            return None
+        if self._earlier.holds(trajectory.group_id, delivery.trajectory_id):
+            self._endings.acknowledge(delivery.trajectory_id)
+            return None
+        group = self._book.groups.get(trajectory.group_id)
+        cause = contradiction(trajectory, group, self._facts())
+        if trajectory.trajectory_id != delivery.trajectory_id:
+            cause = f"it says that it is {trajectory.trajectory_id}"
+        if cause:
+            self._quarantine(delivery, cause)
+            return None
+        key = ServerKey(trajectory.server_id, trajectory.server_epoch)
+        tokens = trajectory.num_sampled_tokens
+        if not self._ledger.receive(key, trajectory.trajectory_id, tokens):
+            return None
+        if trajectory.has_reward:
+            self.quarantine.good(key)
+        return trajectory
+
+    def _facts(self) -> KnownFacts:
+        progress = self._progress
+        return KnownFacts(
+            servers=self._fleet.known,
+            newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
+            vocabulary=self._vocabulary,
+            max_staleness=self._book.max_staleness,
+        )
+
+    def _quarantine(self, delivery: Delivery, cause: str) -> None:
+        claim = read_claim(delivery, self._fleet.known)
+        trajectory_id, server = delivery.trajectory_id, claim.server
+        group_id = GroupId("") if claim.name is None else claim.name.group_id
+        if self._earlier.holds(group_id, trajectory_id):
+            self._endings.acknowledge(trajectory_id)
+            return
+        if not self._ledger.receive(server, trajectory_id, claim.tokens):
+            return
+        if server not in self._fleet.known:
+            # No heartbeat will ever count what it generated.
+            self._ledger.die(server)
+        path = self.quarantine.add(delivery, claim, cause)
+        self._ledger.end(End.QUARANTINED, claim.tokens)
+        self._journal.append(
+            "end",
+            id=trajectory_id,
+            end=End.QUARANTINED.value,
+            cause=cause,
+            tokens=claim.tokens,
+            server=server.server_id,
+            epoch=server.epoch,
+        )
+        self._endings.acknowledge(trajectory_id)
+        self._progress.events.add(
+            f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
+            + (f" ({path})" if path is not None else ""),
+            Severity.ERROR,
+        )
+        if self.quarantine.is_hopeless(server) and not self._progress.is_over:
+            self._progress.fail(
+                f"rollout server {server.server_id} produces nothing but trajectories that cannot "
+                f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
+            )
+        if claim.name is not None:
+            self._again(claim.name, cause, claim.will_retry)
+        self._progress.signal.notify()

@@ -1,0 +1,302 @@
+"""Finished trajectories from the queue into the lease book, and each to its end in the journal.
+
+Consumes: deliveries of the queue. Produces: complete groups, journal records, acknowledgements.
+Waits for: the next delivery. Unblocked by: the queue. What is not held for a batch is acknowledged
+as soon as the journal has its end.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.leases import Fate, LeaseBook
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.trajectories.endings import Endings
+from slipstream.learner.controller.trajectories.filtering import FilteredGroups, Verdict, is_solved
+from slipstream.learner.controller.trajectories.inspection import Inspector
+from slipstream.protocol.queue.base import Delivery, TrajectoryReceiver
+from slipstream.protocol.rewards import has_variance
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    GroupId,
+    Purpose,
+    Trajectory,
+    TrajectoryName,
+)
+from slipstream.v1 import fleet_pb2
+
+
+class Intake:
+    """The one consumer of the trajectory queue."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        environments: EnvironmentBook,
+        fleet: Fleet,
+        journal: Journal,
+        ledger: TokenLedger,
+        receiver: TrajectoryReceiver,
+        endings: Endings,
+    ) -> None:
+        self._progress = progress
+        self._book = book
+        self._environments = environments
+        self._fleet = fleet
+        self._journal = journal
+        self._receiver = receiver
+        self._endings = endings
+        self.inspector = Inspector(
+            progress, book, fleet, journal, ledger, endings, run_again=self._run_again
+        )
+        # By the step whose batch was being formed.
+        self.filtered_groups: Counter[int] = Counter()
+        self._filtered = FilteredGroups()
+        self._filtered_step = 0
+
+    def restore(self, history: RunHistory) -> None:
+        """What an earlier controller journaled may be delivered again."""
+        self.inspector.restore(history)
+        self.filtered_groups = history.filtered_groups
+        self._filtered, self._filtered_step = history.filtered, history.next_step
+
+    async def consume(self) -> None:
+        """Takes deliveries until it is cancelled."""
+        while True:
+            self.accept(await self._receiver.get())
+
+    def accept(self, delivery: Delivery) -> None:
+        """Files one delivery; whatever it is, the controller goes on."""
+        trajectory = self.inspector.take(delivery)
+        if trajectory is not None:
+            self._progress.moved()
+            self._file(trajectory)
+
+    def _run_again(self, name: TrajectoryName, cause: str, will_retry: bool) -> None:
+        group = self._book.quarantined(name, will_retry=will_retry)
+        limit = self._progress.config.controller.max_attempts
+        if group is not None and group.setbacks[name.member] >= limit:
+            failure = Failure(FailureKind.INFRASTRUCTURE, f"quarantined: {cause}")
+            self._set_aside(group, name.member, failure)
+
+    def withdraw(self, groups: Sequence[Group], cause: str) -> None:
+        """Takes leases back: their servers stop, and what is back already is cancelled."""
+        for group in groups:
+            if self._book.remove(group.group_id) is None:
+                continue
+            self._environments.group_withdrawn(group.environment)
+            if not self._progress.is_over:
+                # At the end of a run they stay open: it may go on later.
+                self._close(group, "withdrawn", cause)
+            self._cancel_members(group, cause)
+        self._progress.signal.notify()
+
+    def start_afresh(self, group: Group) -> None:
+        """Gives a group up whose task is about to be leased again: what is back is cancelled."""
+        self._book.remove(group.group_id)
+        self._cancel_members(group, "its task is leased afresh")
+
+    def give_up_often_lost(self, groups: Sequence[Group]) -> list[Group]:
+        """Sets those aside that lost as many servers as an episode has attempts; the others."""
+        limit = self._progress.config.controller.max_attempts
+        kept = []
+        for group in groups:
+            member, lost = max(group.setbacks.items(), key=lambda item: item[1], default=(0, 0))
+            if lost < limit:
+                kept.append(group)
+            elif group.purpose is Purpose.TRAINING:
+                cause = f"its rollout server was lost, {lost} times"
+                self._set_aside(group, member, Failure(FailureKind.INFRASTRUCTURE, cause))
+        return kept
+
+    def take_back(self, group: Group, cause: str) -> None:
+        """Ends a lease that makes no progress: it goes on elsewhere, or was tried often enough."""
+        group.setbacks.update(group.running)
+        member, times = group.setbacks.most_common(1)[0]
+        if times >= self._progress.config.controller.max_attempts:
+            self._set_aside(group, member, Failure(FailureKind.TIMEOUT, cause))
+            return
+        session = self._fleet.find(group.holder)
+        if session is None:
+            return
+        self._progress.events.add(
+            f"group {group.group_id} is taken back from {session.name}: {cause}", Severity.WARNING
+        )
+        # What the server reports as unfinished is leased again.
+        order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
+        session.send(fleet_pb2.ControllerMessage(cancel=order))
+
+    def withdraw_restored(self, group_id: GroupId) -> None:
+        """Takes back a group of an earlier controller whose environment is not there any more."""
+        group = self._book.remove(group_id)
+        if group is not None:
+            self._close(group, "withdrawn", f"environment {group.environment} is not in the run")
+
+    def suspend(self, environment: str, cause: str) -> None:
+        """No more groups of an environment; the run fails when none is left."""
+        self._progress.events.add(
+            f"environment {environment} is suspended: {cause}", Severity.ERROR
+        )
+        groups = [g for g in self._book.groups.values() if g.environment == environment]
+        self.withdraw(groups, f"environment {environment} is suspended")
+
+    def _file(self, trajectory: Trajectory) -> None:
+        group = self._book.groups.get(trajectory.group_id)
+        match self._book.add(trajectory):
+            case Fate.HELD:
+                pass
+            case Fate.COMPLETED_GROUP:
+                assert group is not None
+                self._complete(group)
+            case Fate.RETRIED:
+                self._fail(trajectory)
+            case Fate.SET_ASIDE:
+                self._fail(trajectory)
+                assert group is not None
+                assert trajectory.failure is not None
+                self._set_aside(group, trajectory.member, trajectory.failure)
+            case Fate.CANCELLED:
+                self._endings.end(trajectory, End.CANCELLED, "cancelled")
+            case Fate.SUPERSEDED:
+                end = End.CANCELLED if trajectory.failure is None else End.FAILED
+                self._endings.end(trajectory, end, "its group is over or its place is filled")
+
+    def _complete(self, group: Group) -> None:
+        if group.purpose is Purpose.EVALUATION:
+            return
+        entry = self._environments.entries.get(group.environment)
+        rewards = [trajectory.reward for trajectory in group.in_order()]
+        if entry is not None:
+            entry.reward_sum += sum(rewards)
+            entry.rewards += len(rewards)
+        config, pace = self._progress.config, self._progress.pace
+        if pace is not None and group.leased_s is not None:
+            pace.group_done(time.monotonic() - group.leased_s)
+        if config.algorithm.dynamic_sampling.enabled and not has_variance(group.in_order(), config):
+            self._filter(group, rewards)
+
+    def _filter(self, group: Group, rewards: Sequence[float]) -> None:
+        settings, step = self._progress.config.algorithm.dynamic_sampling, self._book.step
+        if self._filtered_step != step:
+            self._filtered.clear()
+            self._filtered_step = step
+        solved = is_solved(rewards, settings.solved_reward)
+        mean = statistics.fmean(rewards)
+        self._filtered.add(group.environment, mean, solved=solved)
+        self.filtered_groups[step] += 1
+        self._book.remove(group.group_id)
+        self._environments.group_ended(group.environment, cause=None)
+        cause = "all rewards of its group are equal"
+        self._journal.append(
+            "closed",
+            group=group.group_id,
+            how="filtered",
+            cause=cause,
+            solved=solved,
+            reward=mean,
+        )
+        for trajectory in group.in_order():
+            self._endings.end(trajectory, End.FILTERED, cause)
+        self._judge_filtered(step)
+
+    def _judge_filtered(self, step: int) -> None:
+        algorithm = self._progress.config.algorithm
+        settings, filtered = algorithm.dynamic_sampling, self._filtered
+        limit = settings.max_filtered_batches * algorithm.groups_per_step
+        verdict = filtered.verdict(limit)
+        if verdict is Verdict.GO_ON or self._progress.is_over or self._progress.solved:
+            return
+        if self._book.has_whole_batch:
+            # Only the trainer is slow: the next batch is there already.
+            return
+        count = (
+            f"{filtered.total} groups were filtered for their equal rewards while the batch of "
+            f"step {step} was formed ({filtered.describe()})"
+        )
+        if verdict is Verdict.STUCK:
+            self._progress.fail(
+                f"{count}, as many as algorithm.dynamic_sampling.max_filtered_batches = "
+                f"{settings.max_filtered_batches} allows; solved are those whose rewards all reach "
+                f"solved_reward = {settings.solved_reward:g}"
+            )
+            return
+        cause = f"the task is solved: the last {count}"
+        self._journal.append("solved", step=step, cause=cause)
+        self._progress.solve(step, cause)
+        # Their servers are free for the last evaluation.
+        self.withdraw(self._book.training_groups(), cause)
+
+    def _fail(self, trajectory: Trajectory) -> None:
+        failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
+        entry = self._environments.entries.get(trajectory.environment)
+        if entry is not None:
+            entry.episodes_failed += 1
+            if entry.is_news(failure.message):
+                self._progress.events.add(
+                    f"an episode of {trajectory.environment} failed "
+                    f"({failure.kind.name.lower()}): {failure.message}",
+                    Severity.WARNING,
+                )
+        self._endings.end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
+
+    def _set_aside(self, group: Group, member: int, failure: Failure) -> None:
+        cause = failure.message
+        self._book.remove(group.group_id)
+        self._journal.append("set_aside", group=group.group_id, task=group.task_index, cause=cause)
+        self._cancel_members(group, f"member {member} failed for good")
+        if failure.kind is FailureKind.PROMPT_TOO_LONG:
+            self._skip(group, cause)
+            return
+        if group.purpose is Purpose.EVALUATION:
+            return
+        self._progress.events.add(
+            f"task {group.task_index} of environment {group.environment} is set aside: "
+            f"episode {member} of {group.group_id} had its last attempt: {cause}",
+            Severity.WARNING,
+        )
+        if failure.kind in (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE):
+            self._environments.group_withdrawn(group.environment)
+        elif self._environments.group_ended(group.environment, cause=cause):
+            self.suspend(group.environment, f"its last groups all failed, the newest: {cause}")
+
+    def _skip(self, group: Group, cause: str) -> None:
+        """The task of `group` does not fit: what the settings say becomes of it."""
+        name = group.environment
+        if self._progress.config.sampling.long_prompts == "refuse":
+            self._progress.fail(f"environment {name}, task {group.task_index}: {cause}")
+        elif group.purpose is Purpose.TRAINING and self._environments.task_skipped(name, cause):
+            self.suspend(name, f"no task fits, the newest: {cause}")
+
+    def _cancel_members(self, group: Group, cause: str) -> None:
+        session = self._fleet.find(group.holder)
+        if session is not None and not group.is_complete:
+            session.send(
+                fleet_pb2.ControllerMessage(
+                    cancel=fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
+                )
+            )
+        for trajectory in group.in_order():
+            self._endings.end(trajectory, End.CANCELLED, cause)
+
+    def end_evaluated(self, group: Group) -> None:
+        """An evaluation episode was counted."""
+        self._book.remove(group.group_id)
+        for trajectory in group.in_order():
+            self._endings.end(trajectory, End.EVALUATED, "evaluated")
+
+    def _close(self, group: Group, how: str, cause: str) -> None:
+        if group.purpose is Purpose.TRAINING:
+            self._journal.append("closed", group=group.group_id, how=how, cause=cause)

@@ -1,0 +1,41 @@
+"""The controller's end of the queue that the settings name."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import grpc.aio
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.protocol.access.security import redis_url_of
+from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.v1 import trajectory_pb2_grpc
+
+
+async def open_receiver(
+    stack: AsyncExitStack,
+    server: grpc.aio.Server,
+    journal: Journal,
+    history: RunHistory,
+    progress: RunProgress,
+) -> TrajectoryReceiver:
+    """Opens it on `stack`, or adds its service to `server`; journals which data Redis holds."""
+    queue = progress.config.queue
+    if queue.kind == "redis":
+        from slipstream.protocol.queue.redis import RedisReceiver
+
+        receiver = RedisReceiver(redis_url_of(queue, "controller"), progress.run_id)
+        await stack.enter_async_context(receiver)
+        if history.queue_mark not in ("", receiver.mark):
+            progress.events.add(
+                "the queue lost what waited there; it is generated again", Severity.WARNING
+            )
+        journal.append("queue", mark=receiver.mark)
+        return receiver
+    from slipstream.protocol.queue.grpc import GrpcReceiver
+
+    servicer = GrpcReceiver()
+    trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
+    return servicer

@@ -1,0 +1,137 @@
+"""What torch, gloo and NCCL open to a network, where they know neither TLS nor token.
+
+They listen on one interface only: that of the address by which the others are reached. An address
+that is not private is refused unless a setting allows it.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from slipstream.protocol.address import address_parts
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+
+IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# What the ranks of a trainer know each other by; the command that starts them sets it.
+RENDEZVOUS_VARIABLE = "SLIPSTREAM_RENDEZVOUS"
+_IFCONF = struct.Struct("iP")
+# A name and a sockaddr_in with its address, padded to the size of the union.
+_IFREQ = struct.Struct("16s4x4s16x")
+_SIOCGIFCONF = 0x8912
+_MAX_ADDRESSES = 1024
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+
+
+def check_private(config: Config) -> None:
+    """ConfigError for an address of the rendezvous or the weights that all the world may reach.
+
+    A name that cannot be resolved here is left to whoever uses it.
+    """
+    if config.security.allow_public_addresses:
+        return
+    for what, host in _unprotected(config).items():
+        address = _resolved(host)
+        if address is not None and address.is_global:
+            raise ConfigError(
+                f"{what} {host} is a public address, and torch, gloo and NCCL know neither TLS "
+                "nor token: take one of a private network, or set "
+                "security.allow_public_addresses = true"
+            )
+
+
+def describe_exposure(config: Config) -> str:
+    """What others reach without TLS and token; empty when that is nothing but this machine."""
+    ports = {"learner.master": str(address_parts(config.learner.master)[1] or "any")}
+    found = [
+        f"{what} {host} (port {ports.get(what, 'any')})"
+        for what, host in _unprotected(config).items()
+        if not _is_loopback(host)
+    ]
+    return ", ".join(found)
+
+
+def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequence[str]) -> None:
+    """Tells gloo and NCCL the interface through which this process reaches the others.
+
+    `gloo`: a host that it reaches by gloo. `nccl`: hosts that it reaches by NCCL; the first counts
+    that is not loopback. Before the first of their sockets; what the user has set stays. Without an
+    interface it is theirs to choose.
+    """
+    far = next((host for host in nccl if not _is_loopback(host)), nccl[0])
+    for name, host, exactly in (("GLOO", gloo, ""), ("NCCL", far, "=")):
+        interface = interface_to(host)
+        if interface is not None:
+            environ.setdefault(f"{name}_SOCKET_IFNAME", f"{exactly}{interface}")
+
+
+def local_address(host: str, port: int = 1) -> str:
+    """The address of this machine from which `host` is reached; OSError when it is not."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface with the address from which `host` is reached; None without one."""
+    try:
+        address = ipaddress.ip_address(local_address(host))
+    except (OSError, ValueError):
+        return None
+    return _interfaces().get(address) if not address.is_loopback else "lo"
+
+
+def rendezvous_secret(token: str | None, run_name: str) -> str:
+    """What all nodes of a run set as `RENDEZVOUS_VARIABLE`; with a token nobody else knows it."""
+    return hmac.new((token or "").encode(), run_name.encode(), hashlib.sha256).hexdigest()
+
+
+def _unprotected(config: Config) -> dict[str, str]:
+    master, _ = address_parts(config.learner.master)
+    return {"learner.master": master, "weights.host": config.weights.host}
+
+
+def _resolved(host: str) -> IpAddress | None:
+    """The first address of a name, on which its owner listens; None when nobody knows it."""
+    try:
+        (*_, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    return ipaddress.ip_address(str(address[0]).partition("%")[0])
+
+
+def _is_loopback(host: str) -> bool:
+    address = _resolved(host)
+    return address is not None and address.is_loopback
+
+
+def _interfaces() -> dict[IpAddress, str]:
+    """The interface of each address of this machine, as Linux tells it."""
+    found = dict[IpAddress, str](_ipv4_interfaces())
+    if _IPV6_ADDRESSES.is_file():
+        for line in _IPV6_ADDRESSES.read_text().splitlines():
+            digits, *_, name = line.split()
+            found[ipaddress.IPv6Address(int(digits, 16))] = name
+    return found
+
+
+def _ipv4_interfaces() -> Iterator[tuple[IpAddress, str]]:
+    buffer = array.array("B", bytes(_IFREQ.size * _MAX_ADDRESSES))
+    request = _IFCONF.pack(len(buffer), buffer.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        num_bytes, _ = _IFCONF.unpack(fcntl.ioctl(any_socket, _SIOCGIFCONF, request))
+    for name, address in _IFREQ.iter_unpack(buffer.tobytes()[:num_bytes]):
+        # An additional address of an interface may have a label behind a colon.
+        label = name.rstrip(b"\0").decode().partition(":")[0]
+        yield ipaddress.IPv4Address(address), label

@@ -1,0 +1,272 @@
+"""Who may listen where: loopback is open, any other address needs TLS and a token."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import grpc
+import grpc.aio
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.settings.config import Config, QueueSection, SecuritySection, address_parts
+from slipstream.protocol.settings.sections import QueueEnd
+
+# grpc's classes are generic in their type stubs only.
+if TYPE_CHECKING:
+    Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+    _Interceptor: TypeAlias = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
+
+MIN_TOKEN_CHARACTERS = 32
+MAX_MESSAGE_BYTES = 64 << 20
+TOKEN_KEY = "authorization"
+# What redis-py takes for no.
+_NO = ("0", "f", "false", "n", "no")
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Pings that a busy machine held up arrive together: no reason to part.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    # Two servers on one port would share its connections without a word.
+    ("grpc.so_reuseport", 0),
+)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What the files of `SecuritySection` hold."""
+
+    certificate: bytes | None
+    key: bytes | None
+    ca: bytes | None
+    token: str | None
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether a server with these speaks TLS."""
+        return self.certificate is not None
+
+    @classmethod
+    def load(cls, section: SecuritySection) -> Credentials:
+        """Reads the files; ConfigError names one that is missing or a token that is too short."""
+        token = None
+        if section.token_file is not None:
+            token = _read(section.token_file, "security.token_file").decode().strip()
+            if len(token) < MIN_TOKEN_CHARACTERS:
+                raise ConfigError(
+                    f"security.token_file must hold at least {MIN_TOKEN_CHARACTERS} characters, "
+                    f"{section.token_file} has {len(token)}"
+                )
+        return cls(
+            certificate=_read_optional(section.tls_certificate, "security.tls_certificate"),
+            key=_read_optional(section.tls_key, "security.tls_key"),
+            ca=_read_optional(section.tls_ca, "security.tls_ca"),
+            token=token,
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach `address` ("host:port" or "unix:path")."""
+    if address.startswith("unix:"):
+        return True
+    host, _ = address_parts(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(address: str, credentials: Credentials, *, what: str) -> None:
+    """ConfigError unless `address` is loopback or the credentials have TLS and a token."""
+    if is_loopback(address):
+        return
+    if not credentials.has_tls and credentials.ca is None:
+        raise ConfigError(
+            f"{what} {address} is not loopback: set security.tls_certificate and tls_key, or tls_ca"
+        )
+    if credentials.token is None:
+        raise ConfigError(f"{what} {address} is not loopback: set security.token_file")
+
+
+def create_server(credentials: Credentials, *, unix_token: str | None = None) -> grpc.aio.Server:
+    """A gRPC server that refuses callers without the token, when there is one."""
+    token = unix_token or credentials.token
+    interceptors = [TokenInterceptor(token)] if token is not None else []
+    return grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int:
+    """Binds `address` and returns the port; ConfigError when it is taken or not allowed."""
+    check_address(address, credentials, what="the address")
+    try:
+        if credentials.has_tls and not address.startswith("unix:"):
+            assert credentials.key is not None
+            assert credentials.certificate is not None
+            secret = grpc.ssl_server_credentials([(credentials.key, credentials.certificate)])
+            return server.add_secure_port(address, secret)
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: is the port in use?") from error
+
+
+def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+    """A channel to `address`, plain on loopback only.
+
+    It has TLS when the credentials have an authority or a certificate.
+    """
+    check_address(address, credentials, what="the controller")
+    if _client_tls(credentials, address):
+        secret = grpc.ssl_channel_credentials(
+            root_certificates=credentials.ca or credentials.certificate
+        )
+        return grpc.aio.secure_channel(address, secret, options=CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channel:
+    """`open_channel` for code that is not asynchronous."""
+    check_address(address, credentials, what="the controller")
+    if _client_tls(credentials, address):
+        secret = grpc.ssl_channel_credentials(
+            root_certificates=credentials.ca or credentials.certificate
+        )
+        return grpc.secure_channel(address, secret, options=CHANNEL_OPTIONS)
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
+    """`redis_url` with user and password of one end of the queue; ConfigError without its table.
+
+    ConfigError too for a password file that is missing or empty, and for an address that is not
+    loopback without TLS.
+    """
+    if queue.redis_url is None:
+        raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
+    parts = urlsplit(queue.redis_url)
+    if parts.scheme == "redis" and not is_loopback(f"{parts.hostname}:0"):
+        raise ConfigError(f"queue.redis_url: {parts.hostname} is not loopback: use rediss://")
+    query = dict(parse_qsl(parts.query.lower()))
+    for option, weak in (("ssl_cert_reqs", ("none", "optional")), ("ssl_check_hostname", _NO)):
+        if query.get(option) in weak and not is_loopback(f"{parts.hostname}:0"):
+            raise ConfigError(
+                f"queue.redis_url: {option}={query[option]} would let anybody answer as "
+                f"{parts.hostname}: leave it out"
+            )
+    user, other = queue.user_of(end), queue.controller or queue.rollout_server
+    if user is None and other is not None:
+        raise ConfigError(f"queue.{end} is needed: the other end's user is not for this one")
+    file, what = queue.redis_password_file, "queue.redis_password_file"
+    entries = {}
+    if user is not None:
+        file, what = user.password_file, f"queue.{end}.password_file"
+        entries["username"] = user.user
+    if file is None:
+        return queue.redis_url
+    entries["password"] = _read(file, what).decode().strip()
+    if not entries["password"]:
+        raise ConfigError(f"{what}: {file} is empty")
+    between = "&" if parts.query else "?"
+    return f"{queue.redis_url}{between}{urlencode(entries)}"
+
+
+def without_password(config: Config) -> Config:
+    """The same settings with *** for a password in `queue.redis_url`, to be shown."""
+    if config.queue.redis_url is None:
+        return config
+    parts = urlsplit(config.queue.redis_url)
+    login, at, place = parts.netloc.rpartition("@")
+    user, colon, _ = login.partition(":")
+    shown = parts._replace(
+        netloc=f"{user}{colon and ':***'}{at}{place}",
+        query=re.sub(r"(^|&)password=[^&]*", r"\1password=***", parts.query),
+    )
+    # `geturl` forgets slashes before an empty host.
+    scheme, _, _ = config.queue.redis_url.partition("//")
+    path = f"{shown.path}{shown.query and '?'}{shown.query}"
+    queue = config.queue.model_copy(update={"redis_url": f"{scheme}//{shown.netloc}{path}"})
+    return config.model_copy(update={"queue": queue})
+
+
+def call_metadata(credentials: Credentials) -> tuple[tuple[str, str], ...]:
+    """The metadata that every call carries."""
+    return ((TOKEN_KEY, f"Bearer {credentials.token}"),) if credentials.token is not None else ()
+
+
+class TokenInterceptor(_Interceptor):
+    """Answers UNAUTHENTICATED to a call without the token; compares in constant time."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Lets the call through or replaces its handler by a refusal of the same shape."""
+        shown = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
+        handler = await continuation(handler_call_details)
+        if handler is None or hmac.compare_digest(str(shown).encode(), self._expected):
+            return handler
+        return _refusal(handler)
+
+
+def _refusal(handler: Handler) -> Handler:
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        text = "the token is missing or wrong (security.token_file)"
+        await abort(context, grpc.StatusCode.UNAUTHENTICATED, text, Reason.WRONG_TOKEN)
+
+    async def refuse_stream(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
+        await refuse(request, context)
+        yield
+
+    if handler.request_streaming:
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+    else:
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+    return make(
+        refuse_stream if handler.response_streaming else refuse,
+        handler.request_deserializer,
+        handler.response_serializer,
+    )
+
+
+def _client_tls(credentials: Credentials, address: str) -> bool:
+    return not address.startswith("unix:") and (credentials.ca is not None or credentials.has_tls)
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{what}: {path}: {error.strerror}") from error
+
+
+def _read_optional(path: Path | None, what: str) -> bytes | None:
+    return None if path is None else _read(path, what)

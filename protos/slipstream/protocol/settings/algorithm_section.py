@@ -1,0 +1,230 @@
+"""The settings of the algorithm, and which of them have a meaning together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticUndefined
+from slipstream.protocol.settings.section import Positive, Section
+
+AdvantageKind: TypeAlias = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"
+]
+LossKind: TypeAlias = Literal["ppo", "gspo", "cispo", "sapo", "reinforce"]
+AggregationKind: TypeAlias = Literal["token_mean", "sequence_mean", "fixed"]
+WeightKind: TypeAlias = Literal["none", "token", "sequence"]
+
+Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
+
+# Settings that only these losses read; anywhere else they must keep their defaults.
+_READ_BY: dict[str, tuple[LossKind, ...]] = {
+    "clip_low": ("ppo", "gspo", "cispo"),
+    "clip_high": ("ppo", "gspo", "cispo"),
+    "dual_clip": ("ppo",),
+    "sapo_tau_positive": ("sapo",),
+    "sapo_tau_negative": ("sapo",),
+    "ratio": ("ppo", "gspo", "cispo", "sapo"),
+}
+
+
+class GaeSection(Section):
+    """Generalised advantage estimation; read with `advantage = "gae"`."""
+
+    # Discount of each sampled token.
+    gamma: float = Field(1.0, gt=0, le=1)
+    # 0: one-step differences of the values; 1: returns less values.
+    lam: float = Field(0.95, ge=0, le=1)
+    # Make the advantages of a batch have mean 0 and deviation 1 over its tokens.
+    normalize: bool = True
+
+
+class CorrectionSection(Section):
+    """What corrects for another policy having sampled the tokens: older weights, other kernels.
+
+    The importance ratio is that of the learner's policy to the behavior policy. Weights and masks
+    carry no gradient and may be combined.
+    """
+
+    # Truncated importance sampling: the weight of a token is its own ratio, or the product of the
+    # ratios of its sequence; none: 1.
+    weight: WeightKind = "token"
+    # Upper bound of the weight; larger ones are cut to it.
+    cap: float = Field(2.0, gt=0)
+    # IcePop: tokens with a ratio outside leave the loss. None: all stay.
+    token_band: Band | None = None
+    # Sequences whose geometric mean of the ratios is outside leave the loss. None: all stay.
+    sequence_band: Band | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CorrectionSection:
+        for name in ("token_band", "sequence_band"):
+            band: Band | None = getattr(self, name)
+            if band is not None and not band[0] < band[1]:
+                raise ValueError(f"{name} must be [low, high] with low < high, got {list(band)}")
+        return self
+
+
+class KlSection(Section):
+    """A penalty on the divergence from the reference model."""
+
+    # 0: none.
+    coefficient: float = Field(0.0, ge=0)
+    # loss: a term beside the policy's; reward: taken off the reward of each token.
+    placement: Literal["loss", "reward"] = "loss"
+    # Of the divergence at a sampled token. In the loss only k2 and k3 push the policy anywhere.
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class OverlongSection(Section):
+    """What is done with replies that reached a limit of their length."""
+
+    # Truncated episodes leave the loss and the statistics of their group.
+    filter: bool = False
+    # Taken off the reward of an episode whose longest reply has `max_reply_tokens`; 0: nothing.
+    penalty: float = Field(0.0, ge=0)
+    # The penalty rises linearly over the last so many of these tokens. Required with a penalty.
+    cache_tokens: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _has_cache(self) -> OverlongSection:
+        if self.penalty > 0 and self.cache_tokens == 0:
+            raise ValueError(f"penalty needs cache_tokens >= 1, got penalty {self.penalty} and 0")
+        return self
+
+
+class DynamicSamplingSection(Section):
+    """Groups whose rewards, penalties included, are all equal are replaced by others."""
+
+    # Leave such groups out and lease others in their place.
+    enabled: bool = False
+    # The run ends when so many steps' groups were left out while one batch was formed: as finished
+    # when every one of them is solved, else as failed.
+    max_filtered_batches: Positive = 20
+    # Full reward of an episode, as the environment gives it: a group is solved when all reach it.
+    solved_reward: float = 1.0
+
+
+class AlgorithmSection(Section):
+    """How a step learns from its episodes; by default GRPO with truncated importance sampling.
+
+    [Algorithms](algorithms.md) has the formulas and the published methods.
+    """
+
+    # Episodes of one task.
+    group_size: Positive
+    # Groups that one step trains.
+    groups_per_step: Positive
+    # Bound of the lag of every trained token, in versions; 0: synchronous.
+    max_staleness: int = Field(2, ge=0)
+    # When groups are leased: as soon as `max_staleness` allows, or as late as the measured times of
+    # groups and steps allow without a wait of the trainer, which lowers the lag where generation is
+    # the faster part. With `max_staleness` of 0 or 1 both are the same.
+    lease_policy: Literal["eager", "just_in_time"] = "eager"
+    # After warmup it stays constant.
+    learning_rate: float = Field(gt=0)
+    # Steps over which it rises linearly from its first share.
+    warmup_steps: int = Field(0, ge=0)
+    # Optimizer steps of one batch; each takes an equal share of its groups.
+    mini_batches: Positive = 1
+    # What a sampled token is worth, from the rewards.
+    advantage: AdvantageKind = "grpo"
+    # What is made of the ratio of the policies and the advantage.
+    loss: LossKind = "ppo"
+    # How tokens add up: each counts alike; each sequence; each, over a constant (`fixed_tokens`).
+    aggregation: AggregationKind = "token_mean"
+    # The constant length of a sequence with `fixed`; None: sampling.max_reply_tokens.
+    fixed_tokens: Positive | None = None
+    # Denominator of the ratio in the loss: the policy before the step, or the behavior policy.
+    ratio: Literal["proximal", "behavior"] = "proximal"
+    # Clip range of the ratio: 1 - clip_low .. 1 + clip_high.
+    clip_low: float = Field(0.2, gt=0, le=1)
+    # As `clip_low`.
+    clip_high: float = Field(0.2, gt=0)
+    # Bound of the loss of tokens with negative advantage, in advantages. None: no bound.
+    dual_clip: float | None = Field(None, gt=1)
+    # Temperature of SAPO's gate where the advantage is positive.
+    sapo_tau_positive: float = Field(1.0, gt=0)
+    # As `sapo_tau_positive`, where it is not.
+    sapo_tau_negative: float = Field(1.05, gt=0)
+    # Share of the entropy that is added to the objective; 0: none.
+    entropy_coefficient: float = Field(0.0, ge=0)
+    # A table of its own, below.
+    gae: GaeSection = GaeSection()
+    # A table of its own, below.
+    correction: CorrectionSection = CorrectionSection()
+    # A table of its own, below.
+    kl: KlSection = KlSection()
+    # A table of its own, below.
+    overlong: OverlongSection = OverlongSection()
+    # A table of its own, below.
+    dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    # Of mixtures of experts. rollout: servers record the experts that each token went to, and the
+    # policy sends it to the same ones; off: the policy's routers choose by themselves.
+    router_replay: Literal["off", "rollout"] = "off"
+    # Train on rewards that are permuted among the groups of a batch: nothing can be learnt. A
+    # control experiment.
+    shuffle_rewards: bool = False
+
+    @model_validator(mode="after")
+    def _has_meaning(self) -> AlgorithmSection:
+        for refusal in self._refusals():
+            raise ValueError(refusal)
+        return self
+
+    def _refusals(self) -> Iterator[str]:
+        for name, losses in _READ_BY.items():
+            value, default = getattr(self, name), _default(AlgorithmSection, name)
+            if self.loss not in losses and value != default:
+                yield f"{name} has no effect with loss = {self.loss!r}, got {value!r}"
+        if self.group_size == 1 and self.advantage not in ("gae", "reinforce_pp"):
+            yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
+        if self.group_size == 1 and self.dynamic_sampling.enabled:
+            yield "dynamic_sampling would filter every group of group_size = 1"
+        if self.gae != GaeSection() and self.advantage != "gae":
+            yield f"the table gae has no effect with advantage = {self.advantage!r}"
+        if self.fixed_tokens is not None and self.aggregation != "fixed":
+            yield f"fixed_tokens has no effect with aggregation = {self.aggregation!r}"
+        if self.ratio == "behavior" and self.correction.weight != "none":
+            yield (
+                "ratio = 'behavior' corrects already: correction.weight must be 'none', "
+                f"got {self.correction.weight!r}"
+            )
+        cap, band = self.correction.cap, self.correction.token_band
+        if self.correction.weight == "none" and cap != _default(CorrectionSection, "cap"):
+            yield f"correction.cap has no effect with correction.weight = 'none', got {cap}"
+        if self.correction.weight == "token" and band is not None and band[0] >= cap:
+            yield f"correction.token_band begins at {band[0]}, above correction.cap {cap}"
+        if self.kl.coefficient > 0 and (self.kl.placement, self.kl.estimator) == ("loss", "k1"):
+            yield (
+                "kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3, or "
+                "kl.placement = 'reward'"
+            )
+
+    @property
+    def staleness_warning(self) -> str | None:
+        """What happens to tokens of older versions, when nothing corrects for them."""
+        correction = self.correction
+        masks = correction.token_band is not None or correction.sequence_band is not None
+        if self.max_staleness == 0 or correction.weight != "none" or masks:
+            return None
+        start = f"algorithm.max_staleness is {self.max_staleness} without a correction: "
+        if self.ratio == "proximal":
+            return start + (
+                "tokens of older versions are trained as if the newest had sampled them, which "
+                "biases the gradient; set algorithm.correction.weight"
+            )
+        if self.loss == "cispo":
+            # Its clipped ratio to the behavior policy is a truncated importance weight.
+            return None
+        return start + (
+            "the ratio is taken to the behavior policy, so tokens whose probability has left the "
+            "clip range since they were sampled have no gradient"
+        )
+
+
+def _default(section: type[Section], name: str) -> object:
+    default = section.model_fields[name].default
+    assert default is not PydanticUndefined
+    return default

@@ -1,0 +1,273 @@
+"""The settings of a whole run, and the rules between its sections."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from pydantic import model_validator
+from slipstream.protocol.address import address_parts
+from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
+from slipstream.protocol.reservation import smallest_queue
+from slipstream.protocol.settings.algorithm_section import AlgorithmSection
+from slipstream.protocol.settings.checkpoint_section import CheckpointSection
+from slipstream.protocol.settings.lora_section import LoraSection
+from slipstream.protocol.settings.measurement_sections import (
+    EvaluationSection,
+    ProfileSection,
+    TrackingSection,
+)
+from slipstream.protocol.settings.parallel_rules import (
+    replay_problems,
+    table_problems,
+    world_problems,
+)
+from slipstream.protocol.settings.role_sections import (
+    CriticSection,
+    ReferenceSection,
+    RoleSection,
+    in_place_of,
+    renamed,
+)
+from slipstream.protocol.settings.section import Section
+from slipstream.protocol.settings.sections import (
+    ControllerSection,
+    EnvironmentSection,
+    LearnerSection,
+    ModelSection,
+    OffloadSection,
+    ParallelSection,
+    QueueSection,
+    RolloutServerSection,
+    RunSection,
+    SamplingSection,
+    SecuritySection,
+    WeightsSection,
+)
+
+__all__ = [
+    "AlgorithmSection",
+    "CheckpointSection",
+    "Config",
+    "ControllerSection",
+    "CriticSection",
+    "EnvironmentSection",
+    "EvaluationSection",
+    "LearnerSection",
+    "LoraSection",
+    "ModelSection",
+    "OffloadSection",
+    "ParallelSection",
+    "ProfileSection",
+    "QueueSection",
+    "ReferenceSection",
+    "RolloutServerSection",
+    "RunSection",
+    "SamplingSection",
+    "Section",
+    "SecuritySection",
+    "TrackingSection",
+    "WeightsSection",
+    "address_parts",
+]
+
+# What a trajectory occupies in a queue beside its tokens: names, metrics, texts.
+TRAJECTORY_OVERHEAD_BYTES = 2048
+BYTES_PER_TOKEN = 24
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection
+    model: ModelSection
+    algorithm: AlgorithmSection
+    sampling: SamplingSection
+    environments: tuple[EnvironmentSection, ...] = ()
+    evaluations: tuple[EvaluationSection, ...] = ()
+    controller: ControllerSection = ControllerSection()
+    learner: LearnerSection = LearnerSection()
+    reference: ReferenceSection | None = None
+    critic: CriticSection | None = None
+    lora: LoraSection = LoraSection()
+    rollout_server: RolloutServerSection = RolloutServerSection()
+    queue: QueueSection = QueueSection()
+    weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    security: SecuritySection = SecuritySection()
+    tracking: TrackingSection = TrackingSection()
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of everything that the run makes."""
+        return self.run.dir / self.run.name
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Largest gap of a probe that passes."""
+        if self.weights.probe_tolerance is not None:
+            return self.weights.probe_tolerance
+        return 1e-3 if self.model.dtype == "float32" else 0.16
+
+    @property
+    def max_trajectory_bytes(self) -> int:
+        """Upper bound of one trajectory in a queue: texts and metrics included, experts not."""
+        return self.trajectory_bytes()
+
+    def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
+        """As `max_trajectory_bytes`, with so many bytes for the experts of each token."""
+        per_token = BYTES_PER_TOKEN + routing_bytes_per_token
+        return TRAJECTORY_OVERHEAD_BYTES + per_token * self.sampling.max_episode_tokens
+
+    def check_trajectory_bytes(self, num_bytes: int) -> None:
+        """ValueError when trajectories of so many bytes cannot be sent, or the queue lacks room."""
+        if num_bytes > MAX_TRAJECTORY_BYTES:
+            raise ValueError(
+                f"sampling.max_episode_tokens of {self.sampling.max_episode_tokens} makes "
+                f"trajectories too large to send"
+            )
+        algorithm = self.algorithm
+        needed = smallest_queue(algorithm.groups_per_step, algorithm.group_size, num_bytes)
+        if self.queue.max_bytes < needed:
+            raise ValueError(
+                f"queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of "
+                f"{num_bytes} bytes, {needed} bytes, got {self.queue.max_bytes}"
+            )
+
+    @property
+    def roles(self) -> dict[str, RoleSection]:
+        """The tables of the models beside the policy, those that there are."""
+        tables = {"reference": self.reference, "critic": self.critic}
+        return {name: table for name, table in tables.items() if table is not None}
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Config:
+        algorithm, sampling, server = self.algorithm, self.sampling, self.rollout_server
+        names = [e.name for e in self.environments] + [e.name for e in self.evaluations]
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"environments and evaluations need different names, got {', '.join(names)}"
+            )
+        if algorithm.groups_per_step % algorithm.mini_batches:
+            raise ValueError(
+                f"algorithm.groups_per_step must be a multiple of mini_batches, "
+                f"got {algorithm.groups_per_step} and {algorithm.mini_batches}"
+            )
+        if algorithm.group_size > server.max_episodes:
+            raise ValueError(
+                f"a group runs on one server: algorithm.group_size must be at most "
+                f"rollout_server.max_episodes, got {algorithm.group_size} and {server.max_episodes}"
+            )
+        if sampling.max_reply_tokens >= sampling.max_episode_tokens:
+            raise ValueError(
+                f"sampling.max_episode_tokens must leave room for a prompt "
+                f"beside max_reply_tokens, "
+                f"got {sampling.max_episode_tokens} and {sampling.max_reply_tokens}"
+            )
+        if sampling.max_episode_tokens > self.learner.micro_batch_tokens * self.learner.parallel.cp:
+            raise ValueError(
+                f"an episode must fit one micro batch: sampling.max_episode_tokens must be at most "
+                f"learner.micro_batch_tokens * learner.parallel.cp, got "
+                f"{sampling.max_episode_tokens}, {self.learner.micro_batch_tokens} "
+                f"and {self.learner.parallel.cp}"
+            )
+        self.check_trajectory_bytes(self.max_trajectory_bytes)
+        if self.controller.heartbeat_timeout_s < 3 * self.controller.heartbeat_s:
+            raise ValueError(
+                f"controller.heartbeat_timeout_s must be at least 3 * heartbeat_s, got "
+                f"{self.controller.heartbeat_timeout_s} and {self.controller.heartbeat_s}"
+            )
+        for problem in itertools.chain(world_problems(self.learner), table_problems(self.learner)):
+            raise ValueError(problem)
+        check_algorithm(self)
+        check_router_replay(self)
+        check_measurement(self)
+        check_roles(self)
+        check_lora(self)
+        return self
+
+
+def check_algorithm(config: Config) -> None:
+    """ValueError when the algorithm asks for what other sections do not give."""
+    algorithm, sampling = config.algorithm, config.sampling
+    if algorithm.overlong.cache_tokens > sampling.max_reply_tokens:
+        raise ValueError(
+            f"algorithm.overlong.cache_tokens must be at most sampling.max_reply_tokens, "
+            f"got {algorithm.overlong.cache_tokens} and {sampling.max_reply_tokens}"
+        )
+    if algorithm.advantage == "gae" and config.critic is None:
+        raise ValueError("algorithm.advantage = 'gae' needs the table critic")
+    if algorithm.advantage != "gae" and config.critic is not None:
+        raise ValueError(
+            f"the table critic has no effect with algorithm.advantage = {algorithm.advantage!r}"
+        )
+    if algorithm.kl.coefficient == 0 and config.reference is not None:
+        raise ValueError("the table reference has no effect with algorithm.kl.coefficient = 0")
+
+
+def check_router_replay(config: Config) -> None:
+    """ValueError when a setting would keep the experts from being recorded or replayed."""
+    if config.algorithm.router_replay == "off":
+        return
+    if not config.rollout_server.enable_prefix_caching:
+        raise ValueError(
+            "algorithm.router_replay needs rollout_server.enable_prefix_caching = true: "
+            "vLLM keeps the experts of tokens beside their cached prefixes"
+        )
+    for problem in replay_problems(config.learner.transformer):
+        raise ValueError(problem)
+
+
+def check_roles(config: Config) -> None:
+    """ValueError when the layout of a model beside the policy is impossible."""
+    for name, role in config.roles.items():
+        learner = in_place_of(config.learner, role)
+        for problem in itertools.chain(world_problems(learner), table_problems(learner)):
+            raise ValueError(renamed(problem, name, role))
+        room = learner.micro_batch_tokens * learner.parallel.cp
+        if config.sampling.max_episode_tokens > room:
+            raise ValueError(
+                f"an episode must fit one micro batch of the {name}: sampling.max_episode_tokens "
+                f"must be at most learner.micro_batch_tokens * {name}.parallel.cp = {room}, "
+                f"got {config.sampling.max_episode_tokens}"
+            )
+
+
+def check_lora(config: Config) -> None:
+    """ValueError when the adapters do not fit the layout or the weights that are loaded."""
+    rank, tp = config.lora.rank, config.learner.parallel.tp
+    if rank % tp:
+        raise ValueError(
+            f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"
+        )
+    if rank and config.checkpoint.load is not None:
+        raise ValueError(
+            f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
+        )
+
+
+def check_measurement(config: Config) -> None:
+    """ValueError when lengths, an evaluation or the profile do not fit the run."""
+    sampling, profile = config.sampling, config.learner.profile
+    if (sampling.max_prompt_tokens or 0) >= sampling.max_episode_tokens:
+        raise ValueError(
+            f"sampling.max_prompt_tokens must be below max_episode_tokens, "
+            f"got {sampling.max_prompt_tokens} and {sampling.max_episode_tokens}"
+        )
+    for evaluation in config.evaluations:
+        if (evaluation.max_reply_tokens or 1) >= sampling.max_episode_tokens:
+            raise ValueError(
+                f"sampling.max_episode_tokens must leave room for a prompt beside "
+                f"max_reply_tokens of evaluation {evaluation.name}, "
+                f"got {sampling.max_episode_tokens} and {evaluation.max_reply_tokens}"
+            )
+    if profile.start_step is not None and profile.start_step >= config.run.steps:
+        raise ValueError(
+            f"learner.profile.start_step must be below run.steps, "
+            f"got {profile.start_step} and {config.run.steps}"
+        )
+    if max(profile.ranks, default=0) >= config.learner.world_size:
+        raise ValueError(
+            f"learner.profile.ranks must be below learner.world_size, "
+            f"got {max(profile.ranks)} and {config.learner.world_size}"
+        )

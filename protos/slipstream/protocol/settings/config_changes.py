@@ -1,0 +1,55 @@
+"""What may change between the start of a run and the moment when it goes on.
+
+A step that is trained again must be the step that was recorded, and its digest must be comparable;
+what is leased already keeps its task, its seed and its deadline. All other settings are free.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+
+# Setting -> why it stays as it was.
+FIXED = {
+    "run.seed": "it decides the order of the tasks",
+    "model.path": "the weights are those of this model",
+    "model.dtype": "the optimizer's state has this precision",
+    "algorithm.group_size": "groups of this size are leased",
+    "algorithm.groups_per_step": "the deadlines of leased groups count on it",
+    "algorithm.mini_batches": "recorded steps have so many",
+    "sampling.temperature": "recorded replies were sampled with it",
+    "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
+    "checkpoint.load": "the run began with these weights",
+    "weights.wire_dtype": "recorded digests are of this element type",
+    "weights.bucket_mib": "recorded digests are of buckets of this size",
+}
+# Setting -> why it only grows.
+GROWING = {
+    "run.steps": "steps up to the old last one may be recorded",
+    "algorithm.max_staleness": "recorded batches may have lags up to the old bound",
+}
+
+
+def check_resumable(before: Config, now: Config) -> None:
+    """ConfigError naming the first setting that may not have changed as it did."""
+    for key, reason in FIXED.items():
+        old, new = _value(before, key), _value(now, key)
+        if old != new:
+            raise ConfigError(
+                f"{key} must stay {old} when a run goes on, got {new}: {reason}; "
+                "choose another run.name for a new run"
+            )
+    for key, reason in GROWING.items():
+        old, new = _value(before, key), _value(now, key)
+        assert isinstance(old, int)
+        assert isinstance(new, int)
+        if new < old:
+            raise ConfigError(
+                f"{key} must be at least {old} when a run goes on, got {new}: {reason}"
+            )
+
+
+def _value(config: Config, key: str) -> object:
+    return reduce(getattr, key.split("."), config)

@@ -1,0 +1,252 @@
+"""Reads a TOML file and dotted overrides into a `Config`, and checks it against the model."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import tomli_w
+from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic_core import ErrorDetails
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.routed_experts import routing_bytes_per_token
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_files import missing_files
+from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes
+from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
+from slipstream.protocol.settings.roles import missing_weights, role_problems
+from slipstream.protocol.settings.sections import RUN_NAME
+
+Table: TypeAlias = dict[str, JsonValue]
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The checked settings of `path` with `overrides` on top.
+
+    An override is a dotted key and a TOML value: "algorithm.max_staleness=0".
+    ConfigError: one line that names the value and the rule; for an unknown key the nearest right
+    one.
+    """
+    try:
+        # Some editors begin a file with a byte order mark.
+        table: Table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: TOML is UTF-8, byte {error.start} (0x{error.object[error.start]:02x}) is not"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for override in overrides:
+        _apply_override(table, override)
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        source = _source(path, first["loc"], overrides)
+        raise ConfigError(f"{source}: {_describe(first)}") from None
+
+
+def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
+    """The checked settings of a table; ConfigError as for `load_config`."""
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_describe(error.errors()[0])}") from None
+
+
+def dump_config(config: Config) -> str:
+    """All settings, defaults included, as TOML that `load_config` reads back."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def check_model(config: Config) -> None:
+    """Checks the model folder and what depends on it, before anything is loaded; ConfigError."""
+    missing = check_sizes(config)
+    if missing:
+        raise ConfigError(missing[0])
+
+
+def check_sizes(config: Config) -> list[str]:
+    """Checks all that the model's config.json decides; ConfigError.
+
+    Returns what the folder lacks to be loaded, one clause for each.
+    """
+    sizes = read_model_sizes(config.model.path)
+    _check_layout(config, sizes)
+    longest = sizes.max_positions
+    if longest and config.sampling.max_episode_tokens > longest:
+        raise ConfigError(
+            f"sampling.max_episode_tokens must be at most the model's max_position_embeddings, "
+            f"got {config.sampling.max_episode_tokens} and {longest}"
+        )
+    rollout_tp = config.rollout_server.tensor_parallel_size
+    heads, groups = sizes.heads, max(1, sizes.kv_heads)
+    if heads % rollout_tp or (groups % rollout_tp and rollout_tp % groups):
+        raise ConfigError(
+            f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, "
+            f"got {rollout_tp}"
+        )
+    lora_problems = config.lora.problems(num_experts=sizes.experts)
+    for problem in itertools.chain(role_problems(config, sizes), lora_problems):
+        raise ConfigError(problem)
+    _check_routing(config, sizes)
+    return [
+        *missing_files(config.model.path),
+        *missing_weights(config),
+        *_missing_checkpoint(config),
+    ]
+
+
+def largest_trajectory_bytes(config: Config) -> int:
+    """Upper bound of one trajectory in a queue; ConfigError without a model where it decides."""
+    if config.algorithm.router_replay == "off":
+        return config.max_trajectory_bytes
+    per_token = _routing_bytes(read_model_sizes(config.model.path))
+    return config.trajectory_bytes(routing_bytes_per_token=per_token)
+
+
+def vocabulary_size(config: Config) -> int:
+    """Token ids that the model knows; 0: its folder is not here, or does not say."""
+    if not (config.model.path / "config.json").is_file():
+        return 0
+    return read_model_sizes(config.model.path).vocab
+
+
+def _routing_bytes(sizes: ModelSizes) -> int:
+    return routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)
+
+
+def _missing_checkpoint(config: Config) -> list[str]:
+    files = config.checkpoint.load
+    if files is None or any((files / p / "metadata.json").is_file() for p in ("", "state")):
+        return []
+    return [
+        f"checkpoint.load must be a folder of Megatron's distributed checkpoint files, "
+        f"got {files}, which has no metadata.json"
+    ]
+
+
+def _check_layout(config: Config, sizes: ModelSizes) -> None:
+    learner = config.learner
+    problems = itertools.chain(
+        model_problems(sizes), layout_problems(sizes, learner.parallel, learner.transformer)
+    )
+    for problem in problems:
+        raise ConfigError(problem)
+
+
+def _check_routing(config: Config, sizes: ModelSizes) -> None:
+    if config.algorithm.router_replay == "off":
+        return
+    if not sizes.experts:
+        raise ConfigError(
+            f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
+            f"experts, {config.model.path} holds a dense model"
+        )
+    per_token = _routing_bytes(sizes)
+    try:
+        config.check_trajectory_bytes(config.trajectory_bytes(routing_bytes_per_token=per_token))
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}; algorithm.router_replay adds {per_token} bytes for each token"
+        ) from error
+
+
+def _apply_override(table: Table, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"an override is section.key=value, got {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().removeprefix("--").split(".")
+    place: JsonValue = table
+    for parent in parents:
+        if isinstance(place, list):
+            if not (parent.isdigit() and int(parent) < len(place)):
+                raise ConfigError(f"{override!r}: there is no entry {parent}")
+            place = place[int(parent)]
+        elif isinstance(place, dict):
+            place = place.setdefault(parent, {})
+    if isinstance(place, list) and last.isdigit() and int(last) < len(place):
+        place[int(last)] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    else:
+        raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
+
+
+def _source(path: Path, location: tuple[int | str, ...], overrides: Sequence[str]) -> str:
+    """Where people should look: at the file, at an override, or at both."""
+    where = [str(part) for part in location]
+    for override in overrides:
+        key = override.partition("=")[0].strip().removeprefix("--").split(".")
+        if where[: len(key)] == key:
+            return "command line"
+        if where and key[: len(where)] == where:
+            # A rule of a whole section.
+            return f"{path} and command line"
+    return str(path)
+
+
+def _describe(error: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        return f"unknown key {where!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{where} is required"
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
+        return f"{where} is a list of tables: write [[{where}]] above each in place of [{where}]"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{where} is a table of settings, got {error['input']!r}"
+    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == RUN_NAME:
+        return (
+            f"{where} must be letters, digits and . _ - and begin with a letter or digit, "
+            f"got {error['input']!r}"
+        )
+    rule = error["msg"][0].lower() + error["msg"][1:]
+    return f"{where}: {rule}, got {error['input']!r}"
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        found = next(
+            (
+                a
+                for a in _alternatives(annotation)
+                if isinstance(a, type) and issubclass(a, BaseModel)
+            ),
+            None,
+        )
+        if found is None:
+            return []
+        model = found
+    return list(model.model_fields)
+
+
+def _alternatives(annotation: object) -> list[object]:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        return [a for argument in typing.get_args(annotation) for a in _alternatives(argument)]
+    return [annotation]

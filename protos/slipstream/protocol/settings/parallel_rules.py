@@ -1,0 +1,285 @@
+"""What no parallel layout can be, as rules with their reasons: nothing is loaded to find it out.
+
+Each function yields one line for each rule that is broken, with the value and the rule. Sizes that
+Megatron would refuse only when groups, layers or optimizers are made are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import JsonValue
+from slipstream.protocol.settings.model_sizes import ModelSizes
+from slipstream.protocol.settings.rank_layout import RankLayout
+from slipstream.protocol.settings.sections import LearnerSection, ParallelSection
+
+# What Megatron-Bridge loads and exports, and tests compare with transformers.
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",
+)
+# What Megatron computes with, whatever config.json says.
+LLAMA3_BOUNDS = (1.0, 4.0, 8192)
+ROPE_TYPES = ("default", "llama3")
+# Ways of Megatron's that need more than its tables: other groups, wrappers or training loops.
+_NOT_OURS = {
+    "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub"),
+    "optimizer": ("overlap_param_gather_with_optimizer_step",),
+    "transformer": ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "mtp_num_layers"),
+}
+
+
+def world_problems(learner: LearnerSection) -> Iterator[str]:
+    """Of the sizes alone, whatever the model."""
+    parallel, world = learner.parallel, learner.world_size
+    try:
+        RankLayout.of(parallel, world)
+    except ValueError as error:
+        yield str(error)
+    if parallel.cp > 1 and learner.micro_batch_tokens % 2:
+        yield (
+            f"learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each "
+            f"sequence is cut into 2 * cp equal chunks, got {learner.micro_batch_tokens}"
+        )
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield "learner.parallel.sequence_parallel needs tp > 1, got tp = 1"
+    if parallel.vpp is not None and parallel.pp == 1:
+        yield f"learner.parallel.vpp needs pp > 1, got vpp = {parallel.vpp} and pp = 1"
+    elif parallel.vpp == 1:
+        yield "learner.parallel.vpp must be 2 or more, or left out, got 1"
+    if learner.ranks_per_node is not None and world % learner.ranks_per_node:
+        yield (
+            f"learner.world_size must be a multiple of ranks_per_node, "
+            f"got {world} and {learner.ranks_per_node}"
+        )
+
+
+def table_problems(learner: LearnerSection) -> Iterator[str]:
+    """Of the tables that are passed through to Megatron, where settings contradict each other."""
+    tables = {
+        "ddp": learner.ddp,
+        "optimizer": learner.optimizer,
+        "transformer": learner.transformer,
+    }
+    for section, keys in _NOT_OURS.items():
+        for key in keys:
+            if tables[section].get(key):
+                yield f"learner.{section}.{key} is not supported: the trainer's loop lacks it"
+    yield from _optimizer_problems(learner)
+    yield from _recompute_problems(learner.transformer, learner.parallel)
+    if learner.transformer.get("moe_token_dispatcher_type", "alltoall") not in ("alltoall", "flex"):
+        yield (
+            "learner.transformer.moe_token_dispatcher_type must be alltoall or flex: others refuse "
+            f"sequences of different lengths, got "
+            f"{learner.transformer['moe_token_dispatcher_type']!r}"
+        )
+    if learner.transformer.get("moe_router_enable_expert_bias"):
+        yield (
+            "learner.transformer.moe_router_enable_expert_bias must be false: "
+            "the rollout servers would not know the biases"
+        )
+    group = learner.transformer.get("microbatch_group_size_per_vp_stage", learner.parallel.pp)
+    if group != learner.parallel.pp:
+        yield (
+            "learner.transformer.microbatch_group_size_per_vp_stage must be pp: "
+            f"micro batches come in multiples of it, got {group} and {learner.parallel.pp}"
+        )
+
+
+def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
+    ddp, optimizer = learner.ddp, learner.optimizer
+    if ddp.get("overlap_param_gather"):
+        if not learner.use_distributed_optimizer:
+            yield "learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true"
+        if not ddp.get("overlap_grad_reduce"):
+            yield "learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true"
+    if optimizer.get("overlap_param_gather"):
+        yield "learner.optimizer.overlap_param_gather: set learner.ddp.overlap_param_gather instead"
+    if ddp.get("num_distributed_optimizer_instances", 1) != 1:
+        yield (
+            f"learner.ddp.num_distributed_optimizer_instances must be 1, "
+            f"got {ddp['num_distributed_optimizer_instances']}"
+        )
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if optimizer.get(name) and not learner.use_distributed_optimizer:
+            yield f"learner.optimizer.{name} needs learner.use_distributed_optimizer = true"
+    share = optimizer.get("optimizer_offload_fraction", 0.0)
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        yield f"learner.optimizer.optimizer_offload_fraction must be 0 to 1, got {share!r}"
+
+
+def _recompute_problems(
+    transformer: dict[str, JsonValue], parallel: ParallelSection
+) -> Iterator[str]:
+    granularity = transformer.get("recompute_granularity")
+    others = [key for key in ("recompute_method", "recompute_num_layers") if transformer.get(key)]
+    if granularity not in (None, "full", "selective"):
+        yield (
+            "learner.transformer.recompute_granularity must be full or selective, "
+            f"got {granularity!r}"
+        )
+    if granularity == "full" and len(others) < 2:
+        yield (
+            "learner.transformer.recompute_granularity = 'full' needs recompute_method "
+            "and recompute_num_layers"
+        )
+    if granularity != "full" and others:
+        yield f"learner.transformer.{others[0]} needs recompute_granularity = 'full'"
+    if transformer.get("cpu_offloading"):
+        if parallel.pp > 1:
+            yield f"learner.transformer.cpu_offloading needs pp = 1, got pp = {parallel.pp}"
+        if granularity is not None:
+            yield "learner.transformer.cpu_offloading excludes recompute_granularity"
+
+
+def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
+    """Of the table `learner.transformer` when routers replay the experts of the rollout."""
+    if transformer.get("moe_router_fusion"):
+        yield (
+            "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "
+            "the fused kernel chooses the experts itself"
+        )
+    if transformer.get("moe_router_load_balancing_type") == "sinkhorn":
+        yield (
+            "learner.transformer.moe_router_load_balancing_type must not be sinkhorn with "
+            "algorithm.router_replay: it chooses the experts by itself"
+        )
+    for key in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if transformer.get(key) not in (None, False, "none"):
+            yield (
+                f"learner.transformer.{key} cannot be set with algorithm.router_replay: "
+                "a graph would replay the experts that it was recorded with"
+            )
+
+
+def model_problems(sizes: ModelSizes) -> Iterator[str]:
+    """Of a model, in whatever layout."""
+    if sizes.architecture not in ARCHITECTURES:
+        kind = "mixture of experts" if sizes.experts else "model"
+        yield (
+            f"model.path holds a {kind} of architecture {sizes.architecture or 'without a name'}, "
+            f"which cannot be loaded; known are {', '.join(ARCHITECTURES)}"
+        )
+        return
+    if sizes.is_quantized:
+        yield "model.path holds quantized weights, which cannot be trained"
+    if sizes.uses_sliding_window:
+        yield "model.path holds a model with a sliding window, which the learner does not have"
+    if sizes.rope_type not in ROPE_TYPES:
+        yield (
+            f"model.path: the rope_type {sizes.rope_type!r} was not tested, "
+            f"known are {', '.join(ROPE_TYPES)}"
+        )
+    if sizes.rope_type == "llama3" and sizes.rope_bounds != LLAMA3_BOUNDS:
+        yield (
+            "model.path: low_freq_factor, high_freq_factor and original_max_position_embeddings of "
+            f"the rope_type 'llama3' must be {LLAMA3_BOUNDS}, got {sizes.rope_bounds}"
+        )
+    if not sizes.experts:
+        return
+    if sizes.has_dense_layers:
+        yield "model.path holds a mixture of experts with dense layers in between: not supported"
+    if not 1 <= sizes.experts_per_token <= sizes.experts:
+        yield (
+            f"model.path: num_experts_per_tok must be 1 to the {sizes.experts} experts, "
+            f"got {sizes.experts_per_token}"
+        )
+    if sizes.experts_per_token == 1 and sizes.normalizes_experts:
+        yield ("model.path: norm_topk_prob with one expert per token leaves the router no gradient")
+
+
+def layout_problems(
+    sizes: ModelSizes, parallel: ParallelSection, transformer: dict[str, JsonValue]
+) -> Iterator[str]:
+    """Of a model in a layout."""
+    tp = parallel.tp
+    for number, noun in (
+        (sizes.heads, "attention heads"),
+        (sizes.kv_heads, "key-value heads"),
+    ):
+        if number % tp:
+            yield f"learner.parallel.tp must divide the model's {number} {noun}, got {tp}"
+    if not sizes.experts and sizes.ffn % tp:
+        yield f"learner.parallel.tp must divide the intermediate size of {sizes.ffn}, got {tp}"
+    yield from _stage_problems(sizes.layers, parallel, transformer)
+    yield from _expert_problems(sizes, parallel)
+
+
+def _expert_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:
+    ep, etp = parallel.ep, parallel.etp or parallel.tp
+    if not sizes.experts:
+        if ep > 1:
+            yield f"learner.parallel.ep must be 1: the model has no experts, got {ep}"
+        if etp != parallel.tp:
+            yield (
+                f"learner.parallel.etp must be left out: the model has no experts, "
+                f"got {etp} with tp {parallel.tp}"
+            )
+        return
+    if sizes.shared_expert_ffn % parallel.tp:
+        yield (
+            f"learner.parallel.tp must divide the shared expert's intermediate size of "
+            f"{sizes.shared_expert_ffn}, got {parallel.tp}"
+        )
+    if sizes.experts % ep:
+        yield f"learner.parallel.ep must divide the model's {sizes.experts} experts, got {ep}"
+    if sizes.expert_ffn % etp:
+        yield (
+            f"learner.parallel.etp (None: tp) must divide the experts' intermediate size of "
+            f"{sizes.expert_ffn}, got {etp}"
+        )
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        yield (
+            "learner.parallel.sequence_parallel must be true: Megatron trains mixtures of experts "
+            f"with tp > 1 in no other way, got tp = {parallel.tp}"
+        )
+
+
+def _stage_problems(
+    layers: int, parallel: ParallelSection, transformer: dict[str, JsonValue]
+) -> Iterator[str]:
+    """Megatron's rules for an uneven split over the stages included."""
+    if transformer.get("pipeline_model_parallel_layout") is not None:
+        return
+    pp, vpp = parallel.pp, parallel.vpp or 1
+    first = transformer.get("num_layers_in_first_pipeline_stage")
+    last = transformer.get("num_layers_in_last_pipeline_stage")
+    counted = [
+        key
+        for key in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        if transformer.get(key)
+    ]
+    ends = [number for number in (first, last) if number is not None]
+    if ends and counted:
+        yield f"learner.transformer.{counted[0]} excludes num_layers_in_first_pipeline_stage"
+        return
+    if counted:
+        total = layers + len(counted)
+        if total % (pp * vpp):
+            yield (
+                f"learner.parallel.pp * vpp must divide the model's {layers} layers "
+                f"with {len(counted)} for {' and '.join(counted)}, got {pp * vpp}"
+            )
+        return
+    if not ends:
+        if layers % (pp * vpp):
+            yield (
+                f"learner.parallel.pp * vpp must divide the model's {layers} layers, got {pp * vpp}"
+            )
+        return
+    sizes = [number for number in ends if isinstance(number, int)]
+    rest, stages = layers - sum(sizes), pp - len(ends)
+    if len(sizes) < len(ends) or min(sizes) < 1 or any(number % vpp for number in sizes):
+        yield (
+            f"learner.transformer.num_layers_in_first_pipeline_stage and ..last.. must be "
+            f"multiples of vpp, got {first} and {last} with vpp = {vpp}"
+        )
+    elif rest < 0 or stages < 0 or bool(rest) != bool(stages) or (stages and rest % (stages * vpp)):
+        yield (
+            f"learner.parallel: the {rest} layers between the first and the last stage must be "
+            f"shared out evenly over {stages} stages with vpp = {vpp}"
+        )

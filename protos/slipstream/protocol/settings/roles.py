@@ -1,0 +1,116 @@
+"""The models beside the policy, each as if it were the policy of a run of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings import model_files
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes
+from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
+from slipstream.protocol.settings.role_sections import (
+    ReferenceSection,
+    RoleSection,
+    in_place_of,
+    renamed,
+)
+
+
+def reference_config(config: Config) -> Config | None:
+    """The settings by which the reference model is loaded; None without one."""
+    if config.algorithm.kl.coefficient == 0:
+        return None
+    section = config.reference or ReferenceSection()
+    changed = _in_place_of_policy(config, section)
+    if section.dtype is None:
+        return changed
+    model = changed.model.model_copy(update={"dtype": section.dtype})
+    return changed.model_copy(update={"model": model})
+
+
+def critic_config(config: Config) -> Config | None:
+    """The settings by which the critic is loaded and trained; None without one."""
+    section = config.critic
+    if section is None:
+        return None
+    algorithm = config.algorithm.model_copy(update={"learning_rate": section.learning_rate})
+    return _in_place_of_policy(config, section).model_copy(update={"algorithm": algorithm})
+
+
+def role_settings(config: Config) -> dict[str, Config]:
+    """The settings of each model beside the policy that the run has, by its name."""
+    found = {"reference": reference_config(config), "critic": critic_config(config)}
+    return {name: settings for name, settings in found.items() if settings is not None}
+
+
+@contextlib.contextmanager
+def named(config: Config, name: str) -> Iterator[None]:
+    """A ConfigError on the settings of a role gets the names that they have in the file."""
+    try:
+        yield
+    except ConfigError as error:
+        role = config.roles.get(name)
+        problem = str(error) if role is None else renamed(str(error), name, role)
+        raise ConfigError(f"the {name}: {problem}") from error
+
+
+def missing_weights(config: Config) -> list[str]:
+    """What folders of their own lack to be loaded: one clause for each."""
+    return [
+        problem
+        for name, role in config.roles.items()
+        if role.path is not None
+        for problem in model_files.missing_weights(role.path, f"{name}.path")
+    ]
+
+
+def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
+    """What the folders of reference and critic decide: one line for each rule that is broken."""
+    for name, settings in role_settings(config).items():
+        role = config.roles.get(name)
+        # Without a table it is the policy's folder in the policy's layout.
+        if role is not None:
+            for problem in _problems(settings, policy):
+                yield renamed(problem, name, role)
+    reference = config.reference
+    if reference is None or reference.path is None or not reference.refresh_every_steps:
+        return
+    if read_model_sizes(reference.path) != policy:
+        yield (
+            "reference.refresh_every_steps must be 0: the policy's weights do not fit "
+            f"reference.path {reference.path}, a model of other sizes"
+        )
+
+
+def _problems(settings: Config, policy: ModelSizes) -> Iterator[str]:
+    folder, learner = settings.model.path, settings.learner
+    try:
+        sizes = read_model_sizes(folder)
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield from model_problems(sizes)
+    yield from layout_problems(sizes, learner.parallel, learner.transformer)
+    if sizes.vocab != policy.vocab:
+        yield (
+            f"model.path must have the policy's vocabulary of {policy.vocab} tokens, "
+            f"got {sizes.vocab} in {folder}"
+        )
+    longest = settings.sampling.max_episode_tokens
+    if sizes.max_positions and longest > sizes.max_positions:
+        yield (
+            f"model.path must have room for sampling.max_episode_tokens = {longest}, "
+            f"got max_position_embeddings {sizes.max_positions} in {folder}"
+        )
+
+
+def _in_place_of_policy(config: Config, section: RoleSection) -> Config:
+    changed = config.model_copy(update={"learner": in_place_of(config.learner, section)})
+    if section.path is None:
+        return changed
+    model = config.model.model_copy(update={"path": section.path})
+    # The policy's starting weights are not those of another folder.
+    checkpoint = config.checkpoint.model_copy(update={"load": None})
+    return changed.model_copy(update={"model": model, "checkpoint": checkpoint})

@@ -1,0 +1,1 @@
+"""How weights travel: buckets, digests, communicators and shared memory."""

@@ -1,0 +1,180 @@
+"""`digests` on a GPU: one kernel for all tensors of a bucket, at the rate of its memory.
+
+Needs cupy, which compiles the kernel at its first launch and keeps it on disk; no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.digests import BLOCK_WORDS
+
+_THREADS = 256
+_GRIDS_PER_PROCESSOR = 2
+_NO_BUCKET = Bucket((), 0)
+
+# Each thread keeps the keys of its 16 words of every block in registers. Sums of integers commute:
+# the atomics make nothing depend on the order in which blocks are done.
+_SOURCE = r"""
+typedef unsigned long long u64;
+typedef unsigned int u32;
+
+__device__ __forceinline__ u64 key(u64 counter) {
+  u64 x = (counter + 1ull) * 0x9E3779B97F4A7C15ull;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return (x ^ (x >> 31)) | 1ull;
+}
+
+__device__ __forceinline__ void add_to(u64* sums, u64 first, u64 second) {
+  for (int distance = 16; distance > 0; distance /= 2) {
+    first += __shfl_down_sync(0xffffffffu, first, distance);
+    second += __shfl_down_sync(0xffffffffu, second, distance);
+  }
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(sums, first);
+    atomicAdd(sums + 1, second);
+  }
+}
+
+// A tail: its last word may be cut, bytes beyond count as 0.
+__device__ __forceinline__ u32 word_at(const unsigned char* data, long long size, int place) {
+  u32 word = 0;
+  for (int i = 0; i < 4; ++i)
+    if (4ll * place + i < size) word |= (u32)data[4ll * place + i] << (8 * i);
+  return word;
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) digests(
+    const unsigned char* data, const long long* offsets, const long long* sizes,
+    const long long* first_blocks, int num_spans, u64* sums) {
+  const long long num_blocks = first_blocks[num_spans];
+  const long long share = (num_blocks + gridDim.x - 1) / gridDim.x;
+  const long long begin = blockIdx.x * share;
+  const long long end = begin + share < num_blocks ? begin + share : num_blocks;
+  if (begin >= end) return;
+  u64 first_keys[16], second_keys[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int place = 4 * (threadIdx.x + 256 * (i / 4)) + i % 4;
+    first_keys[i] = key(2ull * place);
+    second_keys[i] = key(2ull * place + 1);
+  }
+  int span = 0, beyond = num_spans;
+  while (beyond - span > 1) {
+    const int middle = (span + beyond) / 2;
+    if (first_blocks[middle] <= begin) span = middle; else beyond = middle;
+  }
+  u64 first = 0, second = 0;
+  for (long long g = begin; g < end; ++g) {
+    if (g >= first_blocks[span + 1]) {
+      add_to(sums + 2 * span, first, second);
+      first = second = 0;
+      do ++span; while (g >= first_blocks[span + 1]);
+    }
+    const long long block = g - first_blocks[span];
+    const unsigned char* bytes = data + offsets[span] + block * 16384;
+    const long long left = sizes[span] - block * 16384;
+    u64 of_first = 0, of_second = 0;
+    if (left >= 16384) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const uint4 words = ((const uint4*)bytes)[threadIdx.x + 256 * r];
+        of_first += first_keys[4 * r] * words.x + first_keys[4 * r + 1] * words.y
+                  + first_keys[4 * r + 2] * words.z + first_keys[4 * r + 3] * words.w;
+        of_second += second_keys[4 * r] * words.x + second_keys[4 * r + 1] * words.y
+                   + second_keys[4 * r + 2] * words.z + second_keys[4 * r + 3] * words.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int place = 4 * (threadIdx.x + 256 * (i / 4)) + i % 4;
+        const u64 word = word_at(bytes, left, place);
+        of_first += first_keys[i] * word;
+        of_second += second_keys[i] * word;
+      }
+    }
+    first += of_first * key(8192ull + 2 * block);
+    second += of_second * key(8193ull + 2 * block);
+  }
+  add_to(sums + 2 * span, first, second);
+}
+"""
+
+
+class CudaDigests:
+    """See `digests.BucketDigests`; buckets lie on the device that is current when it is made.
+
+    A bucket begins at a multiple of 16 bytes.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        import cupy
+
+        device = cupy.cuda.runtime.getDevice()
+        self._kernel = load_kernel(device)
+        properties = cupy.cuda.runtime.getDeviceProperties(device)
+        self._most_grids = _GRIDS_PER_PROCESSOR * int(properties["multiProcessorCount"])
+        self._ends = np.cumsum([0, *(len(bucket.spans) for bucket in buckets)])
+        self._tables = [_table(bucket) for bucket in buckets]
+        self._sums = cupy.zeros((int(self._ends[-1]), 2), dtype=np.uint64)
+        # What was made above went to the current stream; the caller's streams do not wait for it.
+        cupy.cuda.get_current_stream().synchronize()
+
+    def add(self, place: int, pointer: int, stream: int) -> None:
+        """See `BucketDigests`."""
+        import cupy
+
+        table, num_blocks = self._tables[place]
+        num_spans = int(self._ends[place + 1] - self._ends[place])
+        sums = self._sums[int(self._ends[place]) : int(self._ends[place + 1])]
+        cupy.cuda.runtime.memsetAsync(sums.data.ptr, 0, sums.nbytes, stream)
+        if not num_blocks:
+            return
+        arguments = (np.uint64(pointer), *table, np.int32(num_spans), sums)
+        with cupy.cuda.ExternalStream(stream):
+            self._kernel((min(num_blocks, self._most_grids),), (_THREADS,), arguments)
+
+    def read(self, stream: int) -> list[list[bytes]]:
+        """See `BucketDigests`."""
+        import cupy
+
+        external = cupy.cuda.ExternalStream(stream)
+        # An abort of a communicator releases who waits for a stream, not surely a copy behind it.
+        external.synchronize()
+        data = self._sums.get(stream=external).astype("<u8", copy=False).tobytes()
+        rows = [data[place : place + 16] for place in range(0, len(data), 16)]
+        ends = self._ends.tolist()
+        return [rows[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+def _table(bucket: Bucket) -> tuple[tuple[Any, Any, Any], int]:
+    """Offsets, sizes and first blocks of the tensors, on the device; and the number of blocks."""
+    import cupy
+
+    sizes = np.array([span.tensor.num_bytes for span in bucket.spans], dtype=np.int64)
+    offsets = np.array([span.offset_bytes for span in bucket.spans], dtype=np.int64)
+    first_blocks = np.cumsum([0, *(-(-sizes // (4 * BLOCK_WORDS)))]).astype(np.int64)
+    arrays = (cupy.asarray(offsets), cupy.asarray(sizes), cupy.asarray(first_blocks))
+    return arrays, int(first_blocks[-1])
+
+
+@functools.cache
+def load_kernel(device: int) -> Any:  # noqa: ANN401 - cupy has no types
+    """Ready to run on `device`, which is the current one.
+
+    That takes seconds the first time, and may wait for the whole device: who is about to join a
+    communicator calls it before, for a broadcast may wait there for another member.
+    """
+    import cupy
+
+    kernel = cupy.RawKernel(_SOURCE, "digests")
+    # cupy compiles and loads at the first launch.
+    no_sums = cupy.zeros((0, 2), dtype=np.uint64)
+    kernel((1,), (_THREADS,), (np.uint64(0), *_table(_NO_BUCKET)[0], np.int32(0), no_sums))
+    cupy.cuda.get_current_stream().synchronize()
+    return kernel

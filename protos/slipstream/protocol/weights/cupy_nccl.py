@@ -1,0 +1,102 @@
+"""NCCL on one GPU, through cupy; needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.nccl_group import Mark, Room
+
+# What a warm-up broadcasts.
+_WARM_UP_BYTES = 16
+
+
+def make_unique_id() -> bytes:
+    """What the members of a new communicator find each other by; the leader makes it."""
+    from cupy.cuda import nccl
+
+    return bytes(nccl.get_unique_id())
+
+
+class CupyNccl:
+    """See `NcclBackend`; `device` is CUDA's number of it in this process."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._kept: tuple[Any, Any] | None = None
+
+    def use(self) -> None:
+        """See `NcclBackend`."""
+        import cupy
+
+        cupy.cuda.Device(self._device).use()
+
+    def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> CupyCommunicator:
+        """See `NcclBackend`."""
+        from cupy.cuda import nccl
+
+        self.use()
+        try:
+            return CupyCommunicator(nccl.NcclCommunicator(world_size, unique_id, rank))
+        except nccl.NcclError as error:
+            raise WeightSyncError(f"no communicator of {world_size} members: {error}") from error
+
+    def warm_up_room(self) -> Room:
+        """See `NcclBackend`."""
+        import cupy
+
+        if self._kept is None:
+            self._kept = (cupy.cuda.alloc(_WARM_UP_BYTES), cupy.cuda.Stream(non_blocking=True))
+        memory, stream = self._kept
+        return Room(memory.ptr, _WARM_UP_BYTES, stream.ptr)
+
+    def mark(self, stream: int) -> CudaMark:
+        """See `NcclBackend`."""
+        import cupy
+
+        event = cupy.cuda.Event()
+        cupy.cuda.runtime.eventRecord(event.ptr, stream)
+        return CudaMark(event)
+
+
+class CupyCommunicator:
+    """See `Communicator`."""
+
+    def __init__(self, communicator: Any) -> None:  # noqa: ANN401 - cupy has no types
+        self._communicator = communicator
+
+    def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
+        """See `Communicator`."""
+        from cupy.cuda import nccl
+
+        try:
+            self._communicator.broadcast(pointer, pointer, num_bytes, nccl.NCCL_UINT8, root, stream)
+        except nccl.NcclError as error:
+            raise WeightSyncError(f"the broadcast of {num_bytes} bytes: {error}") from error
+
+    def abort(self) -> None:
+        """See `Communicator`."""
+        from cupy.cuda import nccl
+
+        try:
+            self._communicator.abort()
+        except nccl.NcclError as error:
+            raise WeightSyncError(f"the abort: {error}") from error
+
+
+class CudaMark:
+    """See `Mark`."""
+
+    def __init__(self, event: Any) -> None:  # noqa: ANN401 - cupy has no types
+        self._event = event
+
+    def is_done(self) -> bool:
+        """See `Mark`."""
+        return bool(self._event.done)
+
+    def seconds_since(self, before: Mark) -> float:
+        """See `Mark`."""
+        import cupy
+
+        assert isinstance(before, CudaMark)
+        return float(cupy.cuda.get_elapsed_time(before._event, self._event)) / 1e3

@@ -1,0 +1,150 @@
+"""What proves that weights arrived: one definition, computed where the bytes lie.
+
+The digest of a tensor is two sums over its 32-bit words w_i (little endian, the last one filled up
+with zeros), for k in (a, b):
+
+    S_k = sum over i of word_key_k(i mod 4096) * block_key_k(i div 4096) * w_i   modulo 2^64
+
+All keys are odd and pseudo-random: splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) of a
+counter. As they are odd, one wrong word always shows. Several wrong words, words or tensors that
+changed places, and buckets that are torn or of an older version go unnoticed with a chance of about
+2^-64 for each sum. It is no protection against somebody who chooses the bytes.
+
+The sums are of integers, so that any order of adding, and so any device, gives the same ones.
+`HostDigests` computes them here; `cuda_digests.CudaDigests` does on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.weights.buckets import Bucket
+
+BLOCK_WORDS = 4096
+# Blocks whose 64-bit copies fit a core's cache.
+_CHUNK_BLOCKS = 16
+
+Words = npt.NDArray[np.uint64]
+
+
+class BucketDigests(Protocol):
+    """Digests of the tensors of one pass over some buckets.
+
+    Pointers and streams are CUDA's handles, as integers.
+    """
+
+    def add(self, place: int, pointer: int, stream: int) -> None:
+        """Enqueues the digests of bucket number `place`, whose bytes begin at `pointer`."""
+        ...
+
+    def read(self, stream: int) -> list[list[bytes]]:
+        """For each bucket the digest of each tensor; waits for what `stream` was given."""
+        ...
+
+
+class HostDigests:
+    """For buckets in main memory; `add` computes at once, streams are ignored."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = tuple(buckets)
+        self._found: list[list[bytes]] = [[] for _ in self._buckets]
+
+    def add(self, place: int, pointer: int, stream: int = 0) -> None:
+        """See `BucketDigests`."""
+        bucket = self._buckets[place]
+        data = (ctypes.c_uint8 * bucket.num_bytes).from_address(pointer)
+        self._found[place] = bucket_tensor_digests(bucket, memoryview(data).cast("B"))
+
+    def read(self, stream: int = 0) -> list[list[bytes]]:
+        """See `BucketDigests`."""
+        return self._found
+
+
+def tensor_digest(data: bytes | memoryview) -> bytes:
+    """16 bytes: both sums, little endian; `data` is contiguous."""
+    raw = np.frombuffer(data, dtype=np.uint8)
+    rest = raw.size % 4
+    words = raw[: raw.size - rest].view("<u4")
+    keys = block_keys(-(-raw.size // (4 * BLOCK_WORDS)))
+    whole = words.size // BLOCK_WORDS
+    total = _sums(words[: whole * BLOCK_WORDS].reshape(whole, BLOCK_WORDS), keys[:, :whole])
+    tail = words[whole * BLOCK_WORDS :].astype(np.uint64)
+    if rest:
+        last = int.from_bytes(raw[-rest:].tobytes(), "little")
+        tail = np.append(tail, np.uint64(last))
+    if tail.size:
+        total += (word_keys()[:, : tail.size] @ tail) * keys[:, whole]
+    return total.astype("<u8").tobytes()
+
+
+def bucket_tensor_digests(bucket: Bucket, data: bytes | memoryview) -> list[bytes]:
+    """The digest of each tensor of a bucket, from the bucket's bytes."""
+    view = memoryview(data)
+    return [
+        tensor_digest(view[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes])
+        for span in bucket.spans
+    ]
+
+
+def bucket_digest(tensor_digests: Iterable[bytes]) -> bytes:
+    """BLAKE2b, 16 bytes, over the digests of a bucket's tensors in order."""
+    return _blake(tensor_digests)
+
+
+def weight_digest(by_name: Mapping[str, bytes]) -> bytes:
+    """Identity of a whole set of weights: BLAKE2b, 16 bytes, over names and digests of tensors.
+
+    Sorted by name: it depends neither on which rank sends what nor on the size of the buckets. A
+    name is preceded by its length in bytes.
+    """
+    parts: list[bytes] = []
+    for name in sorted(by_name):
+        encoded = name.encode()
+        parts += (len(encoded).to_bytes(4, "little"), encoded, by_name[name])
+    return _blake(parts)
+
+
+@functools.cache
+def word_keys() -> Words:
+    """[2, 4096]: what a word is multiplied with by its place in its block."""
+    return _odd(np.arange(2 * BLOCK_WORDS, dtype=np.uint64).reshape(BLOCK_WORDS, 2).T)
+
+
+def block_keys(num_blocks: int) -> Words:
+    """[2, blocks]: what the sum of a block is multiplied with."""
+    first = 2 * BLOCK_WORDS
+    return _odd(np.arange(first, first + 2 * num_blocks, dtype=np.uint64).reshape(-1, 2).T)
+
+
+def _odd(counters: Words) -> Words:
+    """splitmix64 of the counters, made odd."""
+    state = (counters + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.ascontiguousarray((state ^ (state >> np.uint64(31))) | np.uint64(1))
+
+
+def _sums(blocks: npt.NDArray[np.uint32], keys: Words) -> Words:
+    """Of whole blocks, [n, 4096]."""
+    first, second = word_keys()
+    of_block = np.empty((2, len(blocks)), dtype=np.uint64)
+    for begin in range(0, len(blocks), _CHUNK_BLOCKS):
+        part = slice(begin, begin + _CHUNK_BLOCKS)
+        words = blocks[part].astype(np.uint64)
+        # Two products: numpy's matrix by matrix is half as fast on integers.
+        of_block[0, part], of_block[1, part] = words @ first, words @ second
+    total: Words = np.einsum("kb,kb->k", of_block, keys)
+    return total
+
+
+def _blake(parts: Iterable[bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,79 @@
+"""Which transport carries the weights, from where both ends compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.sections import ParallelSection
+
+_PLAIN = ParallelSection()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where some members of a communicator compute."""
+
+    # `handover.host_id` of their machine.
+    host: str
+    # The driver's names of their GPUs, one for each member; empty: they compute on the CPU.
+    cards: tuple[str, ...] = ()
+
+
+def choose_transport(
+    setting: str,
+    learner: Iterable[Place],
+    servers: Mapping[str, Place],
+    *,
+    parallel: ParallelSection = _PLAIN,
+) -> str:
+    """What joins the learner with these servers: gloo, nccl or ipc.
+
+    ConfigError when `setting` cannot join them: "nccl" joins no two processes on one GPU, "ipc"
+    works within one host, between processes that compute on the same kind of device, and from one
+    trainer rank, so without pipeline stages and expert parallel ranks.
+    """
+    places = {**{f"trainer rank {rank}": place for rank, place in enumerate(learner)}, **servers}
+    on_cpu = [name for name, place in places.items() if not place.cards]
+    users = Counter(card for place in places.values() for card in place.cards)
+    shared = [card for card, number in users.items() if number > 1]
+    if setting == "auto":
+        if on_cpu:
+            return "gloo"
+        setting = "ipc" if shared else "nccl"
+    if setting == "nccl" and on_cpu:
+        raise ConfigError(
+            f"weights.transport nccl joins GPUs only, but {on_cpu[0]} computes on the CPU: set gloo"
+        )
+    if setting == "nccl" and shared:
+        both = [name for name, place in places.items() if shared[0] in place.cards]
+        raise ConfigError(
+            f"weights.transport nccl joins no two processes on one GPU, but {' and '.join(both)} "
+            f"share {shared[0]}: set ipc or auto, or give each its own"
+        )
+    if setting == "ipc":
+        _check_one_host(places, on_cpu)
+        if parallel.pp * parallel.ep > 1:
+            raise ConfigError(
+                f"weights.transport ipc takes all weights from one trainer rank: "
+                f"learner.parallel.pp and ep must be 1, got {parallel.pp} and {parallel.ep}; set "
+                "nccl, and give each process its own GPU"
+            )
+    return setting
+
+
+def _check_one_host(places: Mapping[str, Place], on_cpu: list[str]) -> None:
+    first, *others = places
+    for name in others:
+        if places[name].host != places[first].host:
+            raise ConfigError(
+                f"weights.transport ipc works within one host, but {name} runs on another one than "
+                f"{first}: set nccl, and give each process its own GPU"
+            )
+    if on_cpu and len(on_cpu) < len(places):
+        raise ConfigError(
+            f"weights.transport ipc joins either GPUs or CPUs, but {on_cpu[0]} computes on the "
+            "CPU: set gloo"
+        )

@@ -1,0 +1,1 @@
+"""Episodes: environments and their workers, turns, and what became of them."""

@@ -1,0 +1,206 @@
+"""Calls to environments over one stream, many at a time.
+
+Consumes: commands of episodes, answers from the stream. Produces: the answer to each command.
+Waits for: the answer. Unblocked by: the answer, the limit of the call, or the end of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.episodes.renderer import ChatMessage
+from slipstream.v1 import environment_pb2, trajectory_pb2
+
+_MAX_MESSAGE_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an environment says to a reply; `messages` come next unless it is `done`."""
+
+    reward: float
+    done: bool
+    messages: tuple[ChatMessage, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How an environment begins an episode; `max_reply_tokens` 0: the run's own limit."""
+
+    messages: list[ChatMessage]
+    max_reply_tokens: int = 0
+
+
+class EnvironmentSession(Protocol):
+    """One episode, as its environment sees it. All calls raise EnvironmentFailed."""
+
+    async def reset(self, task_index: int, seed: int) -> Opening:
+        """Starts the task; what the model reads first."""
+        ...
+
+    async def step(self, reply: str, *, truncated: bool) -> Verdict:
+        """The verdict on a reply; `truncated`: it ended at a length limit."""
+        ...
+
+    def close(self) -> None:
+        """Lets the environment forget the episode, whether it is over or not; waits for nothing."""
+        ...
+
+
+class CallTable:
+    """The open calls of one stream."""
+
+    def __init__(
+        self,
+        send: Callable[[environment_pb2.WorkerCommand], None],
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        """`send` puts a command on the stream at once; tables of one stream share `numbers`."""
+        self._send = send
+        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._open: dict[int, asyncio.Future[environment_pb2.WorkerMessage]] = {}
+        self._end: EnvironmentFailed | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its stream still takes calls."""
+        return self._end is None
+
+    async def call(
+        self, command: environment_pb2.WorkerCommand, *, timeout_s: float
+    ) -> environment_pb2.WorkerMessage:
+        """Sends `command` and waits for its answer; EnvironmentFailed when there is none."""
+        number = self.notify(command)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[environment_pb2.WorkerMessage] = loop.create_future()
+        self._open[number] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await answer
+        except TimeoutError:
+            what = command.WhichOneof("command")
+            rule = ", the environment's timeout_s" if what in ("reset", "step") else ""
+            raise EnvironmentFailed(
+                trajectory_pb2.FAILURE_KIND_TIMEOUT,
+                f"no answer to {what} within {timeout_s:g} s{rule}",
+            ) from None
+        finally:
+            self._open.pop(number, None)
+        if message.WhichOneof("message") == "failure":
+            failure = message.failure
+            kind = failure.kind or trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+            raise EnvironmentFailed(kind, failure.message[:_MAX_MESSAGE_CHARACTERS])
+        return message
+
+    def notify(self, command: environment_pb2.WorkerCommand) -> int:
+        """Sends `command` without waiting for its answer; its number."""
+        if self._end is not None:
+            raise EnvironmentFailed(self._end.kind, str(self._end))
+        command.call_id = next(self._numbers)
+        self._send(command)
+        return command.call_id
+
+    def answered(self, message: environment_pb2.WorkerMessage) -> None:
+        """Takes an answer from the stream; one that nobody waits for is dropped."""
+        answer = self._open.get(message.call_id)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def end(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
+        """The stream is over: every open and every later call fails."""
+        if self._end is not None:
+            return
+        self._end = EnvironmentFailed(kind, message)
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(EnvironmentFailed(kind, message))
+
+
+class StreamSession:
+    """An episode whose environment answers on a stream; see `EnvironmentSession`."""
+
+    def __init__(
+        self,
+        table: CallTable,
+        episode_key: str,
+        timeout_s: float,
+        *,
+        on_timeout: Callable[[], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        self._table = table
+        self._key = episode_key
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._on_close = on_close
+
+    async def reset(self, task_index: int, seed: int) -> Opening:
+        """See `EnvironmentSession`."""
+        command = environment_pb2.ResetCommand(
+            episode_key=self._key, task_index=task_index, seed=seed
+        )
+        answer = await self._call(environment_pb2.WorkerCommand(reset=command), "observation")
+        observation = answer.observation
+        return Opening(_messages(observation.messages), observation.max_reply_tokens)
+
+    async def step(self, reply: str, *, truncated: bool) -> Verdict:
+        """See `EnvironmentSession`."""
+        command = environment_pb2.StepCommand(
+            episode_key=self._key, reply=reply, truncated=truncated
+        )
+        answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
+        verdict = answer.verdict
+        # What a client serves need not be written with our package.
+        numbers = {"the reward": verdict.reward} | {
+            f"the metric {name!r}": value for name, value in verdict.metrics.items()
+        }
+        for what, value in numbers.items():
+            if not math.isfinite(value):
+                raise EnvironmentFailed(
+                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                    f"{what[:_MAX_MESSAGE_CHARACTERS]} must be a finite number, got {value}",
+                )
+        return Verdict(
+            reward=verdict.reward,
+            done=verdict.done,
+            messages=tuple(_messages(verdict.messages)),
+            metrics=dict(verdict.metrics),
+        )
+
+    def close(self) -> None:
+        """See `EnvironmentSession`."""
+        command = environment_pb2.CloseCommand(episode_key=self._key)
+        self._on_close()
+        try:
+            self._table.notify(environment_pb2.WorkerCommand(close=command))
+        except EnvironmentFailed:
+            # The stream is over and took the episode with it.
+            return
+
+    async def _call(
+        self, command: environment_pb2.WorkerCommand, expected: str
+    ) -> environment_pb2.WorkerMessage:
+        try:
+            answer = await self._table.call(command, timeout_s=self._timeout_s)
+        except EnvironmentFailed as error:
+            if error.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT:
+                self._on_timeout()
+            raise
+        got = answer.WhichOneof("message")
+        if got != expected:
+            raise EnvironmentFailed(
+                trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE,
+                f"the worker answered {got} where {expected} was due",
+            )
+        return answer
+
+
+def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessage]:
+    return [ChatMessage(message.role, message.content) for message in messages]

@@ -1,0 +1,253 @@
+"""Runs leases: all members of a group side by side, failed ones again, every attempt delivered.
+
+Consumes: leases. Produces: trajectories in the queue, one report when a lease is over.
+Waits for: a free slot, the episode, a verdict on the weights, room in the queue. Unblocked by: an
+episode's end, the publisher, an acknowledgement from the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slipstream.protocol.codec import encode_trajectory
+from slipstream.protocol.errors import TrajectoryQueueFull
+from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.settings.config import SamplingSection
+from slipstream.protocol.types import (
+    FailureKind,
+    GroupId,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+)
+from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices, EpisodeTask
+from slipstream.rollout_server.inference.generation import Sampling
+from slipstream.v1 import fleet_pb2
+
+log = logging.getLogger(__name__)
+
+_QUEUE_WARNING_S = 10.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who delivers: one epoch of one server of one run."""
+
+    run_id: str
+    server_id: ServerId
+    server_epoch: int
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Permission to run members of a group, in attempts `first_attempt` .. `max_attempts` - 1."""
+
+    group_id: GroupId
+    environment: str
+    task_index: int
+    seed: int
+    members: tuple[int, ...]
+    purpose: Purpose
+    sampling: Sampling
+    first_attempt: int
+    max_attempts: int
+    # Limit of one answer of the environment.
+    timeout_s: float
+
+    @classmethod
+    def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
+        """The lease of a wire form; `defaults` where it does not say how to sample."""
+        given = message.sampling if message.HasField("sampling") else defaults
+        return cls(
+            group_id=GroupId(message.group_id),
+            environment=message.environment,
+            task_index=message.task_index,
+            seed=message.seed,
+            members=tuple(message.members),
+            purpose=Purpose(message.purpose),
+            sampling=Sampling(
+                temperature=given.temperature,
+                top_p=given.top_p,
+                top_k=given.top_k,
+                max_reply_tokens=given.max_reply_tokens,
+                max_turns=given.max_turns,
+                max_episode_tokens=given.max_episode_tokens,
+                ignore_eos=given.ignore_eos,
+                max_prompt_tokens=given.max_prompt_tokens or 0,
+            ),
+            first_attempt=message.first_attempt,
+            max_attempts=message.max_attempts,
+            timeout_s=message.timeout_s,
+        )
+
+
+@dataclass(eq=False)
+class _Group:
+    lease: Lease
+    # Members that nobody has judged yet.
+    unfinished: set[int]
+    cancelled: bool = False
+    episodes: set[Episode] = field(default_factory=set)
+
+
+class Dispatcher:
+    """The leases of one server epoch."""
+
+    def __init__(
+        self,
+        group: asyncio.TaskGroup,
+        identity: Identity,
+        services: EpisodeServices,
+        sender: TrajectorySender,
+        *,
+        max_episodes: int,
+        closed: Callable[[GroupId, set[int]], None],
+    ) -> None:
+        """Runs its tasks in `group`.
+
+        `closed` is told when all members of a lease have ended, and which of them unfinished.
+        """
+        self._tasks = group
+        self._identity = identity
+        self._services = services
+        self._sender = sender
+        self._slots = asyncio.Semaphore(max_episodes)
+        self._closed = closed
+        self._groups: dict[GroupId, _Group] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        # Set while new weights wait for their verdict: whether they passed.
+        self._verdict: asyncio.Future[bool] | None = None
+
+    def start(self, lease: Lease) -> None:
+        """Starts a lease; one that runs already goes on as it is."""
+        if lease.group_id in self._groups:
+            log.warning("group %s is leased twice", lease.group_id)
+            return
+        group = self._groups[lease.group_id] = _Group(lease, set(lease.members))
+        self._idle.clear()
+        self._tasks.create_task(self._run_group(group))
+
+    async def cancel(self, group_id: GroupId) -> None:
+        """Ends the episodes of a lease, if it is still open; they are delivered as cancelled."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return
+        group.cancelled = True
+        for episode in tuple(group.episodes):
+            await episode.cancel()
+
+    def drain(self) -> None:
+        """Starts no more attempts: what runs may end, the rest is handed back."""
+        self._draining = True
+
+    async def cancel_all(self) -> None:
+        """Ends all episodes."""
+        for group_id in tuple(self._groups):
+            await self.cancel(group_id)
+
+    async def wait_idle(self) -> None:
+        """Returns when no lease is open: all of its trajectories are in the queue."""
+        await self._idle.wait()
+
+    def hold(self) -> None:
+        """New weights are not proved yet: from now on trajectories wait for `settle`."""
+        if self._verdict is None:
+            self._verdict = asyncio.get_running_loop().create_future()
+
+    def settle(self, *, passed: bool) -> None:
+        """The verdict: what waited is delivered, as cancelled where it is bad."""
+        if self._verdict is not None:
+            self._verdict.set_result(passed)
+            self._verdict = None
+
+    async def _run_group(self, group: _Group) -> None:
+        async with asyncio.TaskGroup() as members:
+            for member in group.lease.members:
+                members.create_task(self._run_member(group, member))
+        del self._groups[group.lease.group_id]
+        self._closed(group.lease.group_id, group.unfinished)
+        if not self._groups:
+            self._idle.set()
+
+    async def _run_member(self, group: _Group, member: int) -> None:
+        attempt = group.lease.first_attempt
+        while True:
+            trajectory = await self._run_episode(group, member, attempt)
+            if trajectory is None:
+                return
+            attempt += 1
+            failure = trajectory.failure
+            will_retry = (
+                failure is not None
+                and failure.kind is not FailureKind.PROMPT_TOO_LONG
+                and attempt < group.lease.max_attempts
+            )
+            end = await self._deliver(dataclasses.replace(trajectory, will_retry=will_retry))
+            if not will_retry:
+                if end is not Status.CANCELLED:
+                    group.unfinished.discard(member)
+                return
+            if group.cancelled or self._draining:
+                # Another server tries it again.
+                return
+
+    async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
+        """One attempt; None when the lease was cancelled, or the server drains, before it began."""
+        ledger, lease = self._services.ledger, group.lease
+        ledger.waiting_episodes += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            ledger.waiting_episodes -= 1
+        try:
+            if group.cancelled or self._draining:
+                return None
+            task = EpisodeTask(
+                run_id=self._identity.run_id,
+                group_id=lease.group_id,
+                member=member,
+                attempt=attempt,
+                server_id=self._identity.server_id,
+                server_epoch=self._identity.server_epoch,
+                environment=lease.environment,
+                task_index=lease.task_index,
+                seed=lease.seed,
+                purpose=lease.purpose,
+                sampling=lease.sampling,
+                timeout_s=lease.timeout_s,
+            )
+            episode = Episode(task, self._services)
+            group.episodes.add(episode)
+            try:
+                return await episode.run()
+            finally:
+                group.episodes.discard(episode)
+        finally:
+            self._slots.release()
+
+    async def _deliver(self, trajectory: Trajectory) -> Status:
+        """Puts it into the queue; as what."""
+        if self._verdict is not None and not await asyncio.shield(self._verdict):
+            trajectory = dataclasses.replace(
+                trajectory,
+                status=Status.CANCELLED,
+                failure=None,
+                will_retry=False,
+                reward=0.0,
+                routed_experts=None,
+            )
+        data = encode_trajectory(trajectory)
+        while True:
+            try:
+                await self._sender.put(trajectory.trajectory_id, data, timeout_s=_QUEUE_WARNING_S)
+            except TrajectoryQueueFull as error:
+                log.warning("trajectories wait for the controller: %s", error)
+            else:
+                return trajectory.status

@@ -1,0 +1,228 @@
+"""The environments of this server: those beside it, and those that a client serves.
+
+Consumes: environment orders, episodes that want a session. Produces: sessions, reports on what was
+loaded. Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the
+environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.episodes.calls import CallTable, EnvironmentSession, StreamSession
+from slipstream.rollout_server.episodes.workers import EnvironmentWorker, WorkerGateway
+from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trajectory_pb2
+
+log = logging.getLogger(__name__)
+
+_MAX_RESTARTS_IN_A_ROW = 5
+_FIRST_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 5.0
+_MAX_QUEUED_CALLS = 65_536
+
+Report = Callable[[fleet_pb2.EnvironmentReport], None]
+
+
+class HostedEnvironment:
+    """One environment and its worker processes; workers that die are started again."""
+
+    def __init__(
+        self, gateway: WorkerGateway, spec: environment_pb2.EnvironmentSpec, report: Report
+    ) -> None:
+        self.spec = spec
+        self._gateway = gateway
+        self._report = report
+        self._ready: set[EnvironmentWorker] = set()
+        self._changed = asyncio.Event()
+        self._given_up = 0
+        self._last_failure: EnvironmentFailed | None = None
+        self._outcome: fleet_pb2.EnvironmentReport | None = None
+
+    async def run(self) -> None:
+        """Keeps the workers alive until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for index in range(max(self.spec.num_workers, 1)):
+                group.create_task(self._keep(index))
+
+    def report_again(self) -> None:
+        """Tells a controller that does not know yet how loading went."""
+        if self._outcome is not None:
+            self._report(self._outcome)
+
+    async def open(self, episode_key: str, timeout_s: float) -> EnvironmentSession:
+        """A session on the worker with the fewest; EnvironmentFailed when none is up in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (ready := [w for w in self._ready if w.table.is_open]):
+                    if self._given_up and self._given_up >= max(self.spec.num_workers, 1):
+                        assert self._last_failure is not None
+                        raise self._last_failure
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise EnvironmentFailed(
+                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                f"no worker was ready within {timeout_s:g} s; the last one: {self._last_failure}",
+            ) from None
+        worker = min(ready, key=lambda worker: worker.open_episodes)
+        worker.open_episodes += 1
+
+        def closed() -> None:
+            worker.open_episodes -= 1
+
+        return StreamSession(
+            worker.table, episode_key, timeout_s, on_timeout=worker.suspect, on_close=closed
+        )
+
+    async def _keep(self, index: int) -> None:
+        failures, backoff_s = 0, _FIRST_BACKOFF_S
+        while True:
+            worker = EnvironmentWorker(self._gateway, self.spec)
+
+            def loaded(num_tasks: int, worker: EnvironmentWorker = worker) -> None:
+                self._ready.add(worker)
+                self._changed.set()
+                self._publish(fleet_pb2.EnvironmentReport(num_tasks=num_tasks))
+
+            self._last_failure = await worker.run(index, loaded)
+            was_ready = worker in self._ready
+            self._ready.discard(worker)
+            log.warning("environment %s, worker %d: %s", self.spec.name, index, self._last_failure)
+            failures, backoff_s = (
+                (1, _FIRST_BACKOFF_S) if was_ready else (failures + 1, 2 * backoff_s)
+            )
+            never_loaded = self._outcome is None or self._outcome.HasField("failure")
+            if never_loaded or failures > _MAX_RESTARTS_IN_A_ROW:
+                self._give_up()
+                return
+            await asyncio.sleep(min(backoff_s, _MAX_BACKOFF_S))
+
+    def _give_up(self) -> None:
+        self._given_up += 1
+        self._changed.set()
+        if self._given_up < max(self.spec.num_workers, 1):
+            return
+        failure = trajectory_pb2.Failure(
+            kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message=str(self._last_failure)
+        )
+        self._publish(fleet_pb2.EnvironmentReport(failure=failure))
+
+    def _publish(self, outcome: fleet_pb2.EnvironmentReport) -> None:
+        outcome.environment = self.spec.name
+        if outcome != self._outcome:
+            self._outcome = outcome
+            self._report(outcome)
+
+
+class ClientEnvironments:
+    """The environments that clients serve: all calls over one stream through the controller."""
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        self._metadata = metadata
+        self._calls: asyncio.Queue[fleet_pb2.EnvironmentCall] = asyncio.Queue(_MAX_QUEUED_CALLS)
+        self._tables: dict[str, CallTable] = {}
+        self._numbers = itertools.count(1)
+        self._wanted = asyncio.Event()
+
+    def open(self, environment: str, episode_key: str, timeout_s: float) -> EnvironmentSession:
+        """A session with the client that serves `environment`."""
+        table = self._tables.get(environment)
+        if table is None:
+            table = self._tables[environment] = CallTable(self._sender(environment), self._numbers)
+        self._wanted.set()
+        return StreamSession(
+            table, episode_key, timeout_s, on_timeout=lambda: None, on_close=lambda: None
+        )
+
+    async def run(self) -> None:
+        """Keeps the stream open once it is wanted; when it breaks, the open calls fail."""
+        while True:
+            await self._wanted.wait()
+            stream = self._stub.CallEnvironments(self._outgoing(), metadata=self._metadata)
+            cause = "the controller ended the stream"
+            try:
+                async for answer in stream:
+                    for table in self._tables.values():
+                        table.answered(answer.message)
+            except grpc.aio.AioRpcError as error:
+                cause = error.details() or error.code().name
+            finally:
+                stream.cancel()
+            self._wanted.clear()
+            for table in self._tables.values():
+                table.end(
+                    trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE,
+                    f"calls to clients broke off: {cause}",
+                )
+            self._tables.clear()
+            self._calls = asyncio.Queue(_MAX_QUEUED_CALLS)
+
+    def _sender(self, environment: str) -> Callable[[environment_pb2.WorkerCommand], None]:
+        queue = self._calls
+
+        def send(command: environment_pb2.WorkerCommand) -> None:
+            queue.put_nowait(fleet_pb2.EnvironmentCall(environment=environment, command=command))
+
+        return send
+
+    async def _outgoing(self) -> AsyncIterator[fleet_pb2.EnvironmentCall]:
+        queue = self._calls
+        while True:
+            yield await queue.get()
+
+
+class Environments:
+    """All environments by name."""
+
+    def __init__(
+        self,
+        group: asyncio.TaskGroup,
+        gateway: WorkerGateway,
+        clients: ClientEnvironments,
+        report: Report,
+    ) -> None:
+        """Runs its tasks in `group`."""
+        self._group = group
+        self._gateway = gateway
+        self._clients = clients
+        self._report = report
+        self._hosted: dict[str, tuple[HostedEnvironment, asyncio.Task[None]]] = {}
+        self._calling = group.create_task(clients.run())
+
+    def close(self) -> None:
+        """Ends all workers and streams; their tasks end in the group."""
+        self._calling.cancel()
+        for _, task in self._hosted.values():
+            task.cancel()
+
+    def order(self, order: fleet_pb2.EnvironmentOrder) -> None:
+        """Loads or unloads an environment; one that a client serves needs neither."""
+        spec = order.spec
+        known = self._hosted.get(spec.name)
+        if known is not None and (order.unload or known[0].spec != spec):
+            known[1].cancel()
+            del self._hosted[spec.name]
+            known = None
+        if order.unload or not spec.reference:
+            return
+        if known is not None:
+            known[0].report_again()
+            return
+        hosted = HostedEnvironment(self._gateway, spec, self._report)
+        self._hosted[spec.name] = (hosted, self._group.create_task(hosted.run()))
+
+    async def open(
+        self, environment: str, episode_key: str, timeout_s: float
+    ) -> EnvironmentSession:
+        """A session for one episode; EnvironmentFailed when none is to be had within the limit."""
+        hosted = self._hosted.get(environment)
+        if hosted is None:
+            return self._clients.open(environment, episode_key, timeout_s)
+        return await hosted[0].open(episode_key, timeout_s)

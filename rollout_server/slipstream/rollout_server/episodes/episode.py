@@ -1,0 +1,334 @@
+"""One episode: the environment speaks, the model replies, until one of them is done.
+
+Consumes: a session of an environment, an engine. Produces: one trajectory, whatever happens.
+Waits for: the environment and the engine in turn. Unblocked by: their answers, the environment's
+limit, `cancel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.codec import merge_spans
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    GroupId,
+    LogprobArray,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+from slipstream.rollout_server.episodes.calls import EnvironmentSession
+from slipstream.rollout_server.episodes.environments import Environments
+from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.episodes.renderer import REPLY, Renderer, RenderingFailed
+from slipstream.rollout_server.inference.generation import (
+    Engine,
+    FinishReason,
+    Generation,
+    GenerationFailed,
+    Sampling,
+)
+
+# Bytes of text and metrics that a trajectory may carry beside 12 bytes for each token.
+_TEXT_BYTES = 256
+_TEXT_BYTES_PER_TOKEN = 5
+_MAX_METRICS = 16
+_MAX_METRIC_NAME = 40
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class EpisodeTask:
+    """One attempt at one member of a group: its identity and its task."""
+
+    run_id: str
+    group_id: GroupId
+    member: int
+    attempt: int
+    server_id: ServerId
+    server_epoch: int
+    environment: str
+    task_index: int
+    seed: int
+    purpose: Purpose
+    sampling: Sampling
+    # Limit of one answer of the environment.
+    timeout_s: float
+
+    @property
+    def key(self) -> str:
+        """Names the episode to its environment; no other episode of the run has it."""
+        return f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}"
+
+
+@dataclass(frozen=True)
+class EpisodeServices:
+    """What episodes share."""
+
+    engine: Engine
+    environments: Environments
+    renderer: Renderer
+    ledger: TokenLedger
+
+
+class _Cancelled(Exception):
+    pass
+
+
+class _PromptTooLong(Exception):
+    pass
+
+
+@dataclass
+class _Recording:
+    """What the episode has so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    run_lengths: list[int] = field(default_factory=list)
+    logprobs: list[LogprobArray] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    # One after the other, from the first token on.
+    expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    last_reply: list[int] = field(default_factory=list)
+    # Text of `last_reply`; None until it was made.
+    last_text: str | None = None
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_turns: int = 0
+    generation_s: float = 0.0
+    environment_s: float = 0.0
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.run_lengths[1::2])
+
+    @property
+    def num_routed(self) -> int:
+        return sum(map(len, self.expert_ids))
+
+    def add_context(self, token_ids: list[int]) -> None:
+        self.token_ids += token_ids
+        self.run_lengths.append(len(token_ids))
+
+    def add_reply(self, generation: Generation) -> None:
+        self.last_reply, self.last_text = generation.token_ids.tolist(), None
+        self.token_ids += self.last_reply
+        self.run_lengths.append(len(self.last_reply))
+        self.logprobs.append(generation.logprobs)
+        self.spans += generation.version_spans
+        self.num_turns += 1
+        if generation.expert_ids is not None:
+            self.expert_ids.append(generation.expert_ids)
+
+
+class Episode:
+    """Runs once. `cancel` ends it early, from another task."""
+
+    def __init__(self, task: EpisodeTask, services: EpisodeServices) -> None:
+        self._task = task
+        self._services = services
+        self._recording = _Recording()
+        self._cancelled = False
+        # The environment's answer that is awaited now.
+        self._waiting: asyncio.Future[Any] | None = None
+        self._generating = False
+
+    async def run(self) -> Trajectory:
+        """Runs to the end; a failure is data. Only EngineDied is raised: it ends the server."""
+        ledger = self._services.ledger
+        ledger.opened()
+        session: EnvironmentSession | None = None
+        status, failure = Status.CANCELLED, None
+        try:
+            session = await self._ask(
+                self._services.environments.open(
+                    self._task.environment, self._task.key, self._task.timeout_s
+                )
+            )
+            status = await self._converse(session)
+        except _Cancelled:
+            status = Status.CANCELLED
+        except EnvironmentFailed as error:
+            status, failure = Status.FAILED, Failure(FailureKind(error.kind), str(error))
+        except RenderingFailed as error:
+            status, failure = Status.FAILED, Failure(FailureKind.ENVIRONMENT, str(error))
+        except _PromptTooLong as error:
+            status, failure = Status.FAILED, Failure(FailureKind.PROMPT_TOO_LONG, str(error))
+        except GenerationFailed as error:
+            status, failure = Status.FAILED, Failure(FailureKind.ENGINE, str(error))
+        finally:
+            if session is not None:
+                session.close()
+            ledger.ended(self._recording.num_sampled)
+        return self._trajectory(status, failure)
+
+    async def cancel(self) -> None:
+        """Makes `run` return soon, with what was sampled, unless it has ended already."""
+        self._cancelled = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if self._generating:
+            await self._services.engine.cancel(self._task.key)
+
+    async def _converse(self, session: EnvironmentSession) -> Status:
+        task, renderer, recording = self._task, self._services.renderer, self._recording
+        opening = await self._ask(session.reset(task.task_index, task.seed))
+        history = opening.messages
+        reply_limit = task.sampling.max_reply_tokens
+        if opening.max_reply_tokens:
+            reply_limit = min(reply_limit, opening.max_reply_tokens)
+        context = renderer.prompt(history)
+        recording.prompt_tokens = len(context)
+        self._check_prompt(len(context))
+        while True:
+            room = task.sampling.max_episode_tokens - len(recording.token_ids) - len(context)
+            if room < 1:
+                # The environment has judged what there was.
+                return Status.TRUNCATED
+            recording.add_context(context)
+            generation = await self._generate(min(room, reply_limit))
+            truncated = generation.finish_reason is FinishReason.LENGTH
+            reply = recording.last_text = renderer.decode(recording.last_reply)
+            verdict = await self._ask(session.step(reply, truncated=truncated))
+            recording.reward += verdict.reward
+            recording.metrics.update(verdict.metrics)
+            if verdict.done:
+                return Status.TRUNCATED if truncated else Status.COMPLETED
+            if recording.num_turns >= task.sampling.max_turns:
+                return Status.TRUNCATED
+            history.append(REPLY)
+            context = renderer.continuation(history, verdict.messages, recording.token_ids[-1])
+            history += verdict.messages
+
+    def _check_prompt(self, num_tokens: int) -> None:
+        sampling = self._task.sampling
+        limit = sampling.max_prompt_tokens
+        if limit and num_tokens > limit:
+            raise _PromptTooLong(
+                f"a prompt of {num_tokens} tokens is longer than "
+                f"sampling.max_prompt_tokens = {limit}"
+            )
+        if num_tokens >= sampling.max_episode_tokens:
+            raise _PromptTooLong(
+                f"a prompt of {num_tokens} tokens leaves no room for a reply within "
+                f"sampling.max_episode_tokens = {sampling.max_episode_tokens}"
+            )
+
+    async def _generate(self, max_tokens: int) -> Generation:
+        if self._cancelled:
+            raise _Cancelled
+        engine, recording = self._services.engine, self._recording
+        started_s = time.monotonic()
+        self._generating = True
+        try:
+            generation = await engine.generate(
+                self._task.key,
+                recording.token_ids,
+                self._task.sampling,
+                max_tokens,
+                experts_from=recording.num_routed,
+            )
+        finally:
+            self._generating = False
+            recording.generation_s += time.monotonic() - started_s
+        recording.add_reply(generation)
+        self._services.ledger.sampled(len(generation.token_ids))
+        if self._cancelled:
+            raise _Cancelled
+        if generation.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED):
+            raise GenerationFailed(f"the engine gave the request up: {generation.finish_reason}")
+        return generation
+
+    async def _ask(self, call: Awaitable[Answer]) -> Answer:
+        """Awaits the environment; `cancel` interrupts it."""
+        waiting: asyncio.Future[Answer] = asyncio.ensure_future(call)
+        self._waiting = waiting
+        if self._cancelled:
+            waiting.cancel()
+        started_s = time.monotonic()
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if not self._cancelled:
+                waiting.cancel()
+                raise
+            raise _Cancelled from None
+        finally:
+            self._waiting = None
+            self._recording.environment_s += time.monotonic() - started_s
+
+    def _trajectory(self, status: Status, failure: Failure | None) -> Trajectory:
+        task, recording, renderer = self._task, self._recording, self._services.renderer
+        budget = _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * len(recording.token_ids)
+        prompt = recording.token_ids[: recording.prompt_tokens]
+        reply_text = recording.last_text
+        if reply_text is None:
+            reply_text = renderer.decode(recording.last_reply)
+        return Trajectory(
+            run_id=task.run_id,
+            group_id=task.group_id,
+            member=task.member,
+            attempt=task.attempt,
+            server_id=task.server_id,
+            server_epoch=task.server_epoch,
+            environment=task.environment,
+            task_index=task.task_index,
+            seed=task.seed,
+            purpose=task.purpose,
+            status=status,
+            failure=failure,
+            token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
+            run_lengths=tuple(recording.run_lengths),
+            behavior_logprobs=(
+                np.concatenate(recording.logprobs)
+                if recording.logprobs
+                else np.zeros(0, dtype=np.float32)
+            ),
+            version_spans=merge_spans(recording.spans),
+            reward=recording.reward if failure is None else 0.0,
+            metrics=_short_metrics(recording.metrics),
+            num_turns=recording.num_turns,
+            generation_s=recording.generation_s,
+            environment_s=recording.environment_s,
+            prompt_text=_clip(renderer.decode_all(prompt), budget),
+            reply_text=_clip(reply_text, budget),
+            routed_experts=self._routed_experts(status),
+        )
+
+    def _routed_experts(self, status: Status) -> RoutedExperts | None:
+        """Where they may be replayed: they cost more bytes than all the rest."""
+        recording = self._recording
+        has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
+        is_trained = self._task.purpose is Purpose.TRAINING and has_reward
+        if not recording.expert_ids or not is_trained:
+            return None
+        return RoutedExperts.of_parts(
+            recording.expert_ids,
+            self._services.engine.num_experts,
+            num_tokens=len(recording.token_ids),
+        )
+
+
+def _clip(text: str, num_bytes: int) -> str:
+    data = text.encode()
+    if len(data) <= num_bytes:
+        return text
+    return data[:num_bytes].decode(errors="ignore")
+
+
+def _short_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    return {name[:_MAX_METRIC_NAME]: metrics[name] for name in list(metrics)[:_MAX_METRICS]}

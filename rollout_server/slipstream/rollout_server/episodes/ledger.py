@@ -1,0 +1,68 @@
+"""Where the tokens of this server's episodes are, and how long generation stood still."""
+
+from __future__ import annotations
+
+import time
+
+from slipstream.rollout_server.inference.generation import EngineUse
+from slipstream.rollout_server.memory import ProcessMemory
+from slipstream.v1 import fleet_pb2
+
+
+class TokenLedger:
+    """The counters of one server epoch.
+
+    At any quiet moment the tokens that the engine counted equal those of ended and of open
+    episodes.
+    """
+
+    def __init__(self, use: EngineUse) -> None:
+        """`use` of the engine at the start of the epoch, with no request open."""
+        self._start = use
+        self._started_s = time.monotonic()
+        self.ended_tokens = 0
+        # Sampled tokens of open episodes whose generation has returned.
+        self.recorded_tokens = 0
+        self.open_episodes = 0
+        self.waiting_episodes = 0
+        self._memory = ProcessMemory()
+
+    def opened(self) -> None:
+        """An episode began."""
+        self.open_episodes += 1
+
+    def sampled(self, num_tokens: int) -> None:
+        """A generation of an open episode returned this many tokens."""
+        self.recorded_tokens += num_tokens
+
+    def ended(self, num_tokens: int) -> None:
+        """An episode ended with this many sampled tokens, whatever became of it."""
+        self.open_episodes -= 1
+        self.recorded_tokens -= num_tokens
+        self.ended_tokens += num_tokens
+
+    def report(
+        self, use: EngineUse, *, queued_bytes: int, paused_s: float
+    ) -> fleet_pb2.ServerReport:
+        """The counters as they travel; `paused_s` of this epoch."""
+        # Tokens inside the engine belong to open requests. Without any, a difference must show.
+        inside = use.generated_tokens - use.returned_tokens
+        inside -= self._start.generated_tokens - self._start.returned_tokens
+        if not use.open_requests:
+            inside = 0
+        return fleet_pb2.ServerReport(
+            generated_tokens=use.generated_tokens - self._start.generated_tokens,
+            in_flight_tokens=max(self.recorded_tokens + inside, 0),
+            ended_tokens=self.ended_tokens,
+            open_episodes=self.open_episodes,
+            waiting_episodes=self.waiting_episodes,
+            queued_bytes=queued_bytes,
+            busy_s=use.busy_s - self._start.busy_s,
+            uptime_s=time.monotonic() - self._started_s,
+            paused_s=paused_s,
+            resident_bytes=self._memory.resident_bytes(),
+            busy_intervals=[
+                fleet_pb2.BusyInterval(start_s=start_s, end_s=end_s)
+                for start_s, end_s in use.busy_intervals
+            ],
+        )

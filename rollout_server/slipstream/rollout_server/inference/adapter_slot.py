@@ -1,0 +1,116 @@
+"""The one adapter of an engine: how vLLM is told to make room for it, to hold it, to use it.
+
+It is handed over as tensors, between two steps of the engine; requests name it by its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+import torch
+from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.settings.lora_section import FUSED, LoraSection
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.rollout_server.weights.copy_plan import cut
+from vllm.config import VllmConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.interfaces import supports_lora
+
+_ID = 1
+# vLLM loads an adapter that it does not hold from the path of a request: it fails there, and never
+# computes without it.
+REQUEST = LoRARequest(lora_name="policy", lora_int_id=_ID, lora_path="/sent by the learner")
+
+
+def lora_arguments(lora: LoraSection) -> dict[str, object]:
+    """Arguments of vLLM for the adapters of `lora`, if servers get them apart."""
+    if not lora.publishes_adapters:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
+        # Other layers would compute with an adapter of zeros.
+        "lora_target_modules": [part for name in lora.modules for part in FUSED[name]],
+    }
+
+
+def check_adapted(settings: VllmConfig) -> None:
+    """ConfigError when vLLM's model takes no adapters; it would say so after loading it."""
+    model = settings.model_config
+    found, name = model.registry.resolve_model_cls(model.architectures, model)
+    if not supports_lora(found):
+        raise ConfigError(f"lora.publish must be merged, vLLM's {name} takes no adapters")
+
+
+class Arriving:
+    """The adapters of one layout, on their way into an engine."""
+
+    def __init__(self, buckets: tuple[Bucket, ...] = (), scale: float = 0.0) -> None:
+        """`scale`: what they add is multiplied by it. Without buckets there are none."""
+        self.buckets, self._scale = buckets, scale
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def keep(self, place: int, buffer: torch.Tensor) -> None:
+        """Takes a bucket; its memory may be used again."""
+        tensors = cut(buffer, self.buckets[place])
+        self._tensors |= {name: tensor.clone() for name, tensor in tensors}
+
+    def put_on(self, model: torch.nn.Module) -> None:
+        """Puts what arrived in the place of the engine's adapter; the engine stands still.
+
+        WeightSyncError, and then the engine has none.
+        """
+        tensors, self._tensors = self._tensors, {}
+        if self.buckets:
+            _put_on(model, tensors, self._scale)
+
+
+def _put_on(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
+    """`tensors` by PEFT's names; they are changed.
+
+    WeightSyncError when the engine has no room for adapters, or when they are not of exactly the
+    layers that the engine computes with one.
+    """
+    manager: LoRAModelManager | None = vars(model).get("lora_manager")
+    if manager is None:
+        raise WeightSyncError("the engine was started without room for adapters: set lora.publish")
+    manager.remove_adapter(_ID)
+    rank = next(iter(tensors.values())).shape[0]
+    if rank > manager.lora_config.max_lora_rank:
+        raise WeightSyncError(
+            f"adapters of rank {rank} arrived, the engine has room for "
+            f"{manager.lora_config.max_lora_rank}"
+        )
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        _ID,
+        dict(tensors),
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+        device=str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    # vLLM would compute without what is missing.
+    expected = {
+        part for name in manager.modules for part in manager.packed_modules.get(name, [name])
+    }
+    whole = {
+        name
+        for name, layer in adapter.loras.items()
+        if layer.lora_a is not None and layer.lora_b is not None
+    }
+    if different := sorted(expected ^ whole):
+        raise WeightSyncError(
+            f"{len(different)} layers and the adapters that arrived do not fit, "
+            f"{different[0]} for one: lora must be set alike for learner and rollout servers"
+        )
+    for layer in adapter.loras.values():
+        layer.scaling = scale
+    manager.add_adapter(adapter)
+    manager.activate_adapter(_ID)

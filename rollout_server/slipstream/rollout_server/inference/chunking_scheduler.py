@@ -1,0 +1,327 @@
+"""vLLM's scheduler, handing the tokens of a reply out in chunks instead of one by one.
+
+vLLM makes, encodes, sends and decodes an object for each request and step. With the sampled
+token's log-probability it holds three small arrays more, which costs a fifth to a third of the
+throughput of a small model. Nobody here looks at a reply before its end, so the tokens and
+log-probabilities of a request are kept together in the engine's process and leave it as one object
+for every `CHUNK_TOKENS`. The values are those of the sampler, untouched.
+
+A chunk never holds tokens of two versions: a pause hands out all that is held, before vLLM calls it
+complete. What is held of a request that is cancelled is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from slipstream.protocol.errors import ConfigError
+from slipstream.rollout_server.inference.pausing_scheduler import PausingScheduler
+from slipstream.rollout_server.inference.steady_decoding import (
+    KnownSlots,
+    SteadyRequest,
+    decodes_plainly,
+    plans_ahead,
+)
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+CHUNK_TOKENS = 16
+# Whose experts only this scheduler asks for: vLLM's takes the worker for one that has none.
+CPU_WORKER = "slipstream.rollout_server.inference.cpu_worker.RoutingWorker"
+
+# How the outputs of several steps become one is decided for each field below, so a vLLM with other
+# fields is refused.
+_FIELDS = {
+    # Added up.
+    *("new_token_ids", "new_logprobs", "routed_experts", "events"),
+    # Of the first step.
+    *("prefill_stats", "new_prompt_logprobs_tensors"),
+    # Of the last step.
+    *("request_id", "finish_reason", "stop_reason", "trace_headers", "num_nans_in_logits"),
+    *("kv_transfer_params", "ec_transfer_params"),
+    # Never there: of pooling, images, speculation, scoring and sampling masks.
+    *("pooling_output", "mm_cache_miss_hashes", "new_sampling_mask", "spec_decode_metrics"),
+    "prompt_token_id_logprobs",
+}
+
+
+def check_outputs(fields: Iterable[str]) -> None:
+    """ConfigError when these fields of vLLM's outputs are not those that can be joined here."""
+    if set(fields) != _FIELDS:
+        names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
+        raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
+
+
+def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Blocks of the KV cache that requests can fill: all at full length, and as much of prefixes.
+
+    Of a small model there are millions, and vLLM makes an object of each.
+    """
+    longest = int(vllm_config.model_config.max_model_len)
+    groups = kv_cache_config.kv_cache_groups
+    of_one = sum(-(-longest // int(group.kv_cache_spec.block_size)) for group in groups)
+    # One block is nobody's.
+    return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What was sampled for a request and not handed out yet."""
+
+    client_index: int
+    limit: int
+    with_logprobs: bool
+    # None: every step of this request is vLLM's.
+    steady: SteadyRequest | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    prefill_stats: Any = None
+    prompt_logprobs: Any = None
+
+    def keep(self, output: EngineCoreOutput) -> None:
+        """Takes what comes beside tokens: in a request's first step, and with recorded experts."""
+        if output.routed_experts is not None:
+            self.routed_experts.append(output.routed_experts)
+        if output.events:
+            self.events += output.events
+        if output.prefill_stats is not None:
+            self.prefill_stats = output.prefill_stats
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = output.new_prompt_logprobs_tensors
+
+    def pour(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Everything that is held, in `output`; nothing is held any more."""
+        if self.with_logprobs and len(self.logprobs) != len(self.token_ids):
+            raise RuntimeError(
+                f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} sampled tokens"
+            )
+        output.new_token_ids = self.token_ids
+        if self.with_logprobs and self.token_ids:
+            output.new_logprobs = LogprobsLists(
+                np.asarray(self.token_ids, dtype=np.int32)[:, None],
+                np.asarray(self.logprobs, dtype=np.float32)[:, None],
+                # Of the sampled token; nobody asks for it.
+                np.zeros(len(self.token_ids), dtype=np.int32),
+            )
+        if self.routed_experts:
+            output.routed_experts = np.concatenate(self.routed_experts)
+        output.events = self.events or None
+        output.prefill_stats = self.prefill_stats
+        output.new_prompt_logprobs_tensors = self.prompt_logprobs
+        self.token_ids, self.logprobs = [], []
+        self.routed_experts, self.events = [], []
+        self.prefill_stats = self.prompt_logprobs = None
+        self.limit = CHUNK_TOKENS
+        return output
+
+
+class _Chunking(PausingScheduler):
+    """Requests that want only their final output are handed out in chunks, others as ever."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        **kwargs: Any,  # noqa: ANN401 - vLLM's own
+    ) -> None:
+        usable = usable_blocks(vllm_config, kv_cache_config)
+        if usable < kv_cache_config.num_blocks:
+            kv_cache_config = dataclasses.replace(kv_cache_config, num_blocks=usable)
+        super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
+        if self.vllm_config.parallel_config.worker_cls == CPU_WORKER:
+            self.aux_output_connector = AuxOutputSchedulerConnector()
+        self._chunks: dict[str, _Chunk] = {}
+        # Requests beside them whose log-probabilities vLLM cuts out itself.
+        self._streamed: set[str] = set()
+        self._num_added = 0
+        self._decodes_plainly, self._plans_ahead = decodes_plainly(self), plans_ahead(self)
+        if self._decodes_plainly:
+            manager = self.kv_cache_manager
+            manager.allocate_slots = KnownSlots(manager, self.hash_block_size)
+
+    def add_request(self, request: Request) -> None:
+        """Opens the request's chunk."""
+        super().add_request(request)
+        parameters = request.sampling_params
+        if parameters is None:
+            return
+        wants_logprobs = parameters.num_logprobs is not None
+        if parameters.output_kind is not RequestOutputKind.FINAL_ONLY or parameters.num_logprobs:
+            if wants_logprobs:
+                self._streamed.add(request.request_id)
+            return
+        # The first chunks differ in length, so that requests of one batch do not all hand out in
+        # the same step.
+        self._num_added += 1
+        limit = 1 + self._num_added % CHUNK_TOKENS
+        steady = None
+        if self._decodes_plainly and SteadyRequest.fits(request, parameters):
+            steady = SteadyRequest(request, parameters, self.max_model_len)
+        chunk = _Chunk(request.client_index, limit, wants_logprobs, steady)
+        self._chunks[request.request_id] = chunk
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """Drops what is held of them: whoever cancelled them has built their last output."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._forget(request.request_id)
+        return finished
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """See vLLM; its `prefill_schedule_interval` counts here without data parallelism too.
+
+        Prompts then wait for each other while replies go on: a step without a prompt is one graph.
+        """
+        waits = (self.current_step + 1) % self.scheduler_config.prefill_schedule_interval != 0
+        return super().schedule(throttle_prefills or waits)
+
+    def has_requests(self) -> bool:
+        """Also when a pause has still to hand out what is held."""
+        return bool(super().has_requests()) or (
+            self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
+        """None: a message for every step that nobody reads."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """See vLLM; without the outputs of requests whose chunk is not full."""
+        logprobs = model_runner_output.logprobs
+        if logprobs is not None and not self._streamed:
+            model_runner_output.logprobs = None
+        values = None if logprobs is None else logprobs.logprobs[:, 0].tolist()
+        starts = None if logprobs is None else logprobs.cu_num_generated_tokens
+        full: list[tuple[_Chunk, EngineCoreOutput]] = []
+        if starts is None and not model_runner_output.num_nans_in_logits:
+            num_scheduled = scheduler_output.num_scheduled_tokens
+            others, full = self._decode(num_scheduled, model_runner_output, values)
+            # What is done already is not vLLM's to do.
+            scheduler_output = dataclasses.replace(scheduler_output, num_scheduled_tokens=others)
+        by_client = super().update_from_output(scheduler_output, model_runner_output)
+        rows = model_runner_output.req_id_to_index
+        for outputs in by_client.values():
+            outputs.outputs = self._join(outputs.outputs, rows, values, starts)
+        for chunk, output in full:
+            outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
+            outputs.outputs.append(chunk.pour(output))
+        if self.pause_state is PauseState.PAUSED_ALL:
+            self._hand_out(by_client)
+        return {
+            client: outputs
+            for client, outputs in by_client.items()
+            if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
+        }
+
+    def _decode(
+        self,
+        num_scheduled: dict[str, int],
+        model_runner_output: ModelRunnerOutput,
+        logprobs: list[float] | None,
+    ) -> tuple[dict[str, int], list[tuple[_Chunk, EngineCoreOutput]]]:
+        """Takes the tokens of requests in the middle of a reply.
+
+        Returns the other requests, and the chunks that are full now.
+        """
+        others: dict[str, int] = {}
+        full: list[tuple[_Chunk, EngineCoreOutput]] = []
+        chunks, ahead = self._chunks, self._plans_ahead
+        manager, block_size = self.kv_cache_manager, self.hash_block_size
+        rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+        # Once for each request and step: as little as can be.
+        for request_id, num_tokens in num_scheduled.items():
+            chunk = chunks.get(request_id)
+            if (
+                chunk is None
+                or (steady := chunk.steady) is None
+                or num_tokens != 1
+                or not sampled
+                or (logprobs is None and chunk.with_logprobs)
+                or not steady.is_between(token_ids := sampled[row := rows[request_id]])
+            ):
+                others[request_id] = num_tokens
+                continue
+            if ahead:
+                steady.append_ahead(token_ids[0], manager, block_size)
+            else:
+                steady.append(token_ids[0])
+            chunk.token_ids.append(token_ids[0])
+            if logprobs is not None and chunk.with_logprobs:
+                chunk.logprobs.append(logprobs[row])
+            if len(chunk.token_ids) >= chunk.limit:
+                full.append((chunk, EngineCoreOutput(request_id, [])))
+        return others, full
+
+    def _join(
+        self,
+        outputs: list[EngineCoreOutput],
+        rows: dict[str, int],
+        logprobs: list[float] | None,
+        starts: list[int] | None,
+    ) -> list[EngineCoreOutput]:
+        """Puts outputs into their chunks; returns those to hand out."""
+        ready = []
+        for output in outputs:
+            request_id, token_ids = output.request_id, output.new_token_ids
+            chunk = self._chunks.get(request_id)
+            if chunk is None:
+                ready.append(output)
+                if output.finish_reason is not None:
+                    self._forget(request_id)
+                continue
+            if logprobs is not None and token_ids and chunk.with_logprobs:
+                row = rows[request_id]
+                start = row if starts is None else starts[row]
+                chunk.logprobs += logprobs[start : start + len(token_ids)]
+            chunk.token_ids += token_ids
+            chunk.keep(output)
+            if output.finish_reason is not None:
+                self._forget(request_id)
+            elif len(chunk.token_ids) < chunk.limit:
+                continue
+            ready.append(chunk.pour(output))
+        return ready
+
+    def _hand_out(self, by_client: dict[int, EngineCoreOutputs]) -> None:
+        for request_id, chunk in list(self._held()):
+            outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs(outputs=[]))
+            outputs.outputs.append(chunk.pour(EngineCoreOutput(request_id, [])))
+
+    def _held(self) -> Iterator[tuple[str, _Chunk]]:
+        return ((name, chunk) for name, chunk in self._chunks.items() if chunk.token_ids)
+
+    def _forget(self, request_id: str) -> None:
+        self._chunks.pop(request_id, None)
+        self._streamed.discard(request_id)
+
+
+class ChunkingScheduler(_Chunking):
+    """Over vLLM's scheduler."""
+
+
+class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
+    """Over vLLM's scheduler that plans a step while the one before it runs."""
+
+
+def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
+    """The class for vLLM's `scheduler_cls`; ConfigError where it does not fit this vLLM."""
+    check_outputs(EngineCoreOutput.__struct_fields__)
+    return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler

@@ -1,0 +1,350 @@
+"""vLLM's AsyncLLM, in this process and its children; never on a port of its own.
+
+Consumes: prompts as token ids. Produces: sampled tokens with log-probabilities and versions.
+Waits for: the engine process. Unblocked by: its answers, a cancelled request, or its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
+from slipstream.rollout_server.inference.adapter_slot import REQUEST
+from slipstream.rollout_server.inference.engine_arguments import engine_config
+from slipstream.rollout_server.inference.generation import (
+    EngineDied,
+    EngineUse,
+    FinishReason,
+    Generation,
+    GenerationFailed,
+    LoadedWeights,
+    Sampling,
+)
+from slipstream.rollout_server.inference.silence import SILENCE_LIMIT_S, Silence
+from slipstream.rollout_server.inference.usage import UseClock
+from slipstream.rollout_server.weights.weight_update import WeightUpdate
+from slipstream.v1 import weights_pb2
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+_PROBE_PREFIX = "probe/"
+_HEALTH_PERIOD_S = 0.5
+_EXIT_LIMIT_S = 5.0
+# What the engine may take to stand still or go on before it is taken for hung: a step or two, and
+# as many calls before it.
+_ANSWER_LIMIT_S = 120.0
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
+
+
+class _TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
+    """Counts the tokens that vLLM hands out, in place of its Prometheus metrics."""
+
+    generated_tokens = 0
+    # When the engine told of a step last; of time.monotonic.
+    heard_s = 0.0
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        pass
+
+    def record(
+        self,
+        scheduler_stats: object,
+        iteration_stats: Any,  # noqa: ANN401 - not a stable type of vLLM's
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        self.heard_s = time.monotonic()
+        if iteration_stats is None:
+            return
+        self.generated_tokens += iteration_stats.num_generation_tokens
+        for request in iteration_stats.finished_requests:
+            if request.request_id.startswith(_PROBE_PREFIX):
+                self.generated_tokens -= request.num_generation_tokens
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+    def log(self) -> None:
+        pass
+
+
+class VllmEngine:
+    """See `generation.Engine`. vLLM forks: `start` it before there is any gRPC channel."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        processes: list[psutil.Process],
+        *,
+        stage: bool,
+        answer_limit_s: float = _ANSWER_LIMIT_S,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+    ) -> None:
+        self._llm = llm
+        self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
+        self._processes = processes
+        self._answer_limit_s, self._silence_limit_s = answer_limit_s, silence_limit_s
+        (self._counter,) = (
+            logger
+            for logger in llm.logger_manager.stat_loggers
+            if isinstance(logger, _TokenCounter)
+        )
+        self._clock = UseClock()
+        self._updates = WeightUpdate(self._ask, self.pause, stage=stage)
+        self._returned_tokens = 0
+        # Open requests; True: to be cancelled as soon as the engine knows them.
+        self._open: dict[str, bool] = {}
+        # Between the order to stand still and the answer to the one to go on.
+        self._stands_still = False
+
+    @classmethod
+    async def start(cls, config: Config, *, seed: int) -> VllmEngine:
+        """Starts the engine processes, paused; blocks the loop for as long as that takes."""
+        before = set(psutil.Process().children(recursive=True))
+        settings = engine_config(config, seed)
+        # On CPU the line above chose "spawn" for the sake of thread binding, which is off: forked
+        # processes start in 3 s instead of 13 and inherit the hook of `process.bind_children`.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        # What is frozen is never collected in the forked processes: a finaliser there would wait
+        # for a thread that did not come along.
+        gc.collect()
+        gc.freeze()
+        llm = AsyncLLM.from_vllm_config(
+            settings, stat_loggers=[_TokenCounter], disable_log_stats=True
+        )
+        started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        engine = cls(llm, started, stage=config.weights.stage_on_server)
+        await engine.pause()
+        # What is there now stays: collections need not look through all of vLLM's modules again.
+        gc.collect()
+        gc.freeze()
+        return engine
+
+    @property
+    def num_workers(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.vllm_config.parallel_config.world_size)
+
+    @property
+    def max_model_len(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.model_config.max_model_len)
+
+    @property
+    def num_experts(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.model_config.get_num_experts())
+
+    def use(self) -> EngineUse:
+        """See `Engine`."""
+        return EngineUse(
+            generated_tokens=self._counter.generated_tokens,
+            returned_tokens=self._returned_tokens,
+            open_requests=len(self._open),
+            busy_s=self._clock.busy_s,
+            busy_intervals=self._clock.take_intervals(),
+        )
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        experts_from: int = 0,
+    ) -> Generation:
+        """See `Engine`."""
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=max_tokens,
+            ignore_eos=sampling.ignore_eos,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+            routed_experts_prompt_start=experts_from,
+        )
+        self._open[request_id] = False
+        self._clock.enter()
+        try:
+            output = await self._request(request_id, prompt_token_ids, parameters)
+        finally:
+            del self._open[request_id]
+            self._clock.leave()
+        (completion,) = output.outputs
+        self._returned_tokens += len(completion.token_ids)
+        return _generation(output)
+
+    async def cancel(self, request_id: str) -> None:
+        """See `Engine`."""
+        if request_id in self._open:
+            self._open[request_id] = True
+            await self._llm.abort(request_id)
+
+    async def pause(self) -> None:
+        """See `Engine`."""
+        # What `pause_generation` does, without its 20 ms of sleep for the look of things: late
+        # tokens carry the version that the engine process stamped on them.
+        self._stands_still = True
+        core = self._llm.engine_core
+        await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """See `Engine`."""
+        stamp = f"{version.incarnation}:{version.step}"
+        # Taken in this order; the second does not wait for the answer to the first.
+        await self._call(
+            asyncio.gather(self._llm.update_weight_version(stamp), self._llm.resume_generation())
+        )
+        self._stands_still = False
+
+    async def prepare_weights(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> None:
+        """See `Engine`."""
+        await self._updates.prepare(order, layout, first_rank)
+
+    async def receive_weights(self, publish_id: str) -> LoadedWeights:
+        """See `Engine`."""
+        return await self._updates.receive(publish_id)
+
+    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+        """See `Engine`."""
+        parameters = SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        outputs = await asyncio.gather(
+            *(
+                self._request(f"{_PROBE_PREFIX}{n}", sequence, parameters)
+                for n, sequence in enumerate(sequences)
+            ),
+            return_exceptions=True,
+        )
+        values: list[float] = []
+        for output, sequence in zip(outputs, sequences, strict=True):
+            if isinstance(output, BaseException):
+                raise output
+            scores = output.prompt_logprobs
+            values += [scores[n][sequence[n]].logprob for n in range(1, len(sequence))]
+        return np.asarray(values, dtype=np.float32)
+
+    async def watch(self) -> None:
+        """See `Engine`."""
+        silence = Silence(self._silence_limit_s)
+        while not self._llm.errored:
+            await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
+            num_requests = 0 if self._stands_still else len(self._open)
+            silence.look(heard_s=self._counter.heard_s, num_requests=num_requests)
+        raise EngineDied("vLLM's engine process is gone; its own message stands above")
+
+    async def aclose(self) -> None:
+        """See `Engine`."""
+        self._llm.shutdown(timeout=_EXIT_LIMIT_S)
+        _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
+        for process in alive:
+            process.kill()
+        # Its finalisers log errors when they run after those of its modules.
+        gc.unfreeze()
+        del self._llm
+        gc.collect()
+
+    async def refresh_kept_linears(self, *, enabled: bool) -> None:
+        """Turns the repacking of tied heads on or off: a test shows that the probe notices."""
+        await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
+
+    async def _request(
+        self, request_id: str, prompt_token_ids: Sequence[int], parameters: SamplingParams
+    ) -> RequestOutput:
+        try:
+            collector = await self._llm.add_request(
+                request_id,
+                tokens_input(list(prompt_token_ids)),
+                parameters,
+                lora_request=self._adapter,
+            )
+            if self._open.get(request_id):
+                await self._llm.abort(request_id)
+            try:
+                return await collector.get()
+            except asyncio.CancelledError:
+                await self._llm.abort(request_id)
+                raise
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+        except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
+            raise GenerationFailed(f"{type(error).__name__}: {error}") from error
+
+    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """Answers of all workers to one of `WorkerExtension`'s calls."""
+        try:
+            return list(await self._llm.collective_rpc(method, args=arguments))
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+        except Exception as error:
+            # vLLM gives every failed call the same class.
+            raise WeightSyncError(_last_line(error)) from error
+
+    async def _call(self, call: Any) -> None:  # noqa: ANN401 - a coroutine of vLLM's
+        try:
+            async with asyncio.timeout(self._answer_limit_s):
+                await call
+        except TimeoutError:
+            raise EngineDied(
+                f"vLLM's engine neither paused nor resumed within {self._answer_limit_s:g} s"
+            ) from None
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+
+
+def _generation(output: RequestOutput) -> Generation:
+    (completion,) = output.outputs
+    token_ids = np.asarray(completion.token_ids, dtype=np.uint32)
+    # One for each position: that of the sampled token.
+    values = completion.logprobs.logprobs if completion.logprobs is not None else []
+    spans = []
+    for span in completion.weight_versions or ():
+        incarnation, _, step = span.version.partition(":")
+        spans.append(VersionSpan(span.end - span.start, PolicyVersion(int(incarnation), int(step))))
+    if not len(token_ids) == len(values) == sum(span.length for span in spans):
+        raise GenerationFailed(
+            f"{len(token_ids)} tokens with {len(values)} log-probabilities, versions {spans}"
+        )
+    return Generation(
+        token_ids=token_ids,
+        logprobs=np.asarray(values, dtype=np.float32),
+        version_spans=tuple(spans),
+        finish_reason=_FINISH_REASONS.get(completion.finish_reason, FinishReason.FAILED),
+        cached_tokens=output.num_cached_tokens or 0,
+        expert_ids=completion.routed_experts,
+    )
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,313 @@
+"""What a model's own loader does with a checkpoint, recorded once as copies and replayed.
+
+`record` runs `load_weights` over buckets without changing anything and notes every copy from a
+bucket into a parameter: fused and sharded ones are slices. A plan is good only if its copies write
+every element of every parameter exactly once; `Proof` shows, on the bits, that the loader's
+finished work is what these copies would have made; `Replay` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from slipstream.protocol.weights.buckets import Bucket
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Parameters = Mapping[str, torch.Tensor]
+
+# A copy that writes more stretches of memory than this is not worth a plan.
+_MAX_RUNS = 1 << 24
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class NotCopied(Exception):  # noqa: N818 - says why a plan is impossible
+    """The loader does more than to copy; the message names what and where."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Part of a storage; all numbers in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        """Where `tensor` lies in its storage."""
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def within(self, tensor: torch.Tensor, base: int = 0) -> torch.Tensor:
+        """This part of `tensor`'s storage, counted from element `base` on."""
+        return torch.as_strided(tensor, self.shape, self.strides, base + self.offset)
+
+    def runs(self) -> NDArray[np.int64]:
+        """(start, end) of every stretch of adjacent elements."""
+        dims = [d for d in zip(self.shape, self.strides, strict=True) if d[0] != 1]
+        dims.sort(key=lambda dim: dim[1])
+        length = 1
+        while dims and dims[0][1] == length:
+            length *= dims.pop(0)[0]
+        starts = np.full(1, self.offset, dtype=np.int64)
+        for size, stride in dims:
+            if len(starts) * size > _MAX_RUNS:
+                raise NotCopied(f"a copy writes more than {_MAX_RUNS} stretches")
+            steps = np.arange(size, dtype=np.int64) * stride
+            starts = (starts[:, None] + steps).reshape(-1)
+        return np.stack([starts, starts + length], axis=1) if length else np.empty((0, 2), np.int64)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a plan; `source` counts in elements of `dtype` from the start of the bucket."""
+
+    bucket: int
+    dtype: torch.dtype
+    source: View
+    parameter: str
+    destination: View
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """All copies of an update, those of one bucket together; good for these buckets only."""
+
+    buckets: tuple[Bucket, ...]
+    copies: tuple[tuple[Copy, ...], ...]
+
+
+def cut(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and view of every tensor in a bucket's bytes."""
+    for span in bucket.spans:
+        tensor = span.tensor
+        data = buffer[span.offset_bytes : span.offset_bytes + tensor.num_bytes]
+        yield tensor.name, data.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+
+
+def record(
+    load_weights: LoadWeights,
+    parameters: Parameters,
+    buckets: Sequence[Bucket],
+    device: torch.device,
+) -> CopyPlan:
+    """The copies that `load_weights` makes into `parameters`; nothing is written.
+
+    Needs memory of the largest bucket on `device`. NotCopied when the loader does anything else to
+    a parameter, or does not write each of its elements exactly once.
+    """
+    empty = [name for name, tensor in parameters.items() if not tensor.numel()]
+    if empty:
+        raise NotCopied(f"{empty[0]} is kept in another form")
+    room = torch.empty(max(b.num_bytes for b in buckets), dtype=torch.uint8, device=device)
+    recorder = _Recorder(parameters, room)
+    plan = []
+    for place, bucket in enumerate(buckets):
+        recorder.begin(place)
+        with recorder:
+            load_weights(cut(room, bucket))
+        plan.append(tuple(recorder.copies))
+    _check_coverage(parameters, [copy for part in plan for copy in part], recorder.constants)
+    return CopyPlan(tuple(buckets), tuple(plan))
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what would be written into parameters, and does not write it."""
+
+    def __init__(self, parameters: Parameters, room: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {_storage(tensor): name for name, tensor in parameters.items()}
+        self._room = _storage(room)
+        self._place = 0
+        self.copies: list[Copy] = []
+        # Parts that the loader fills with a constant, at every load the same: padding.
+        self.constants: list[tuple[str, View]] = []
+
+    def begin(self, place: int) -> None:
+        """What follows comes from this bucket."""
+        self._place, self.copies = place, []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - torch gives no type
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Sees every operation below autograd."""
+        written = self._written(func, args, kwargs or {})
+        if written is None:
+            if func is torch.ops.aten.copy_.default and _storage(args[1]) == self._room:
+                raise NotCopied("what arrived is copied to something that is no parameter")
+            return func(*args, **kwargs or {})
+        name = self._names[_storage(written)]
+        if func is torch.ops.aten.copy_.default:
+            self._note_copy(name, written, args[1])
+        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            if written.numel():
+                self.constants.append((name, View.of(written)))
+        else:
+            raise NotCopied(f"{name} is changed by {func}")
+        return written
+
+    def _written(
+        self,
+        func: Any,  # noqa: ANN401 - torch gives no type
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor | None:
+        for place, argument in enumerate(func._schema.arguments):
+            info = argument.alias_info
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if info is not None and info.is_write and isinstance(value, torch.Tensor):
+                if _storage(value) == self._room:
+                    raise NotCopied(f"the loader changes what arrived by {func}")
+                if _storage(value) in self._names:
+                    return value
+        return None
+
+    def _note_copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if _storage(source) != self._room:
+            raise NotCopied(f"{name} is not written with what arrived but with a result of it")
+        if destination.numel() == 0:
+            return
+        self.copies.append(
+            Copy(
+                bucket=self._place,
+                dtype=source.dtype,
+                source=View.of(source.expand(destination.shape)),
+                parameter=name,
+                destination=View.of(destination),
+            )
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _check_coverage(
+    parameters: Parameters, copies: Sequence[Copy], constants: Sequence[tuple[str, View]]
+) -> None:
+    """NotCopied unless every element of every parameter is written exactly once."""
+    names = {_storage(tensor): name for name, tensor in parameters.items()}
+    wanted: dict[str, set[View]] = {name: set() for name in names.values()}
+    for tensor in parameters.values():
+        wanted[names[_storage(tensor)]].add(View.of(tensor))
+    written: dict[str, list[View]] = {name: [] for name in wanted}
+    for copy in copies:
+        written[copy.parameter].append(copy.destination)
+    for name, view in constants:
+        written[name].append(view)
+    for name, views in wanted.items():
+        if not written[name]:
+            raise NotCopied(f"{name} is not written")
+        got, once = _merge(written[name])
+        if not once:
+            raise NotCopied(f"parts of {name} are written more than once")
+        if not np.array_equal(got, _merge(views)[0]):
+            raise NotCopied(f"parts of {name} are not written")
+
+
+def _merge(views: Iterable[View]) -> tuple[NDArray[np.int64], bool]:
+    """The sorted union of their runs, adjacent ones joined; whether no two overlap."""
+    runs = np.concatenate([view.runs() for view in views])
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(runs[:, 1])
+    apart = runs[1:, 0] > ends[:-1]
+    once = bool((runs[1:, 0] >= ends[:-1]).all())
+    starts = runs[np.concatenate([[True], apart]), 0]
+    return np.stack([starts, ends[np.concatenate([apart, [True]])]], axis=1), once
+
+
+class Proof:
+    """Compares what the loader made of each bucket with what a plan would have made of it.
+
+    The loader may finish a parameter several buckets later: a bucket's memory is held until all
+    that the plan takes from it has been found in the parameters.
+    """
+
+    def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
+        self._plan = plan
+        self._parameters = parameters
+        self._open: list[tuple[Copy, torch.Tensor]] = []
+
+    def add(self, place: int, buffer: torch.Tensor) -> None:
+        """The loader was given this bucket; `buffer` must not be written any more."""
+        self._open += [(copy, buffer) for copy in self._plan.copies[place]]
+        self._settle()
+
+    def failure(self) -> str | None:
+        """After the loader has finished: the first parameter that differs, None without one."""
+        self._settle()
+        return self._open[0][0].parameter if self._open else None
+
+    def _settle(self) -> None:
+        self._open = [
+            (copy, buffer)
+            for copy, buffer in self._open
+            if not _equal_bits(*_pair(copy, buffer, self._parameters))
+        ]
+
+
+def _pair(
+    copy: Copy, buffer: torch.Tensor, parameters: Parameters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Destination and source of a copy."""
+    destination = copy.destination.within(parameters[copy.parameter].data)
+    typed = buffer.view(copy.dtype)
+    return destination, copy.source.within(typed, int(typed.storage_offset()))
+
+
+def _equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    bits = _BITS[destination.element_size()]
+    expected = source.to(destination.device, destination.dtype)
+    return torch.equal(destination.view(bits), expected.view(bits))
+
+
+class Replay:
+    """A plan made ready for the memory in which its buckets arrive."""
+
+    def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
+        self._plan = plan
+        self._parameters = parameters
+        self._batches: dict[tuple[int, int], list[_Batch]] = {}
+
+    def prepare(self, place: int, buffer: torch.Tensor) -> None:
+        """Cuts all views for a bucket that will arrive in `buffer`."""
+        key = place, buffer.data_ptr()
+        if key in self._batches:
+            return
+        pairs = [_pair(copy, buffer, self._parameters) for copy in self._plan.copies[place]]
+        # One kernel copies many tensors only if all of them are plain and alike.
+        plain: dict[tuple[torch.dtype, torch.dtype], _Batch] = {}
+        for destination, source in pairs:
+            alike = destination.is_contiguous() and source.is_contiguous()
+            kind = (destination.dtype, source.dtype)
+            if not alike or destination.dtype != source.dtype:
+                kind = (torch.bool, torch.bool)
+            batch = plain.setdefault(kind, _Batch([], []))
+            batch.destinations.append(destination)
+            batch.sources.append(source)
+        self._batches[key] = list(plain.values())
+
+    def run(self, place: int, buffer: torch.Tensor) -> None:
+        """Makes the copies of a bucket, on the current stream."""
+        self.prepare(place, buffer)
+        for batch in self._batches[place, buffer.data_ptr()]:
+            torch._foreach_copy_(batch.destinations, batch.sources)
+
+    def forget_buffers(self) -> None:
+        """The memory of `prepare` will not be used again."""
+        self._batches.clear()
+
+
+@dataclass
+class _Batch:
+    destinations: list[torch.Tensor]
+    sources: list[torch.Tensor]

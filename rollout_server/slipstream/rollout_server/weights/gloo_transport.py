@@ -1,0 +1,111 @@
+"""Buckets over TCP into main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from slipstream.protocol.access.exposure import local_address
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.digests import HostDigests, bucket_digest
+from slipstream.protocol.weights.nccl_group import Wire
+from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from torch._C import _distributed_c10d as c10d
+
+
+class GlooTransport:
+    """See `BucketTransport`: broadcast from their senders; every wait is within a call."""
+
+    def __init__(self, membership: Membership, device: torch.device) -> None:
+        """Joins; WeightSyncError when not all members came within the deadline."""
+        communicator = membership.communicator
+        timeout = timedelta(seconds=membership.join_deadline_s)
+        self._buffers: list[torch.Tensor] = []
+        self._digests: HostDigests | None = None
+        try:
+            self._store: c10d.Store | None = c10d.TCPStore(
+                communicator.store_host,
+                communicator.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timeout,
+            )
+            self._group: Any = _gloo_group(
+                c10d.PrefixStore(communicator.communicator_id, self._store),
+                membership.rank,
+                communicator.world_size,
+                local_address(communicator.store_host, communicator.store_port),
+                timeout,
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"could not join communicator {communicator.communicator_id} "
+                f"within {membership.join_deadline_s:g} s: {error}"
+            ) from error
+
+    def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
+        """See `BucketTransport`: two buffers in turn."""
+        if incoming.own_buffers:
+            self._buffers = []
+            return []
+        size = max(bucket.num_bytes for bucket in incoming.buckets)
+        if not self._buffers or self._buffers[0].numel() != size:
+            self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+        return [
+            self._buffers[place % 2][: bucket.num_bytes]
+            for place, bucket in enumerate(incoming.buckets)
+        ]
+
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        """See `BucketTransport`; the tensors lie in main memory."""
+        digests = self._digests = HostDigests(incoming.buckets)
+        memory = self.prepare(incoming)
+        for place, bucket in enumerate(incoming.buckets):
+            buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            self._take(bucket, buffer, incoming.bucket_deadline_s)
+            digests.add(place, buffer.data_ptr())
+            yield buffer
+
+    def digests(self) -> list[bytes]:
+        """See `BucketTransport`."""
+        assert self._digests is not None
+        return [bucket_digest(tensors) for tensors in self._digests.read()]
+
+    def take_wire(self) -> Wire:
+        """See `BucketTransport`: a bucket is taken when it is wanted."""
+        return Wire()
+
+    def close(self) -> None:
+        """See `BucketTransport`.
+
+        The others notice at once, by their connections. A thread that waits for a bucket goes on to
+        its deadline, and the others with it: gloo has no abort that wakes it.
+        """
+        self._group = self._store = None
+
+    def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
+        group, deadline = self._group, timedelta(seconds=deadline_s)
+        if group is None:
+            raise WeightSyncError("the communicator was left")
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = bucket.root, 0
+        options.timeout = deadline
+        try:
+            group.broadcast([buffer], options).wait(deadline)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"a bucket of {bucket.num_bytes} bytes did not arrive "
+                f"within {deadline_s:g} s: {error}"
+            ) from error
+
+
+def _gloo_group(
+    store: c10d.Store, rank: int, world_size: int, local_address: str, timeout: timedelta
+) -> Any:  # noqa: ANN401 - torch gives the class no public stub
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=local_address)]
+    options._timeout = timeout
+    return c10d.ProcessGroupGloo(store, rank, world_size, options)

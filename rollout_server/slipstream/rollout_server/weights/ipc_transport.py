@@ -1,0 +1,147 @@
+"""Buckets read straight out of the learner's own buffers, on one host.
+
+By CUDA IPC between GPUs, also on one that both share; in shared memory between CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.digests import BucketDigests, HostDigests, bucket_digest
+from slipstream.protocol.weights.handover import HandoverReceiver
+from slipstream.protocol.weights.nccl_group import Wire
+from slipstream.protocol.weights.shared_buffers import open_buffers
+from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+
+_CLOSE_LIMIT_S = 5.0
+
+
+class IpcTransport:
+    """See `BucketTransport`: bucket k of an update lies in buffer k modulo their number."""
+
+    def __init__(self, membership: Membership, device: torch.device) -> None:
+        """Joins and opens the buffers; WeightSyncError when that fails within the deadline."""
+        where = membership.communicator
+        self._device = device
+        if device.type == "cuda":
+            from slipstream.protocol.weights.cuda_digests import load_kernel
+
+            torch.cuda.set_device(device)
+            # Before the others wait for this member.
+            load_kernel(device.index)
+        self._link = HandoverReceiver(
+            (where.store_host, where.store_port),
+            where.communicator_id,
+            membership.rank,
+            membership.join_deadline_s,
+        )
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._link.close)
+            offer, card = self._link.offer, device.index if device.type == "cuda" else None
+            self._buffers = open_buffers(offer.handles, offer.num_bytes, card)
+            stack.callback(self._buffers.close)
+            self._memory = [torch.as_tensor(each, device=device) for each in self._buffers.arrays]
+            self._link.opened()
+            # Both are kept.
+            stack.pop_all()
+        # Held by a thread that copies a bucket for itself; `close` may come from another one.
+        self._copying = threading.Lock()
+        # Buckets that were read since the communicator was made.
+        self._number = 0
+        self._digests: BucketDigests | None = None
+        self._buckets: tuple[Bucket, ...] = ()
+
+    def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
+        """See `BucketTransport`."""
+        largest = max(bucket.num_bytes for bucket in incoming.buckets)
+        if largest > self._memory[0].numel():
+            raise WeightSyncError(
+                f"a bucket of {largest} bytes does not fit the shared buffers "
+                f"of {self._memory[0].numel()}"
+            )
+        if self._digests is None or incoming.buckets != self._buckets:
+            self._buckets, self._digests = incoming.buckets, self._open_digests(incoming.buckets)
+        if incoming.own_buffers:
+            return []
+        return [self._place(place, bucket) for place, bucket in enumerate(incoming.buckets)]
+
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        """See `BucketTransport`."""
+        self.prepare(incoming)
+        digests = self._digests
+        assert digests is not None
+        for place, bucket in enumerate(incoming.buckets):
+            self._link.wait_filled(self._number, incoming.bucket_deadline_s)
+            if incoming.own_buffers:
+                with self._copying:
+                    data = self._place(place, bucket).clone()
+                    digests.add(place, data.data_ptr(), self._handle)
+                    self._wait_done(incoming.bucket_deadline_s)
+            else:
+                data = self._place(place, bucket)
+                digests.add(place, data.data_ptr(), self._handle)
+                yield data
+                # What is enqueued so far is the last that looks at the buffer.
+                self._wait_done(incoming.bucket_deadline_s)
+            self._link.read(self._number)
+            self._number += 1
+            if incoming.own_buffers:
+                yield data
+
+    def digests(self) -> list[bytes]:
+        """See `BucketTransport`."""
+        assert self._digests is not None
+        return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
+
+    def take_wire(self) -> Wire:
+        """See `BucketTransport`: nothing travels."""
+        return Wire()
+
+    def close(self) -> None:
+        """See `BucketTransport`; the engine computes with copies, nothing of it is left here."""
+        self._link.close()
+        # Where it is still read: better mapped for ever than gone under a copy.
+        if self._copying.acquire(timeout=_CLOSE_LIMIT_S):
+            try:
+                with contextlib.suppress(WeightSyncError):
+                    self._wait_done(_CLOSE_LIMIT_S)
+                    self._memory = []
+                    self._buffers.close()
+            finally:
+                self._copying.release()
+
+    @property
+    def _handle(self) -> int:
+        return torch.cuda.current_stream().cuda_stream if self._device.type == "cuda" else 0
+
+    def _place(self, place: int, bucket: Bucket) -> torch.Tensor:
+        if not self._memory:
+            raise WeightSyncError("the communicator was left")
+        return self._memory[place % len(self._memory)][: bucket.num_bytes]
+
+    def _open_digests(self, buckets: tuple[Bucket, ...]) -> BucketDigests:
+        if self._device.type != "cuda":
+            return HostDigests(buckets)
+        from slipstream.protocol.weights.cuda_digests import CudaDigests
+
+        with torch.cuda.device(self._device):
+            return CudaDigests(buckets)
+
+    def _wait_done(self, deadline_s: float) -> None:
+        """Until the current stream has done what it was given; WeightSyncError after the deadline.
+
+        It takes a fraction of a millisecond: sleeping would take longer.
+        """
+        if self._device.type != "cuda":
+            return
+        done = torch.cuda.current_stream().record_event()
+        until_s = time.monotonic() + deadline_s
+        while not done.query():
+            if time.monotonic() > until_s:
+                raise WeightSyncError(f"a bucket was not copied within {deadline_s:g} s")

@@ -1,0 +1,146 @@
+"""Buckets over NCCL into the memory of the worker's GPU.
+
+Everything is enqueued ahead on a stream of its own; the watchdog of the communicator keeps the
+deadline of each bucket, the worker's thread waits once, in `digests`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.cuda_digests import CudaDigests, load_kernel
+from slipstream.protocol.weights.cupy_nccl import CupyNccl
+from slipstream.protocol.weights.digests import bucket_digest
+from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
+from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+
+# Buffers start at multiples of this.
+_ALIGNMENT_BYTES = 512
+_NUM_BUFFERS = 2
+
+
+class NcclTransport:
+    """See `BucketTransport`: two receive buffers in turn, each broadcast from its sender."""
+
+    def __init__(self, membership: Membership, device: torch.device) -> None:
+        """Joins; WeightSyncError when not all members came within the deadline."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_device(index)
+        communicator = membership.communicator
+        self._device = torch.device("cuda", index)
+        self._backend = CupyNccl(index)
+        self._backend.use()
+        # Before the others wait for this member.
+        load_kernel(index)
+        self._group = NcclGroup.join(
+            self._backend,
+            communicator.unique_id,
+            rank=membership.rank,
+            world_size=communicator.world_size,
+            deadline_s=membership.join_deadline_s,
+        )
+        self._stream = _idle_stream(self._device)
+        self._buffers: list[torch.Tensor] = []
+        self._digests: CudaDigests | None = None
+        self._digested: tuple[Bucket, ...] = ()
+
+    def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
+        """See `BucketTransport`."""
+        self._backend.use()
+        if self._digested != incoming.buckets:
+            self._digests, self._digested = CudaDigests(incoming.buckets), incoming.buckets
+        if incoming.own_buffers:
+            self._buffers = []
+            return []
+        size = max(bucket.num_bytes for bucket in incoming.buckets)
+        size = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if not self._buffers or self._buffers[0].numel() != size:
+            self._buffers = []
+            self._buffers = [self._room(size) for _ in range(_NUM_BUFFERS)]
+            # Memory that the allocator hands out may still be in use on the consumer's stream.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return [
+            self._buffers[place % _NUM_BUFFERS][: bucket.num_bytes]
+            for place, bucket in enumerate(incoming.buckets)
+        ]
+
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        """See `BucketTransport`; nothing waits on the host, a missed deadline shows later."""
+        memory, digests = self.prepare(incoming), self._digests
+        assert digests is not None
+        buckets, consumer = incoming.buckets, torch.cuda.current_stream(self._device)
+        arrived = [torch.cuda.Event() for _ in buckets]  # type: ignore[no-untyped-call]
+        rooms = dict(enumerate(memory))
+
+        # The first buckets need not wait for the engine's steps under way, only their copies do.
+        def enqueue(place: int) -> None:
+            if incoming.own_buffers:
+                rooms[place] = self._room(buckets[place].num_bytes)
+                self._stream.wait_stream(consumer)
+            self._group.broadcast(
+                rooms[place].data_ptr(),
+                buckets[place].num_bytes,
+                buckets[place].root,
+                self._stream.cuda_stream,
+                deadline_s=incoming.bucket_deadline_s,
+            )
+            arrived[place].record(self._stream)
+
+        ahead = min(_NUM_BUFFERS - 1, len(buckets) - 1)
+        for place in range(ahead):
+            enqueue(place)
+        for place in range(len(buckets)):
+            if place + ahead < len(buckets):
+                enqueue(place + ahead)
+            buffer = rooms.pop(place)
+            consumer.wait_event(arrived[place])
+            # Not on our stream: the next broadcast would wait for it.
+            digests.add(place, buffer.data_ptr(), consumer.cuda_stream)
+            yield buffer
+            # Whatever the caller did with the bucket is done before its memory is written again.
+            self._stream.wait_stream(consumer)
+
+    def digests(self) -> list[bytes]:
+        """See `BucketTransport`."""
+        assert self._digests is not None
+        # The stream comes here behind the last bucket, or when the communicator is aborted.
+        found = self._digests.read(torch.cuda.current_stream(self._device).cuda_stream)
+        self._group.wait()
+        return [bucket_digest(tensors) for tensors in found]
+
+    def take_wire(self) -> Wire:
+        """See `BucketTransport`."""
+        return self._group.take_wire()
+
+    def close(self) -> None:
+        """See `BucketTransport`."""
+        self._group.abort()
+
+    def _room(self, num_bytes: int) -> torch.Tensor:
+        room = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        # Allocated for the consumer's stream, written on ours.
+        room.record_stream(self._stream)
+        return room
+
+
+@functools.cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Those that transports of this process have received on."""
+    return []
+
+
+def _idle_stream(device: torch.device) -> torch.cuda.Stream:
+    """One that has nothing to do: that of a communicator which could not be aborted is busy.
+
+    Torch has 32 in all; one for each communicator would sooner or later be somebody else's too.
+    """
+    streams = _streams(device)
+    for stream in streams:
+        if stream.query():
+            return stream
+    # Before copies and digests: a broadcast that waits for processors idles the link.
+    streams.append(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
+    return streams[-1]

@@ -1,0 +1,58 @@
+"""What vLLM's layers do with their weights after loading: where a copy is not enough."""
+
+from __future__ import annotations
+
+import torch
+from slipstream.rollout_server.weights.copy_plan import NotCopied
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+
+
+def check_layers(model: torch.nn.Module) -> None:
+    """NotCopied when a layer keeps its weights in another form, or computes others from them."""
+    for name, module in model.named_modules():
+        method = vars(module).get("quant_method")
+        if method is not None and type(method) not in PLAIN_METHODS:
+            raise NotCopied(f"{name} ({type(module).__name__}) uses {type(method).__name__}")
+        if isinstance(module, MLAAttention):
+            raise NotCopied(f"{name} ({type(module).__name__}) computes matrices from its weights")
+        if isinstance(module, RoutedExperts) and next(module.parameters()).device.type == "cpu":
+            raise NotCopied(f"{name} ({type(module).__name__}) packs its weights on a CPU")
+
+
+def loaded_name(parameter: str) -> str:
+    """As loaders name it, who do not see that its layer has room for an adapter."""
+    return parameter.replace(".base_layer.", ".")
+
+
+def repack_kept_linears(model: torch.nn.Module) -> None:
+    """Packs again the weights of modules that keep `.weight` beside a prepacked matrix.
+
+    vLLM for CPU packs a tied head at the start; no weight arrives under its name later, so that it
+    would compute with the old weights for ever (0.32.0).
+    """
+    for module in model.modules():
+        if "cpu_linear" not in vars(module) or "quant_method" not in vars(module):
+            continue
+        weight = module.weight
+        if isinstance(weight, torch.Tensor) and weight.numel():
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Packs the experts' matrices again.
+
+    vLLM for CPU packs them when it makes their kernel, and at no later load: it would compute with
+    plain matrices as if they were packed (0.32.0).
+    """
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            kernel = module.quant_method.moe_kernel
+            kernel.fused_experts.process_weights_after_loading(module)

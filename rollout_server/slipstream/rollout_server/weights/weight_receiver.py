@@ -1,0 +1,348 @@
+"""The engine workers' side of a publish: a weight-transfer engine for vLLM's registry.
+
+Importing this module registers the engine. Consumes: buckets from the learner. Produces: a loaded
+model, one digest for each bucket. Waits for: the communicator (on a thread, while generation goes
+on) and each bucket. Unblocked by: the bytes, or the deadline of that wait.
+
+The first update goes through vLLM's own loader and proves a copy plan; those after it replay the
+plan. A model that the plan does not cover goes through the loader every time. Low-rank adapters
+follow the weights that they are put on, or come alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
+from slipstream.rollout_server.inference.adapter_slot import Arriving
+from slipstream.rollout_server.weights import vllm_layers
+from slipstream.rollout_server.weights.bucket_transport import BucketTransport, Incoming, Membership
+from slipstream.rollout_server.weights.copy_plan import (
+    CopyPlan,
+    NotCopied,
+    Proof,
+    Replay,
+    cut,
+    record,
+)
+from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
+from slipstream.rollout_server.weights.staging import Staging
+from slipstream.rollout_server.weights.weight_update import LoadResult
+from slipstream.v1 import weights_pb2
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import reload
+
+BACKEND = "slipstream"
+
+# vLLM's own logger: the engine's processes have no other handler.
+log = init_logger(f"vllm.{__name__}")
+
+# What models' loaders raise when their layers do not look as they did at the start.
+_LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Which communicator to join: a `PublishOrder`, and the rank of the engine's worker 0."""
+
+    order: bytes
+    first_rank: int
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What arrives was announced by `prepare`; `abandon` only clears a failed update."""
+
+    abandon: bool = False
+
+
+class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]
+    """Receives the buckets of a publish; copies them by a plan, or has vLLM load them."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    # Off only in the test that shows what goes wrong without it.
+    refresh_kept_linears = True
+
+    _joining: Joining | None = None
+    _transport: BucketTransport | None = None
+    _incoming: Incoming | None = None
+    _stages = False
+    _staging: Staging | None = None
+    _plan: CopyPlan | None = None
+    _replay: Replay | None = None
+    # The layout of the last update: its buckets of weights, and its adapters.
+    _layout = b""
+    _weights: tuple[Bucket, ...] = ()
+    _adapters = Arriving()
+    # The buckets for which a plan was tried.
+    _buckets: tuple[Bucket, ...] = ()
+    # The weights in the model are those of a whole update.
+    _is_whole = False
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Leaves the communicator before and begins to join a new one."""
+        self.shutdown()
+        # It warns of buffers that no checkpoint holds, at every update; we check the parameters.
+        logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+        order = weights_pb2.PublishOrder.FromString(init_info.order)
+        if order.communicator.transport not in TRANSPORTS:
+            raise WeightSyncError(f"transport {order.communicator.transport!r} is not known here")
+        membership = Membership(
+            communicator=order.communicator,
+            rank=init_info.first_rank + self.parallel_config.rank,
+            join_deadline_s=order.join_deadline_s,
+        )
+        self._joining = Joining(membership, self.device)
+
+    def learn(self, layout: bytes) -> None:
+        """Takes the `WeightLayout` of the updates that follow; records a plan for new weights.
+
+        That may take longer than a bucket may: a member of a communicator would hold up the others.
+        """
+        if layout == self._layout:
+            return
+        parsed = weights_pb2.WeightLayout.FromString(layout)
+        self._weights = tuple(weight_buckets(parsed))
+        self._adapters = Arriving(tuple(adapter_buckets(parsed)), parsed.adapter_scale)
+        if self._weights and self._weights != self._buckets:
+            self._buckets = self._weights
+            self._plan = self._replay = None
+            with set_current_vllm_config(self.vllm_config):
+                self._plan = self._record(self._buckets)
+        self._layout = layout
+
+    def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
+        """Takes the announcement of an update of the layout that was learnt.
+
+        `stage`: receive it beside the live weights, if there is a plan to copy it by.
+        """
+        if not self._weights and not self._is_whole:
+            raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
+        if self._joining is None or self._joining.communicator_id != _id_of(order):
+            raise WeightSyncError(f"not a member of communicator {_id_of(order)!r}")
+        self._incoming = Incoming(
+            buckets=self._weights + self._adapters.buckets,
+            bucket_deadline_s=order.bucket_deadline_s,
+            own_buffers=stage or not self.can_copy,
+        )
+        self._stages = stage and self.can_copy
+        if self._stages:
+            self._staging = self._staging or Staging(self.device)
+            self._staging.clear()
+
+    def is_ready(self) -> bool:
+        """Whether an update can be received now; WeightSyncError when it never will."""
+        if self._joining is None or self._incoming is None:
+            raise WeightSyncError("no update was announced")
+        if self._transport is None:
+            self._transport = self._joining.result()
+            if self._transport is None:
+                return False
+        memory = self._transport.prepare(self._incoming)
+        if self._stages:
+            assert self._staging is not None
+            if not self._staging.is_begun:
+                self._staging.begin(self._transport, self._incoming)
+            if not self._staging.is_done():
+                return False
+            memory = self._staging.buffers
+        if self._replay is not None:
+            for place, buffer in enumerate(memory[: len(self._weights)]):
+                self._replay.prepare(place, buffer)
+        return True
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether this update can be received without vLLM's loader."""
+        return self._replay is not None or not self._weights
+
+    def copy_weights(self) -> None:
+        """Receives an update and copies it by the plan; after an error it must be repeated."""
+        transport, incoming = self._transport, self._incoming
+        assert transport is not None
+        assert incoming is not None
+        started_s = received_s = time.perf_counter()
+        try:
+            if self._stages:
+                assert self._staging is not None
+                digests = self._staging.digests
+                for place, buffer in enumerate(self._staging.buffers):
+                    self._take(place, buffer)
+            else:
+                for place, buffer in enumerate(transport.receive(incoming)):
+                    self._take(place, buffer)
+                digests = transport.digests()
+                received_s = time.perf_counter()
+        except BaseException:
+            self.shutdown()
+            raise
+        self._settle()
+        self.result = LoadResult(
+            digests=[digest.hex() for digest in digests],
+            by_plan=True,
+            has_plan=self._replay is not None,
+            receive_s=received_s - started_s,
+            load_s=time.perf_counter() - received_s,
+            wire_s=transport.take_wire().seconds,
+        )
+        if self._staging is not None:
+            # Views would keep its memory.
+            if self._replay is not None:
+                self._replay.forget_buffers()
+            self._staging.clear()
+
+    def start_weight_update(self) -> None:
+        """Prepares every layer for its new weights."""
+        self._started_s = time.perf_counter()
+        self._parameters = dict(self.model.named_parameters())
+        self._missing = set(map(vllm_layers.loaded_name, self._parameters))
+        self._is_whole = False
+        reload.initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receives and loads everything; after an error only a whole new update makes it usable."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            # The reload keeps what arrived: a second update would mix both.
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+            self.shutdown()
+            raise
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receives all buckets, each within its deadline, and hands their tensors to the model."""
+        if update_info.abandon:
+            raise WeightSyncError("the update was abandoned")
+        transport, incoming = self._transport, self._incoming
+        if transport is None or incoming is None or not incoming.own_buffers:
+            raise WeightSyncError("no update was announced")
+        self._proof = None if self._plan is None else Proof(self._plan, self._parameters)
+        self._receive_s, waiting_s = 0.0, time.perf_counter()
+        for place, buffer in enumerate(transport.receive(incoming)):
+            self._receive_s += time.perf_counter() - waiting_s
+            if place >= len(self._weights):
+                self._take(place, buffer)
+                waiting_s = time.perf_counter()
+                continue
+            # The layerwise reload keeps references into the buffer until a layer is complete.
+            loaded = self.model.load_weights(cut(buffer, incoming.buckets[place]))
+            # Not every model says what it loaded.
+            named = None if loaded is None else set(map(vllm_layers.loaded_name, loaded))
+            self._missing -= self._missing if named is None else named
+            if self._proof is not None:
+                self._proof.add(place, buffer)
+            waiting_s = time.perf_counter()
+        self._digests = transport.digests()
+        self._wire_s = transport.take_wire().seconds
+        if self._missing:
+            names = ", ".join(sorted(self._missing)[:3])
+            raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
+
+    def finish_weight_update(self) -> None:
+        """Finalises the layers; a plan that agrees with the result is used from now on."""
+        reload.finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            vllm_layers.repack_experts(self.model)
+        if self._proof is not None:
+            self._take_proof(self._proof)
+        self._settle()
+        self.result = LoadResult(
+            digests=[digest.hex() for digest in self._digests],
+            by_plan=False,
+            has_plan=self._replay is not None,
+            receive_s=self._receive_s,
+            load_s=time.perf_counter() - self._started_s - self._receive_s,
+            wire_s=self._wire_s,
+        )
+
+    def put_adapters_on(self) -> None:
+        """The last part of an update: hands the engine the adapters that arrived with it."""
+        started_s = time.perf_counter()
+        self._adapters.put_on(self.model)
+        self._wait_for_device()
+        self._is_whole = True
+        seconds = self.result.load_s + time.perf_counter() - started_s
+        self.result = replace(self.result, load_s=seconds)
+
+    def shutdown(self) -> None:
+        """Leaves the communicator."""
+        if self._replay is not None:
+            self._replay.forget_buffers()
+        if self._joining is not None:
+            self._joining.close()
+        if self._staging is not None:
+            self._staging.clear()
+        self._joining = self._transport = self._incoming = None
+
+    def _take(self, place: int, buffer: torch.Tensor) -> None:
+        """Copies a bucket to where it belongs."""
+        if place >= len(self._weights):
+            self._adapters.keep(place - len(self._weights), buffer)
+            return
+        assert self._replay is not None
+        self._is_whole = False
+        self._replay.run(place, buffer)
+
+    def _record(self, buckets: tuple[Bucket, ...]) -> CopyPlan | None:
+        parameters = dict(self.model.named_parameters())
+        try:
+            if self.parallel_config.enable_eplb:
+                raise NotCopied("experts change their places while the engine runs")
+            vllm_layers.check_layers(self.model)
+            return record(self.model.load_weights, parameters, buckets, self.device)
+        except NotCopied as error:
+            _log_loader(str(error))
+        except _LOADER_ERRORS as error:
+            _log_loader(f"{type(error).__name__} while its copies were recorded: {error}")
+        return None
+
+    def _take_proof(self, proof: Proof) -> None:
+        assert self._plan is not None
+        different = proof.failure()
+        parameters = dict(self.model.named_parameters())
+        moved = [n for n, p in self._parameters.items() if parameters.get(n) is not p]
+        if different is None and not moved:
+            self._replay = Replay(self._plan, parameters)
+            copies = sum(map(len, self._plan.copies))
+            log.info("weights are copied from now on: a plan of %d copies is proved", copies)
+        else:
+            _log_loader(f"{different or moved[0]} is not a copy of what arrived")
+            self._plan = None
+        self._proof = None
+
+    def _settle(self) -> None:
+        """The new weights are complete, also where a layer keeps a second form of them."""
+        self._wait_for_device()
+        if self.device.type == "cpu" and self.refresh_kept_linears and self._weights:
+            vllm_layers.repack_kept_linears(self.model)
+
+    def _wait_for_device(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _id_of(order: weights_pb2.PublishOrder) -> str:
+    return order.communicator.communicator_id
+
+
+def _log_loader(reason: str) -> None:
+    log.warning("weights go through vLLM's loader at every update: %s", reason)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SlipstreamWeightTransfer)

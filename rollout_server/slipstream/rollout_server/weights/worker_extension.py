@@ -1,0 +1,98 @@
+"""What vLLM's workers answer beside their own calls.
+
+vLLM imports this module in every worker (`worker_extension_cls`), and with it the weight-transfer
+engine, which registers itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.rollout_server.weights.weight_receiver import (
+    JoinInfo,
+    SlipstreamWeightTransfer,
+    log,
+)
+from slipstream.v1 import weights_pb2
+
+
+class WorkerExtension:
+    """Calls that every vLLM worker answers beside its own; `self` is the worker.
+
+    Each answers {"value": ...} or {"error": message} and never raises: with several workers vLLM
+    raises the first error and leaves the answers of the others behind, for the next call to read.
+    """
+
+    weight_transfer_engine: SlipstreamWeightTransfer
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+
+    def slipstream_prepare(
+        self, order: bytes, layout: bytes, first_rank: int, stage: bool
+    ) -> dict[str, Any]:
+        """Begins to join if the order says so; whether its update can be received already."""
+
+        def prepare() -> bool:
+            parsed = weights_pb2.PublishOrder.FromString(order)
+            engine = self.weight_transfer_engine
+            if parsed.new_communicator:
+                engine.shutdown()
+            # First: as soon as all have joined, each bucket has its deadline.
+            engine.learn(layout)
+            if parsed.new_communicator:
+                self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
+            engine.prepare(parsed, stage=stage)
+            return engine.is_ready()
+
+        return _answer(prepare)
+
+    def slipstream_is_ready(self) -> dict[str, Any]:
+        """Whether the announced update can be received now."""
+        return _answer(self.weight_transfer_engine.is_ready)
+
+    def slipstream_receive(self) -> dict[str, Any]:
+        """Takes the announced update, from the first bucket to the last copy: a `LoadResult`."""
+
+        def receive() -> dict[str, Any]:
+            engine = self.weight_transfer_engine
+            if engine.can_copy:
+                engine.copy_weights()
+            else:
+                _load(self)
+            # vLLM forgets adapters when it has loaded weights.
+            engine.put_adapters_on()
+            return asdict(engine.result)
+
+        return _answer(receive)
+
+    def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
+        """Turns the repacking of tied heads on or off, to show what it is for."""
+        self.weight_transfer_engine.refresh_kept_linears = enabled
+
+
+def _load(worker: WorkerExtension) -> None:
+    try:
+        worker.start_weight_update()
+        worker.update_weights({})
+        worker.finish_weight_update()
+    except BaseException:
+        # Only a failing `update_weights` clears vLLM's flag of an open update.
+        with contextlib.suppress(WeightSyncError, RuntimeError):
+            worker.update_weights({"abandon": True})
+        raise
+
+
+def _answer(work: Callable[[], object]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
+    except WeightSyncError as error:
+        return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - raised again by `WeightUpdate`
+        log.exception("a weight update failed")
+        return {"error": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,235 @@
+"""Which server keeps its version for an evaluation, and that every other one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.tasks.environment_specs import environment_specs
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.trajectories.endings import Endings
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
+from slipstream.protocol.queue.memory import MemoryQueue
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion, ServerId
+from slipstream.protocol.weights.transports import Place
+from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+
+READY = fleet_pb2.PUBLISH_PHASE_READY
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+class Rig:
+    """An evaluator of one held-out environment, and the servers that a test adds."""
+
+    def __init__(self, folder: Path, journal: Journal, tasks: asyncio.TaskGroup) -> None:
+        algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
+        values = {
+            "run": {"name": "r", "steps": 10, "dir": str(folder)},
+            "model": {"path": "model"},
+            "algorithm": {**algorithm, "learning_rate": 1e-3},
+            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+            "evaluations": [
+                {"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}
+            ],
+        }
+        config = parse_config(values, source="test")
+        self.tasks, self.results = tasks, list[EvaluationResult]()
+        self.progress = RunProgress("r", config, EventLog())
+        self.progress.learner_places = (Place("here"),)
+        self.book = LeaseBook(**algorithm, num_steps=10)
+        self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
+        for spec in environment_specs(config, search_path=""):
+            self.environments.add(spec)
+        self.fleet = Fleet(self.progress)
+        queue, ledger = AccountedReceiver(MemoryQueue(1 << 20).receiver()), TokenLedger()
+        intake = Intake(
+            self.progress,
+            self.book,
+            self.environments,
+            self.fleet,
+            journal,
+            ledger,
+            queue,
+            Endings(journal, ledger, queue),
+        )
+        self.publisher = Publisher(self.fleet, self.progress, tasks)
+        self.fleet.handlers = FleetHandlers(*[nothing] * 7)
+        scheduler = Scheduler(
+            self.progress, self.book, self.environments, self.fleet, journal, queue, nothing
+        )
+        self.evaluator = Evaluator(
+            self.progress,
+            self.book,
+            self.environments,
+            self.fleet,
+            intake,
+            self.publisher,
+            scheduler,
+            on_result=self.results.append,
+        )
+
+    def joined(self, name: str) -> ServerSession:
+        place = weights_pb2.Place(host_id="here")
+        hello = fleet_pb2.ServerHello(server_id=name, max_episodes=8, engine_workers=1, place=place)
+        session = ServerSession(ServerKey(ServerId(name), 1), hello)
+        self.fleet.add(session)
+        return session
+
+    def serve(self, session: ServerSession, step: int) -> None:
+        session.state = fleet_pb2.SERVER_STATE_SERVING
+        session.version = PolicyVersion(0, step)
+
+    def load(self, session: ServerSession) -> None:
+        self.environments.loaded("held", session.key, 5)
+
+    def leases(self, session: ServerSession) -> int:
+        count = 0
+        while (message := session.outbox.pop()) is not None:
+            count += message.WhichOneof("message") == "lease"
+        return count
+
+    def turn(self) -> None:
+        self.evaluator._turn()
+
+    async def asked(self) -> asyncio.Task[weights_pb2.PublishOrder | None]:
+        """A publish whose servers have been asked if they are ready."""
+        preparing = self.tasks.create_task(self.publisher.prepare(trainer_pb2.NextRequest()))
+        await asyncio.sleep(0)
+        return preparing
+
+    def ready(self, session: ServerSession) -> None:
+        while (message := session.outbox.pop()) is not None:
+            if message.HasField("prepare"):
+                publish_id = message.prepare.publish_id
+        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=READY)
+        self.publisher.report(session, report)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "journal") as journal:
+        yield journal
+
+
+async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(
+    tmp_path: Path, journal: Journal
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        rig = Rig(tmp_path, journal, tasks)
+        first, second = rig.joined("first"), rig.joined("second")
+        rig.serve(second, 0)
+        rig.turn()
+        assert rig.publisher.pinned == {second.key}
+        # It serves a moment later, and stands before the other one in the fleet.
+        rig.serve(first, 0)
+        rig.turn()
+        assert rig.publisher.pinned == {second.key}
+        rig.progress.version = PolicyVersion(0, 1)
+        assert rig.publisher.due() == [first]
+        rig.load(first)
+        rig.load(second)
+        rig.turn()
+        assert (rig.leases(first), rig.leases(second)) == (0, 2)
+
+
+async def test_a_server_that_waits_for_environments_is_measured_though_a_later_round_is_due(
+    tmp_path: Path, journal: Journal
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        rig = Rig(tmp_path, journal, tasks)
+        session = rig.joined("only")
+        rig.serve(session, 0)
+        rig.turn()
+        rig.progress.version = PolicyVersion(0, 1)
+        rig.evaluator.step_done(1)
+        # Nobody else would let it go: it must not wait for a version that it is not sent.
+        assert rig.publisher.due() == []
+        rig.load(session)
+        rig.turn()
+        assert rig.leases(session) == 2
+        assert not rig.evaluator.is_done()
+
+
+async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(
+    tmp_path: Path, journal: Journal
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        rig = Rig(tmp_path, journal, tasks)
+        first, second = rig.joined("first"), rig.joined("second")
+        rig.serve(first, 0)
+        rig.turn()
+        assert rig.publisher.pinned == {first.key}
+        rig.serve(second, 0)
+        rig.load(second)
+        rig.turn()
+        assert rig.publisher.pinned == {second.key}
+        assert (rig.leases(first), rig.leases(second)) == (0, 2)
+
+
+async def test_a_server_with_an_order_for_another_version_is_not_measured(
+    tmp_path: Path, journal: Journal
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tmp_path, journal, tasks)
+        session = rig.joined("only")
+        rig.load(session)
+        rig.serve(session, 0)
+        rig.progress.version = PolicyVersion(0, 1)
+        preparing = await rig.asked()
+        rig.ready(session)
+        assert await preparing is not None
+        # The trainer has not begun to send: it still serves.
+        rig.turn()
+        assert rig.publisher.pinned == set()
+        assert rig.leases(session) == 0
+
+
+async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(
+    tmp_path: Path, journal: Journal
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tmp_path, journal, tasks)
+        session = rig.joined("only")
+        rig.serve(session, 0)
+        rig.progress.version = PolicyVersion(0, 1)
+        preparing = await rig.asked()
+        rig.turn()
+        assert rig.publisher.pinned == {session.key}
+        rig.ready(session)
+        assert await preparing is None
+        assert session.is_serving
+
+
+async def test_a_round_begins_again_when_its_server_serves_no_more(
+    tmp_path: Path, journal: Journal
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        rig = Rig(tmp_path, journal, tasks)
+        session = rig.joined("only")
+        rig.load(session)
+        rig.serve(session, 0)
+        rig.turn()
+        assert rig.leases(session) == 2
+        session.state = fleet_pb2.SERVER_STATE_STALE
+        rig.turn()
+        assert rig.publisher.due() == [session]
+        rig.serve(session, 1)
+        rig.turn()
+        assert rig.leases(session) == 2

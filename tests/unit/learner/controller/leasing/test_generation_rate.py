@@ -1,0 +1,51 @@
+"""The rate of generation in metrics and on the screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from slipstream.learner.controller.leasing.generation_rate import GenerationRate
+from slipstream.learner.controller.records.history import RunHistory, ServerTokens
+from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.v1 import fleet_pb2
+from small_configs import config_of
+
+
+def test_the_time_before_the_first_generation_does_not_count() -> None:
+    rate = GenerationRate()
+    assert rate.at(50.0, 0) == 0.0
+    rate.began(100.0)
+    rate.began(101.0)
+    assert rate.at(102.0, 500) == pytest.approx(250.0)
+
+
+def test_the_tokens_of_earlier_starts_do_not_count() -> None:
+    rate = GenerationRate()
+    rate.earlier = 10_000
+    rate.began(100.0)
+    assert rate.at(102.0, 10_500) == pytest.approx(250.0)
+
+
+def test_the_rate_is_that_of_the_newest_seconds() -> None:
+    rate = GenerationRate()
+    rate.began(0.0)
+    assert rate.at(2.0, 200) == pytest.approx(100.0)
+    assert rate.at(4.0, 400) == pytest.approx(100.0)
+    # From 4 s on, the newest point that is 5 s back.
+    assert rate.at(10.0, 4000) == pytest.approx(600.0)
+
+
+def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, lambda text: None))
+    history = RunHistory()
+    # The second had delivered more than its last heartbeat said.
+    history.servers[("a", 1)] = ServerTokens(generated=700, received=600)
+    history.servers[("a", 2)] = ServerTokens(generated=100, received=300)
+    recorder.restore(history)
+    report = fleet_pb2.ServerReport()
+    report.busy_intervals.add(start_s=100.0, end_s=101.0)
+    recorder.server_report(report)
+    assert recorder.rate.at(102.0, 1500) == pytest.approx(250.0)
+    recorder.close()

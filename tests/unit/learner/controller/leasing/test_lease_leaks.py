@@ -1,0 +1,205 @@
+"""Whatever happens to leases in whichever order: no slot and no byte stays reserved for nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from fake_trajectories import GOOD
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.leases import Fate, LeaseBook
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    GroupId,
+    ServerId,
+    Status,
+    Trajectory,
+    TrajectoryName,
+)
+
+SIZE = 2
+NAMES = ("a", "b")
+FAILURE = Failure(FailureKind.ENVIRONMENT, "broken")
+
+
+@dataclass
+class Message:
+    """On its way to the controller: a trajectory, or what a closed lease left unfinished."""
+
+    server: ServerKey
+    group_id: GroupId
+    trajectory: Trajectory | None = None
+    unfinished: tuple[int, ...] = ()
+    # It arrives, but cannot be read.
+    is_spoilt: bool = False
+
+
+@dataclass
+class Lease:
+    """One that a server has: what still runs there, and what nobody has judged."""
+
+    group: Group
+    attempt: int
+    running: set[int]
+    unfinished: set[int] = field(default_factory=set)
+
+
+class World:
+    """Servers as `dispatcher` makes them, a book, and the order of things in a test's hands."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+        self.book = LeaseBook(groups_per_step=4, group_size=SIZE, max_staleness=4, num_steps=99)
+        self.epoch = 0
+        self.servers: dict[ServerKey, dict[GroupId, Lease]] = {}
+        self.travelling: list[Message] = []
+        for name in NAMES:
+            self.join(name)
+
+    def join(self, name: str) -> None:
+        self.epoch += 1
+        self.servers[ServerKey(ServerId(name), self.epoch)] = {}
+
+    def pick(self, options: list) -> object:
+        return self.data.draw(st.sampled_from(options)) if options else None
+
+    def grant(self, key: ServerKey, group: Group) -> None:
+        running = set(group.missing)
+        lease = Lease(group, group.next_attempt, running, set(running))
+        self.servers[key][group.group_id] = lease
+
+    def lease(self) -> None:
+        key = self.pick(list(self.servers))
+        orphan = self.pick(self.book.orphans())
+        if orphan is not None:
+            self.book.reassign(orphan, key)
+            self.grant(key, orphan)
+        elif self.book.may_lease(0):
+            self.grant(key, self.book.lease("e", 0, 0, key, 0))
+
+    def end(self) -> None:
+        """An episode ends, well or not."""
+        found = self.pick(
+            [
+                (key, lease, member)
+                for key, leases in self.servers.items()
+                for lease in leases.values()
+                for member in sorted(lease.running)
+            ]
+        )
+        if found is None:
+            return
+        key, lease, member = found
+        how = self.data.draw(st.sampled_from(["good", "retry", "failed", "cancelled", "unstarted"]))
+        self.end_as(key, lease, member, how)
+
+    def end_as(self, key: ServerKey, lease: Lease, member: int, how: str) -> None:
+        if how != "unstarted":
+            trajectory = self.trajectory(key, lease, member, how)
+            spoilt = self.data.draw(st.integers(0, 7)) == 0
+            self.travelling.append(Message(key, lease.group.group_id, trajectory, is_spoilt=spoilt))
+        if how == "retry":
+            lease.attempt += 1
+            return
+        lease.running.discard(member)
+        if how in ("good", "failed"):
+            lease.unfinished.discard(member)
+        if not lease.running:
+            del self.servers[key][lease.group.group_id]
+            unfinished = tuple(sorted(lease.unfinished))
+            self.travelling.append(Message(key, lease.group.group_id, unfinished=unfinished))
+
+    def trajectory(self, key: ServerKey, lease: Lease, member: int, how: str) -> Trajectory:
+        group = lease.group
+        status = {"good": Status.COMPLETED, "cancelled": Status.CANCELLED}.get(how, Status.FAILED)
+        return dataclasses.replace(
+            GOOD,
+            group_id=group.group_id,
+            member=member,
+            attempt=lease.attempt,
+            server_id=key.server_id,
+            server_epoch=key.epoch,
+            status=status,
+            failure=FAILURE if status is Status.FAILED else None,
+            will_retry=how == "retry",
+        )
+
+    def arrive(self) -> None:
+        """Trajectories and reports travel apart: any of them may be first."""
+        message = self.pick(self.travelling)
+        if message is not None:
+            self.travelling.remove(message)
+            self.take(message)
+
+    def take(self, message: Message) -> None:
+        trajectory = message.trajectory
+        if trajectory is None:
+            if message.server in self.servers:
+                self.book.closed(message.group_id, message.server, message.unfinished)
+        elif message.is_spoilt:
+            name = TrajectoryName.parse(trajectory.trajectory_id)
+            assert name is not None
+            self.book.quarantined(name, will_retry=trajectory.will_retry)
+        elif self.book.add(trajectory) is Fate.SET_ASIDE:
+            self.withdraw(self.book.groups[trajectory.group_id])
+
+    def withdraw(self, group: Group) -> None:
+        self.book.remove(group.group_id)
+
+    def give_up(self) -> None:
+        group = self.pick(list(self.book.groups.values()))
+        if group is not None:
+            self.withdraw(group)
+
+    def lose(self) -> None:
+        """A server dies: its reports go with it, what it has sent may arrive."""
+        key = self.pick(list(self.servers))
+        del self.servers[key]
+        self.travelling = [m for m in self.travelling if m.server != key or m.trajectory]
+        self.book.orphan(key)
+        self.join(key.server_id)
+
+    def check(self) -> None:
+        for key, leases in self.servers.items():
+            running = sum(len(lease.running) for lease in leases.values())
+            assert self.book.open_episodes(key) >= running
+        coming = sum(len(lease.running) for of in self.servers.values() for lease in of.values())
+        assert self.book.promised_episodes >= coming
+
+    def settle(self) -> None:
+        """Everything ends and arrives."""
+        for key, leases in self.servers.items():
+            for lease in list(leases.values()):
+                for member in sorted(lease.running):
+                    self.end_as(key, lease, member, "cancelled")
+        while self.travelling:
+            self.take(self.travelling.pop(0))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_a_lease_reserved_is_free_when_all_has_ended(data: st.DataObject) -> None:
+    world = World(data)
+    acts = {
+        "lease": world.lease,
+        "end": world.end,
+        "arrive": world.arrive,
+        "give up": world.give_up,
+        "lose": world.lose,
+    }
+    for name in data.draw(
+        st.lists(st.sampled_from([*acts, "end", "arrive", "lease"]), max_size=60)
+    ):
+        acts[name]()
+        world.check()
+    world.settle()
+    book = world.book
+    assert book.closing == {}
+    assert [book.open_episodes(key) for key in world.servers] == [0, 0]
+    # Nobody but a next server has to do anything for what is missing.
+    unfinished = [group for group in book.groups.values() if not group.is_complete]
+    assert book.orphans() == unfinished
+    assert book.promised_episodes == sum(len(group.missing) for group in unfinished)

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import numpy as np
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.leasing.leases import Fate, LeaseBook
+from slipstream.protocol.types import (
+    Failure,
+    FailureKind,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    TrajectoryName,
+    VersionSpan,
+)
+
+A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
+
+
+def make_book(**changes) -> LeaseBook:
+    sizes = {"groups_per_step": 2, "group_size": 2, "max_staleness": 1, "num_steps": 10}
+    return LeaseBook(**{**sizes, **changes})
+
+
+def reply(group, member, *, attempt=0, status=Status.COMPLETED, failure=None, will_retry=False):
+    return Trajectory(
+        run_id="r",
+        group_id=group.group_id,
+        member=member,
+        attempt=attempt,
+        server_id=A.server_id,
+        server_epoch=1,
+        environment=group.environment,
+        task_index=0,
+        seed=0,
+        purpose=Purpose.TRAINING,
+        status=status,
+        failure=failure,
+        will_retry=will_retry,
+        token_ids=np.array([1, 2, 3], np.uint32),
+        run_lengths=(1, 2),
+        behavior_logprobs=np.zeros(2, np.float32),
+        version_spans=(VersionSpan(2, PolicyVersion(0, 0)),),
+    )
+
+
+def lease(book, server=A, version=0):
+    return book.lease("e", 0, 0, server, version)
+
+
+def test_leases_stop_where_a_group_could_expire():
+    book = make_book()
+    for _ in range(4):
+        assert book.may_lease(0)
+        lease(book)
+    assert not book.may_lease(0)
+    assert book.may_lease(1)
+
+
+def test_a_server_that_lags_too_far_is_leased_nothing():
+    book = make_book()
+    book.step = 3
+    assert not book.may_lease(1)
+    assert book.may_lease(2)
+
+
+def test_the_last_step_bounds_what_is_leased():
+    book = make_book(num_steps=1)
+    lease(book)
+    lease(book)
+    assert not book.may_lease(0)
+
+
+def test_groups_overtake_each_other_while_the_slow_one_can_wait():
+    book = make_book()
+    slow, *others = [lease(book) for _ in range(3)]
+    for group in others:
+        for member in range(2):
+            book.add(reply(group, member))
+    batch = book.take_batch()
+    assert batch == others
+    assert list(book.groups.values()) == [slow]
+
+
+def test_the_slow_group_is_waited_for_when_it_is_due():
+    book = make_book(max_staleness=0)
+    slow, quick = lease(book), lease(book)
+    for member in range(2):
+        book.add(reply(quick, member))
+    assert book.take_batch() is None
+    assert book.due() == [slow]
+
+
+def test_a_member_fills_its_place_once():
+    book = make_book()
+    group = lease(book)
+    assert book.add(reply(group, 0)) is Fate.HELD
+    assert book.add(reply(group, 0, attempt=1)) is Fate.SUPERSEDED
+    assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
+    assert book.add(reply(group, 2)) is Fate.SUPERSEDED
+
+
+def test_a_failed_member_runs_again_until_its_last_attempt():
+    book = make_book()
+    group = lease(book)
+    failure = Failure(FailureKind.ENVIRONMENT, "x")
+    first = reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True)
+    last = reply(group, 0, attempt=1, status=Status.FAILED, failure=failure)
+    assert book.add(first) is Fate.RETRIED
+    assert book.add(last) is Fate.SET_ASIDE
+    assert group.next_attempt == 2
+
+
+def test_an_orphan_keeps_what_is_back_and_may_go_to_a_server_that_is_new_enough():
+    book = make_book()
+    group = lease(book, version=1)
+    book.add(reply(group, 1))
+    assert book.orphan(A) == [group]
+    assert book.orphans() == [group]
+    assert group.missing == [0]
+    assert not book.may_reassign(group, 0)
+    assert book.may_reassign(group, 1)
+    book.reassign(group, B)
+    assert book.held_by(B) == [group]
+    assert book.open_episodes(B) == 1
+
+
+def test_evaluation_leases_do_not_count_for_the_invariant():
+    book = make_book(max_staleness=0)
+    for _ in range(10):
+        book.lease_evaluation("e", 0, 0, A, 0)
+    assert book.may_lease(0)
+    assert book.training_groups() == []
+
+
+def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_closed_it():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    assert (book.open_episodes(A), book.promised_episodes) == (1, 1)
+    book.remove(group.group_id)
+    assert (book.open_episodes(A), book.promised_episodes) == (1, 1)
+    assert book.episodes_by_environment() == {"e": 1}
+    book.closed(group.group_id, B, [])
+    assert book.open_episodes(A) == 1
+    book.closed(group.group_id, A, [])
+    assert (book.open_episodes(A), book.promised_episodes) == (0, 0)
+
+
+def test_each_cancelled_episode_that_comes_back_frees_its_slot():
+    book = make_book(group_size=3)
+    group = lease(book)
+    book.remove(group.group_id)
+    assert book.open_episodes(A) == 3
+    assert book.add(reply(group, 1, status=Status.CANCELLED)) is Fate.SUPERSEDED
+    assert (book.open_episodes(A), book.promised_episodes) == (2, 2)
+    for member in (0, 2):
+        book.add(reply(group, member, status=Status.CANCELLED))
+    assert book.closing == {}
+
+
+def test_a_lost_server_closes_what_it_was_ending():
+    book = make_book()
+    book.remove(lease(book).group_id)
+    book.remove(lease(book, server=B).group_id)
+    book.orphan(A)
+    assert (book.open_episodes(A), book.open_episodes(B)) == (0, 2)
+
+
+def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has():
+    book = make_book()
+    group = lease(book)
+    failure = Failure(FailureKind.ENVIRONMENT, "x")
+    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
+    assert book.open_episodes(A) == 2
+    book.add(reply(group, 0, attempt=1, status=Status.FAILED, failure=failure))
+    assert book.open_episodes(A) == 1
+    book.remove(group.group_id)
+    assert book.open_episodes(A) == 1
+
+
+def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need():
+    book = make_book()
+    group = lease(book)
+    book.orphan(A)
+    assert (book.open_episodes(A), book.promised_episodes) == (0, 2)
+    book.reassign(group, B)
+    assert (book.open_episodes(B), book.promised_episodes) == (2, 2)
+
+
+def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    book.closed(group.group_id, B, [1])
+    assert group.holder == A
+    book.closed(group.group_id, A, [1])
+    assert book.orphans() == [group]
+    assert group.missing == [1]
+    assert group.setbacks == {}
+    book.reassign(group, B)
+    assert (book.orphans(), book.open_episodes(B)) == ([], 1)
+    assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
+
+
+def test_a_closed_lease_waits_for_what_is_still_on_its_way():
+    book = make_book()
+    group = lease(book)
+    book.closed(group.group_id, A, [1])
+    assert book.orphans() == []
+    book.add(reply(group, 0))
+    assert book.orphans() == [group]
+
+
+def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over():
+    book = make_book()
+    group = lease(book)
+    book.closed(group.group_id, A, [0])
+    assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
+    assert book.orphans() == []
+    book.add(reply(group, 1))
+    assert book.orphans() == [group]
+
+
+def test_a_closed_lease_of_a_complete_group_is_over():
+    book = make_book()
+    group = lease(book)
+    book.closed(group.group_id, A, [])
+    for member in range(2):
+        book.add(reply(group, member))
+    assert book.orphans() == []
+    assert group.holder == A
+
+
+def test_every_lost_server_counts_for_the_members_that_it_ran():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    book.orphan(A)
+    book.reassign(group, B)
+    book.orphan(B)
+    assert group.setbacks == {1: 2}
+
+
+def test_the_member_of_a_quarantined_trajectory_runs_again():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    name = TrajectoryName(group.group_id, 1, 0, 1)
+    assert book.quarantined(name, will_retry=False) is group
+    assert (group.setbacks, group.next_attempt, book.open_episodes(A)) == ({1: 1}, 1, 0)
+    assert book.orphans() == []
+    book.closed(group.group_id, A, [])
+    assert book.orphans() == [group]
+
+
+def test_a_quarantined_attempt_that_its_server_repeats_is_waited_for():
+    book = make_book()
+    group = lease(book)
+    name = TrajectoryName(group.group_id, 1, 0, 1)
+    assert book.quarantined(name, will_retry=True) is group
+    assert book.open_episodes(A) == 2
+
+
+def test_what_is_quarantined_for_a_place_that_is_filled_changes_nothing():
+    book = make_book()
+    group = lease(book)
+    book.add(reply(group, 0))
+    for other in (0, 7):
+        name = TrajectoryName(group.group_id, other, 0, 1)
+        assert book.quarantined(name, will_retry=False) is None
+    assert book.quarantined(TrajectoryName("g9", 0, 0, 1), will_retry=False) is None
+    assert group.setbacks == {}
+
+
+# Holds what A, which is lost, had begun.
+NEXT = ServerKey(ServerId("a"), 2)
+
+
+def leased_again(book):
+    group = lease(book)
+    book.orphan(A)
+    book.reassign(group, NEXT)
+    return group
+
+
+def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one():
+    book = make_book()
+    group = leased_again(book)
+    failure = Failure(FailureKind.TIMEOUT, "slow")
+    assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
+    assert book.add(reply(group, 1, status=Status.FAILED, failure=failure)) is Fate.RETRIED
+    assert book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False) is group
+    assert book.open_episodes(NEXT) == 2
+    assert group.running == [0, 1]
+
+
+def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_done():
+    book = make_book()
+    group = leased_again(book)
+    assert book.add(reply(group, 0)) is Fate.HELD
+    assert (book.open_episodes(NEXT), book.promised_episodes) == (2, 2)
+    book.remove(group.group_id)
+    assert (book.open_episodes(NEXT), book.promised_episodes) == (2, 2)
+    book.closed(group.group_id, NEXT, [0, 1])
+    assert (book.open_episodes(NEXT), book.promised_episodes) == (0, 0)
+
+
+def test_an_attempt_of_a_withdrawn_lease_that_is_repeated_keeps_its_slot():
+    book = make_book()
+    group = lease(book)
+    book.remove(group.group_id)
+    failure = Failure(FailureKind.TIMEOUT, "slow")
+    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
+    book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=True)
+    assert book.open_episodes(A) == 2
+    # What a lost server had of the same lease is not this one's.
+    book.quarantined(TrajectoryName(group.group_id, 1, 0, 7), will_retry=False)
+    assert book.open_episodes(A) == 2

@@ -1,0 +1,188 @@
+"""What the scheduler grants, with servers that only get orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.history import read_history
+from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
+from slipstream.protocol.queue.memory import MemoryQueue
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion, ServerId
+from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+class Rig:
+    """A scheduler, one step with one group at a time, and the servers that a test adds."""
+
+    def __init__(self, folder: Path, journal: Journal, **changes: object) -> None:
+        algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
+        values = {
+            "run": {"name": "r", "steps": 10, "dir": str(folder)},
+            "model": {"path": "model"},
+            "algorithm": {**algorithm, "learning_rate": 1e-3},
+            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+            **changes,
+        }
+        self.progress = RunProgress("r", parse_config(values, source="test"), EventLog())
+        self.book = LeaseBook(**algorithm, num_steps=10)
+        self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
+        self.fleet = Fleet(self.progress)
+        self.fleet.handlers = FleetHandlers(*[nothing] * 7)
+        self.folder, self.journal = folder / "journal", journal
+        self.journal.append("start", format=1, run_id="r")
+        self.given_up: list[Group] = []
+        self.queue = AccountedReceiver(MemoryQueue(1000).receiver())
+        self.scheduler = Scheduler(
+            self.progress,
+            self.book,
+            self.environments,
+            self.fleet,
+            self.journal,
+            self.queue,
+            self._give_up,
+        )
+        self.entry = self.environments.add(
+            environment_pb2.EnvironmentSpec(
+                name="e", weight=1, purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING
+            )
+        )
+
+    def _give_up(self, group: Group) -> None:
+        self.given_up.append(group)
+        self.book.remove(group.group_id)
+
+    def serving(self, name: str, version: int, max_episodes: int = 8) -> ServerSession:
+        hello = fleet_pb2.ServerHello(server_id=name, max_episodes=max_episodes)
+        session = ServerSession(ServerKey(ServerId(name), 1), hello)
+        self.fleet.add(session)
+        session.state = fleet_pb2.SERVER_STATE_SERVING
+        session.version = PolicyVersion(0, version)
+        self.environments.loaded("e", session.key, 5)
+        return session
+
+    def lose(self, session: ServerSession) -> None:
+        self.fleet.remove(session, "test")
+        self.environments.server_lost(session.key)
+        self.book.orphan(session.key)
+
+    def orders(self, session: ServerSession) -> list[fleet_pb2.Lease]:
+        sent = []
+        while (message := session.outbox.pop()) is not None:
+            sent.append(message.lease)
+        return sent
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "journal") as journal:
+        yield journal
+
+
+@pytest.fixture
+def rig(tmp_path: Path, journal: Journal) -> Rig:
+    return Rig(tmp_path, journal)
+
+
+async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_deadline(
+    rig: Rig,
+) -> None:
+    rig.book.step = 1
+    new = rig.serving("new", 1)
+    rig.scheduler.lease_all()
+    first, second = rig.orders(new)
+    assert (first.deadline_step, second.deadline_step) == (2, 2)
+    rig.lose(new)
+    old = rig.serving("old", 0)
+    rig.scheduler.lease_all()
+    # Step 1 waits for one of them; the other can wait for a server of version 1.
+    (again,) = rig.orders(old)
+    assert [group.group_id for group in rig.given_up] == [second.group_id]
+    assert (again.task_index, again.seed) == (second.task_index, second.seed)
+    assert again.group_id not in (first.group_id, second.group_id)
+    assert (again.deadline_step, list(again.members), again.first_attempt) == (1, [0, 1], 0)
+    rig.journal.sync()
+    history = read_history(read_records(rig.folder))
+    assert set(history.open_groups) == {first.group_id, again.group_id}
+    assert history.environments["e"].next_number == 2
+    assert "leased afresh" in rig.progress.events._events[-1].text
+
+
+async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Rig) -> None:
+    lost = rig.serving("a", 0)
+    rig.scheduler.lease_all()
+    leased = [order.group_id for order in rig.orders(lost)]
+    rig.lose(lost)
+    rig.progress.events._events.clear()
+    other = rig.serving("b", 0)
+    rig.scheduler.lease_all()
+    assert [order.group_id for order in rig.orders(other)] == leased
+    assert rig.given_up == []
+
+
+async def test_without_a_server_an_interrupted_group_waits(rig: Rig) -> None:
+    rig.book.step = 1
+    lost = rig.serving("a", 1)
+    rig.scheduler.lease_all()
+    rig.lose(lost)
+    rig.scheduler.lease_all()
+    assert rig.given_up == []
+    assert rig.scheduler.lease_wait == "a rollout server that serves"
+
+
+async def test_a_task_that_starts_afresh_waits_for_the_room_of_its_client(rig: Rig) -> None:
+    rig.book.step = 1
+    rig.entry.client_episodes = 4
+    new = rig.serving("new", 1)
+    rig.scheduler.lease_all()
+    _, second = rig.orders(new)
+    rig.lose(new)
+    old = rig.serving("old", 0)
+    rig.entry.client_episodes = 3
+    rig.scheduler.lease_all()
+    assert rig.orders(old) == []
+    assert [group.group_id for group in rig.given_up] == [second.group_id]
+    assert rig.scheduler.lease_wait == "an environment that is ready and has room for a group"
+    rig.entry.client_episodes = 4
+    rig.scheduler.lease_all()
+    assert [order.task_index for order in rig.orders(old)] == [second.task_index]
+
+
+async def test_what_the_next_lease_lacks_is_told(rig: Rig) -> None:
+    session = rig.serving("a", 0, max_episodes=3)
+    rig.scheduler.lease_all()
+    assert rig.scheduler.lease_wait == "a rollout server with room for a group"
+    session.hello.max_episodes = 100
+    rig.scheduler.lease_all()
+    assert rig.scheduler.lease_wait.startswith("a step: ")
+    assert len(rig.orders(session)) == 2
+
+
+async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(
+    tmp_path: Path, journal: Journal
+) -> None:
+    # A trajectory has at most 2048 + 24 * 8 bytes: three of them do not fit twice.
+    rig = Rig(tmp_path, journal, queue={"max_bytes": 3 * 2240})
+    session = rig.serving("a", 0)
+    rig.scheduler.lease_all()
+    assert len(rig.orders(session)) == 1
+    assert rig.scheduler.lease_wait == "room in the queue (queue.max_bytes)"
+    assert rig.scheduler.reserved_bytes == 2 * 2240
+    rig.queue.waiting_bytes = 100
+    assert rig.scheduler.reserved_bytes == 2 * 2240 + 100
+    assert rig.scheduler.may_send(0)
+    assert not rig.scheduler.may_send(1)

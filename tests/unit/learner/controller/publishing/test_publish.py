@@ -1,0 +1,587 @@
+"""Publishes as the controller follows them, with servers that only get orders."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.delivery import MAX_FAILED_PUBLISHES
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.protocol.codec import pack_logprobs
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion, ServerId
+from slipstream.protocol.weights.transports import Place
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
+
+DIGESTS = [b"one", b"two"]
+READY = fleet_pb2.PUBLISH_PHASE_READY
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+@pytest.fixture
+def progress() -> RunProgress:
+    values: dict[str, Any] = {
+        "run": {"name": "published", "steps": 1},
+        "model": {"path": "model"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+    }
+    made = RunProgress("published", parse_config(values, source="test"), EventLog())
+    made.learner_places = (Place("here"),)
+    return made
+
+
+def joined(fleet: Fleet, name: str) -> ServerSession:
+    hello = fleet_pb2.ServerHello(
+        server_id=name, engine_workers=1, place=weights_pb2.Place(host_id="here")
+    )
+    session = ServerSession(ServerKey(ServerId(name), 1), hello)
+    fleet.add(session)
+    return session
+
+
+async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
+    async with asyncio.timeout(10):
+        return await anext(aiter(session.outbox.messages()))
+
+
+async def ordered(
+    publisher: Publisher,
+    session: ServerSession,
+    tasks: asyncio.TaskGroup,
+    trainer: trainer_pb2.NextRequest | None = None,
+) -> weights_pb2.PublishOrder:
+    """The order of a publish for which the server is ready."""
+    preparing = tasks.create_task(publisher.prepare(trainer))
+    publish_id = (await next_order(session)).prepare.publish_id
+    ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
+    while not preparing.done():
+        publisher.report(session, ready)
+        await asyncio.sleep(0)
+    order = preparing.result()
+    assert order is not None
+    return order
+
+
+async def ordered_of(
+    publisher: Publisher, session: ServerSession, tasks: asyncio.TaskGroup
+) -> weights_pb2.PublishOrder:
+    """As `ordered`, behind orders that nobody read."""
+    while session.outbox.pop() is not None:
+        pass
+    return await ordered(publisher, session, tasks)
+
+
+class Scene:
+    """One server that serves a version, by a publish through the communicator `trainer` has."""
+
+    def __init__(self, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
+        self.fleet = Fleet(progress)
+        self.progress, self.tasks = progress, tasks
+        self.publisher = Publisher(self.fleet, progress, tasks)
+        lost = self.publisher.server_lost
+        self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 5)
+        self.session = joined(self.fleet, "a")
+        self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)
+
+    async def serve(self) -> None:
+        """The first publish, after which the next version is due."""
+        order = await self.ordered()
+        assert not order.begun
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+        assert self.publisher.start(start)
+        self.trainer.communicator_id = order.communicator.communicator_id
+        finishing = self.finish(order.publish_id)
+        self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        assert not (await finishing).discard_communicator
+        logprobs = pack_logprobs(np.zeros(1, np.float32))
+        self.say(order.publish_id, SERVING, probe_logprobs=logprobs)
+        await self.until_serving()
+        self.sent()
+        self.make_version(1)
+
+    async def ordered(self) -> weights_pb2.PublishOrder:
+        return await ordered(self.publisher, self.session, self.tasks, self.trainer)
+
+    def finish(self, publish_id: str, **changed: Any) -> asyncio.Task[trainer_pb2.PublishReceipt]:
+        probe = weights_pb2.Probe(expected_logprobs=pack_logprobs(np.zeros(1, np.float32)))
+        values = {"publish_id": publish_id, "bucket_digests": DIGESTS, "probe": probe}
+        result = trainer_pb2.PublishResult(**values | changed)
+        return self.tasks.create_task(self.publisher.finish(result))
+
+    def say(self, publish_id: str, phase: int, **values: Any) -> None:
+        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **values)
+        self.publisher.report(self.session, report)
+
+    def sent(self) -> list[str]:
+        """Kinds of the messages to the server since the last call."""
+        messages = []
+        while (message := self.session.outbox.pop()) is not None:
+            messages.append(message)
+        return [message.WhichOneof("message") for message in messages]
+
+    def make_version(self, step: int) -> None:
+        self.progress.version = PolicyVersion(0, step)
+        self.trainer.version.step = step
+
+    async def until_serving(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.session.is_serving:
+                await asyncio.sleep(0)
+
+
+async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        assert order.begun
+        receive = await next_order(scene.session)
+        assert receive.receive.order == order
+        # The server has it from the first publish.
+        assert not receive.receive.layout.tensors
+        commit = (await next_order(scene.session)).commit
+        assert (commit.publish_id, commit.version.step) == (order.publish_id, 1)
+        assert list(commit.bucket_digests) == DIGESTS
+        # The server is done before the learner says so.
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        scene.say(order.publish_id, SERVING)
+        await scene.until_serving()
+        assert scene.session.version == PolicyVersion(0, 1)
+        assert list((await scene.finish(order.publish_id)).serving) == ["a"]
+        # Nothing else is said to it.
+        assert scene.sent() == []
+
+
+async def test_servers_are_asked_while_the_trainer_makes_the_version(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        # It serves what the trainer has, and is due when the next version is there.
+        scene.session.version = PolicyVersion(0, 1)
+        scene.publisher.ask_ahead(PolicyVersion(0, 2))
+        publish_id = (await next_order(scene.session)).prepare.publish_id
+        scene.say(publish_id, READY)
+        scene.make_version(2)
+        order = await scene.publisher.prepare(scene.trainer)
+        assert order is not None
+        assert (order.publish_id, order.begun) == (publish_id, True)
+        assert scene.sent() == ["receive", "commit"]
+        scene.publisher.trainer_lost()
+
+
+async def test_servers_are_asked_anew_when_others_are_due_than_were_asked(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.publisher.ask_ahead(PolicyVersion(0, 1))
+        first = (await next_order(scene.session)).prepare.publish_id
+        scene.say(first, READY)
+        other = joined(scene.fleet, "b")
+        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        second = (await next_order(scene.session)).prepare.publish_id
+        assert second != first
+        assert (await next_order(other)).prepare.publish_id == second
+        for session in (scene.session, other):
+            report = fleet_pb2.PublishReport(publish_id=second, phase=READY)
+            scene.publisher.report(session, report)
+        order = await preparing
+        assert order is not None
+        assert [receiver.server_id for receiver in order.receivers] == ["a", "b"]
+
+
+@pytest.mark.parametrize("unknown", ["communicator_id", "bucket_digests", "version"])
+async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
+    progress: RunProgress, unknown: str
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.trainer.ClearField(unknown)
+        order = await scene.ordered()
+        assert not order.begun
+        assert order.new_communicator == (unknown == "communicator_id")
+        assert scene.session.is_serving
+        assert scene.sent() == []
+
+
+async def test_nobody_stands_still_while_a_probe_is_scored(progress: RunProgress) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.publisher.totals.publishes = progress.config.weights.verify_every
+        order = await scene.ordered()
+        assert order.verify
+        assert not order.begun
+        assert not order.new_communicator
+
+
+async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        assert scene.sent() == ["receive", "commit"]
+        # It asks again: the answer was lost.
+        assert await scene.publisher.prepare(scene.trainer) is None
+        assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
+        assert (await next_order(scene.session)).abort.publish_id == order.publish_id
+        scene.session.retry_publish_s = 0.0
+        assert (await scene.ordered()).new_communicator
+
+
+async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        scene.sent()
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        scene.say(order.publish_id, SERVING)
+        await scene.until_serving()
+        receipt = await scene.finish(order.publish_id, error="another server died")
+        assert receipt.discard_communicator
+        assert scene.session.is_serving
+        assert scene.sent() == []
+
+
+@pytest.mark.parametrize(
+    ("report", "result"),
+    [
+        ({"phase": FAILED, "message": "late"}, {}),
+        ({"phase": LOADED, "bucket_digests": [b"another"]}, {}),
+        ({"phase": LOADED, "bucket_digests": DIGESTS}, {"bucket_digests": [b"another"]}),
+        ({"phase": LOADED, "bucket_digests": DIGESTS}, {"error": "a bucket was not sent"}),
+    ],
+)
+async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
+    progress: RunProgress, report: dict[str, Any], result: dict[str, Any]
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        scene.sent()
+        scene.say(order.publish_id, **report)
+        receipt = await scene.finish(order.publish_id, **result)
+        assert receipt.discard_communicator
+        assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
+        assert scene.session.failed_publishes == 1
+        assert scene.sent() == ["abort"]
+
+
+async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        scene.fleet.remove(scene.session, "its stream ended")
+        receipt = await scene.finish(order.publish_id)
+    assert receipt.discard_communicator
+    assert list(receipt.serving) == []
+
+
+async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.trainer.ClearField("bucket_digests")
+        assert not (await scene.ordered()).begun
+        scene.publisher.trainer_lost()
+        assert scene.session.is_serving
+        assert scene.sent() == []
+
+
+async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        session = joined(fleet, "a")
+        first = await ordered(publisher, session, tasks)
+        result = trainer_pb2.PublishResult(publish_id="one that is over")
+        assert (await publisher.finish(result)).discard_communicator
+        second = await ordered(publisher, session, tasks)
+    assert second.new_communicator
+    assert second.communicator.communicator_id != first.communicator.communicator_id
+
+
+async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        session = joined(fleet, "a")
+        order = await ordered(publisher, session, tasks)
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+        assert publisher.start(start) == publisher.start(start)
+        assert (await next_order(session)).HasField("receive")
+        assert session.outbox.pop() is None
+        publisher.trainer_lost()
+
+
+async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        session = joined(fleet, "a")
+        order = await ordered(publisher, session, tasks)
+        publish_id = order.publish_id
+        start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
+        assert publisher.start(start)
+        assert (await next_order(session)).HasField("receive")
+        assert session.state == fleet_pb2.SERVER_STATE_LOADING
+        # gRPC cancels a call whose client is gone.
+        finishing = asyncio.create_task(
+            publisher.finish(trainer_pb2.PublishResult(publish_id=publish_id))
+        )
+        await asyncio.sleep(0)
+        finishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finishing
+        assert session.state == fleet_pb2.SERVER_STATE_STALE
+        assert (await next_order(session)).commit.publish_id == publish_id
+        assert (await next_order(session)).abort.publish_id == publish_id
+        session.retry_publish_s = 0.0
+        assert publisher.due() == [session]
+
+
+async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        finishing = scene.finish(order.publish_id)
+        await asyncio.sleep(0)
+        scene.publisher.trainer_joined(1)
+        other = joined(scene.fleet, "b")
+        second = await ordered(scene.publisher, other, tasks, scene.trainer)
+        finishing.cancel()
+        await asyncio.wait((finishing,))
+        start = trainer_pb2.PublishStart(
+            publish_id=second.publish_id, communicator=second.communicator
+        )
+        assert [r.server_id for r in scene.publisher.start(start)] == ["b"]
+        scene.publisher.trainer_lost()
+
+
+async def test_a_server_that_took_its_weights_back_is_sent_them_again(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.say("p000000", FAILED, message="of another publish")
+        assert scene.session.is_serving
+        scene.say("p000001", FAILED, message="the verdict on its probe came too late")
+        assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
+        assert scene.session.cause == "the verdict on its probe came too late"
+        scene.session.retry_publish_s = 0.0
+        assert scene.publisher.due() == [scene.session]
+
+
+async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_else(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        order = await scene.ordered()
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+        assert scene.publisher.start(start)
+        finishing = scene.finish(order.publish_id)
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        await finishing
+        scene.say(order.publish_id, SERVING, probe_logprobs=b"odd")
+        while scene.session.state != fleet_pb2.SERVER_STATE_STALE:
+            await asyncio.sleep(0)
+        assert "must be a multiple of 4 bytes, got 3" in scene.session.cause
+
+
+async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
+    """As many publishes as a server may fail before it is sent away."""
+    for _ in range(MAX_FAILED_PUBLISHES):
+        session.retry_publish_s = 0.0
+        order = await ordered_of(scene.publisher, session, scene.tasks)
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+        assert scene.publisher.start(start)
+        await scene.finish(order.publish_id, error="nobody came")
+    assert scene.fleet.find(session.key) is None
+
+
+async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await fail_all_of_its_life(scene, scene.session)
+        assert not progress.is_over
+        await fail_all_of_its_life(scene, joined(scene.fleet, "a"))
+        assert progress.state == status_pb2.RUN_STATE_FAILED
+        assert progress.cause == (
+            "no rollout server serves, and 16 publishes in a row to a failed, the last one: "
+            "the learner could not send: nobody came"
+        )
+
+
+async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(
+    progress: RunProgress,
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        scene.publisher.pin(scene.session)
+        for _ in range(3):
+            await fail_all_of_its_life(scene, joined(scene.fleet, "b"))
+        assert not progress.is_over
+
+
+async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        leaving, staying = joined(fleet, "a"), joined(fleet, "b")
+        assert publisher.due() == [leaving, staying]
+        preparing = tasks.create_task(publisher.prepare())
+        publish_id = (await next_order(leaving)).prepare.publish_id
+        ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
+        # It was ready, and then it was told to leave.
+        fleet.drains(leaving, "SIGTERM")
+        while not preparing.done():
+            publisher.report(leaving, ready)
+            publisher.report(staying, ready)
+            await asyncio.sleep(0)
+        order = preparing.result()
+        assert order is not None
+        assert [receiver.server_id for receiver in order.receivers] == ["b"]
+        assert publisher.due() == [staying]
+        publisher.trainer_lost()
+
+
+async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        session = joined(fleet, "a")
+        order = await ordered(publisher, session, tasks)
+        publish_id = order.publish_id
+        start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
+        assert publisher.start(start)
+        fleet.drains(session, "SIGTERM")
+        loaded = fleet_pb2.PublishReport(
+            publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_LOADED
+        )
+        result = trainer_pb2.PublishResult(publish_id=publish_id)
+        finishing = tasks.create_task(publisher.finish(result))
+        while not finishing.done():
+            publisher.report(session, loaded)
+            await asyncio.sleep(0)
+        assert list(finishing.result().serving) == ["a"]
+        await next_order(session)
+        assert (await next_order(session)).HasField("commit")
+        report = fleet_pb2.PublishReport(
+            publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_SERVING
+        )
+        publisher.report(session, report)
+    assert session.state == fleet_pb2.SERVER_STATE_DRAINING
+    assert fleet.serving() == []
+
+
+async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(
+    progress: RunProgress,
+) -> None:
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(fleet, progress, tasks)
+        leaving, staying = joined(fleet, "a"), joined(fleet, "b")
+        preparing = tasks.create_task(publisher.prepare())
+        publish_id = (await next_order(leaving)).prepare.publish_id
+        ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
+        while not preparing.done():
+            publisher.report(leaving, ready)
+            publisher.report(staying, ready)
+            await asyncio.sleep(0)
+        order = preparing.result()
+        assert order is not None
+        fleet.remove(leaving, "its stream ended")
+        start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
+        assert publisher.start(start) == []
+        assert staying.state == fleet_pb2.SERVER_STATE_JOINING
+        assert publisher.due() == [staying]
+        again = await ordered_of(publisher, staying, tasks)
+        assert again.new_communicator
+
+
+async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: RunProgress) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        order = await scene.ordered()
+        question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
+        start = trainer_pb2.PublishStart(publish_id=order.publish_id)
+        scene.publisher.start(start)
+        told = scene.sent()
+        assert [r.server_id for r in scene.publisher.start(question)] == [scene.session.name]
+        # Nobody is told anything by it.
+        assert told[-1] == "receive"
+        assert scene.sent() == []
+        scene.say(order.publish_id, FAILED, message="could not join")
+        assert scene.publisher.start(question) == []
+        other = trainer_pb2.PublishStart(publish_id="another", is_question=True)
+        assert scene.publisher.start(other) == []
+
+
+async def test_a_server_that_is_gone_is_not_there_any_more(progress: RunProgress) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        order = await scene.ordered()
+        scene.publisher.start(trainer_pb2.PublishStart(publish_id=order.publish_id))
+        scene.fleet.remove(scene.session, "killed")
+        question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
+        assert scene.publisher.start(question) == []

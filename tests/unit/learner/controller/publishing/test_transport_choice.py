@@ -1,0 +1,55 @@
+"""The transport of a communicator, and the servers that it leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.transport_choice import choose_for, misfit
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.weights.transports import Place
+from slipstream.v1 import weights_pb2
+
+
+@pytest.fixture
+def progress(request: pytest.FixtureRequest) -> RunProgress:
+    values: dict[str, Any] = {
+        "run": {"name": "placed", "steps": 1},
+        "model": {"path": "model"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+        "weights": {"transport": request.param},
+    }
+    return RunProgress("placed", parse_config(values, source="test"), EventLog())
+
+
+def place(host: str, *cards: str) -> weights_pb2.Place:
+    return weights_pb2.Place(host_id=host, cards=cards)
+
+
+@pytest.mark.parametrize("progress", ["auto"], indirect=True)
+def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(
+    progress: RunProgress,
+) -> None:
+    progress.learner_places = (Place("here", ("GPU-0",)),)
+    servers = {
+        "a": place("here", "GPU-0"),
+        "b": place("there", "GPU-7"),
+        "c": place("here", "GPU-1"),
+    }
+    transport, (a, b, c) = choose_for(progress, servers)
+    assert (transport, a, c) == ("ipc", "", "")
+    assert "b runs on another one" in b
+    assert choose_for(progress, {"b": servers["b"]}) == ("nccl", [""])
+
+
+@pytest.mark.parametrize("progress", ["nccl"], indirect=True)
+def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(
+    progress: RunProgress,
+) -> None:
+    assert misfit(progress, "a", place("here", "GPU-0")) == ""
+    progress.learner_places = (Place("here", ("GPU-0",)),)
+    assert "joins no two processes on one GPU" in misfit(progress, "a", place("here", "GPU-0"))
+    assert misfit(progress, "b", place("here", "GPU-1")) == ""

@@ -1,0 +1,325 @@
+"""Where a run goes on, from any prefix of its journal."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import RecordedStep, RunHistory, read_history
+from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.records.timeline import version_of
+from slipstream.learner.controller.reporting.busy import BusySeconds
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.staleness import deadline, holds
+from slipstream.protocol.types import GroupId, PolicyVersion, ServerId, TrajectoryId
+from slipstream.v1 import environment_pb2, trainer_pb2
+
+B, MEMBERS, STEPS, ETA = 2, 2, 6, 2
+SERVER = ServerKey(ServerId("s"), 7)
+
+
+class Run:
+    """A random run that follows the rules and writes the journal as the controller does."""
+
+    def __init__(self, journal: Journal, seed: int) -> None:
+        self.journal, self.random = journal, random.Random(seed)
+        self.book = LeaseBook(
+            groups_per_step=B, group_size=MEMBERS, max_staleness=ETA, num_steps=STEPS
+        )
+        self.version, self.numbers, self.ready = 0, 0, {}
+        self.durable = {"leased": set(), "trained": {}}
+
+    def play(self) -> None:
+        self.journal.append("start", format=1, run_id="r-1")
+        while self.version < STEPS:
+            self.random.choice([self.lease, self.finish, self.fail, self.step])()
+
+    def lease(self) -> None:
+        if not self.book.may_lease(self.version):
+            return
+        group = self.book.lease("e", self.numbers, 5, SERVER, self.version)
+        self.journal.append(
+            "lease",
+            group=group.group_id,
+            environment="e",
+            task=self.numbers,
+            number=self.numbers,
+            seed=5,
+            deadline=group.deadline_step,
+            members=[0, 1],
+            server="s",
+            epoch=7,
+        )
+        self.numbers += 1
+
+    def finish(self) -> None:
+        waiting = [g for g in self.book.groups.values() if len(g.finished) < MEMBERS]
+        if waiting:
+            group = self.random.choice(waiting)
+            group.finished[len(group.finished)] = None
+
+    def fail(self) -> None:
+        if not self.book.groups or self.random.random() < 0.7:
+            return
+        group = self.random.choice(list(self.book.groups.values()))
+        how = self.random.choice(["set_aside", "filtered", "retried"])
+        member = len(group.finished) % MEMBERS
+        attempt = group.attempts.get(member, -1) + 1
+        if how == "retried":
+            group.attempts[member] = attempt
+            self.end(group.group_id, member, attempt, End.FAILED)
+            return
+        del self.book.groups[group.group_id]
+        if how == "set_aside":
+            self.journal.append("set_aside", group=group.group_id, task=0, cause="")
+        else:
+            self.journal.append("closed", group=group.group_id, how="filtered", cause="")
+        self.end(group.group_id, member, attempt, End.FILTERED)
+
+    def end(self, group_id: str, member: int, attempt: int, end: End) -> None:
+        self.journal.append(
+            "end",
+            id=f"{group_id}.{member}.{attempt}.7",
+            end=end.value,
+            cause="",
+            tokens=3,
+            server="s",
+            epoch=7,
+        )
+
+    def step(self) -> None:
+        step = self.book.step
+        groups = self.book.take_batch()
+        if groups is None:
+            return
+        if self.random.random() < 0.5 and self.version < STEPS - 1:
+            # Leases go on while the batch is written.
+            self.lease()
+        header = trainer_pb2.BatchHeader(step=step, batch_id=f"b{step}")
+        batch = trainer_pb2.RecordedBatch(header=header)
+        for group in groups:
+            batch.trajectories.add(group_id=group.group_id)
+        self.journal.write_batch(batch, [("s", 7, 10)])
+        self.version += 1
+        self.journal.append(
+            "step",
+            step=step,
+            version=[0, step + 1],
+            digest=f"d{step}",
+            lags=[[0, 10]],
+            several=1,
+        )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_journal_cut_anywhere_loses_nothing_and_trains_nothing_twice(tmp_path, seed):
+    with Journal(tmp_path) as journal:
+        Run(journal, seed).play()
+    log = tmp_path / "journal.log"
+    data = log.read_bytes()
+    cuts = [0, len(data), *random.Random(seed).sample(range(len(data)), 60)]
+    for cut in cuts:
+        log.write_bytes(data[:cut])
+        records = list(read_records(tmp_path))
+        check(read_history(records), records)
+
+
+def check(history: RunHistory, records: list[dict]) -> None:
+    leased = {GroupId(r["group"]) for r in records if r["kind"] == "lease"}
+    closed = {GroupId(r["group"]) for r in records if r["kind"] in ("set_aside", "closed")}
+    batches = [[GroupId(g) for g in r["groups"]] for r in records if r["kind"] == "batch"]
+    trained = [group for groups in batches for group in groups]
+    assert len(trained) == len(set(trained))
+    assert set(history.trained_in) == set(trained)
+    still_open = set(history.open_groups)
+    assert still_open | closed | set(trained) == leased
+    assert not still_open & (closed | set(trained))
+    assert history.next_group == len(leased)
+    assert history.next_step == len(batches)
+    assert history.version.step in (history.next_step, history.next_step - 1, 0)
+
+    book = LeaseBook(groups_per_step=B, group_size=MEMBERS, max_staleness=ETA, num_steps=STEPS)
+    book.restore(history)
+    deadlines = [group.deadline_step for group in book.groups.values()]
+    assert holds(deadlines, book.step, B)
+    # Whatever version the servers are sent first, they may finish what is open.
+    served = history.version.step
+    assert all(book.may_reassign(group, served) for group in book.groups.values())
+    if book.may_lease(served):
+        group = book.lease("e", 0, 0, SERVER, served)
+        assert group.group_id not in leased
+        assert group.deadline_step == deadline(served, ETA, STEPS)
+
+    ledger = TokenLedger()
+    ledger.restore(history)
+    snapshot = ledger.snapshot()
+    assert snapshot.difference == 0
+    assert snapshot.trained == 10 * len(history.steps)
+    assert snapshot.failed + snapshot.filtered == 3 * sum(r["kind"] == "end" for r in records)
+    assert snapshot.queued == 10 * (len(batches) - len(history.steps))
+    for record in records:
+        if record["kind"] == "end":
+            assert not ledger.receive(SERVER, TrajectoryId(record["id"]), 3)
+
+    environments = EnvironmentBook(seed=0, max_failed_groups=3)
+    environments.restore(history)
+    entry = environments.add(environment_pb2.EnvironmentSpec(name="e", weight=1.0))
+    assert entry.next_number == len(leased)
+    assert entry.groups_leased == len(still_open)
+    accepted = sum(r["kind"] == "closed" for r in records) + len(trained)
+    assert entry.groups_accepted == accepted
+    assert entry.groups_failed == sum(r["kind"] == "set_aside" for r in records)
+
+
+def start(**changes):
+    return {"kind": "start", "format": 1, "run_id": "r-1"} | changes
+
+
+def lease(group: str, number: int = 0, **changes):
+    return {
+        "kind": "lease",
+        "group": group,
+        "environment": "e",
+        "task": 3,
+        "number": number,
+        "seed": 5,
+        "deadline": 2,
+        "server": "s",
+        "epoch": 7,
+    } | changes
+
+
+def batch(step: int, *groups: str):
+    tokens = [["s", 7, 4]]
+    fields = {"batch_id": f"b{step}", "crc32": 1, "groups": list(groups), "tokens": tokens}
+    return {"kind": "batch", "step": step} | fields
+
+
+def step(number: int, incarnation: int, digest: str):
+    version = [incarnation, number + 1]
+    facts = {"lags": [], "several": 0}
+    return {"kind": "step", "step": number, "version": version, "digest": digest} | facts
+
+
+def test_attempts_of_an_open_group_count_on():
+    end = {"kind": "end", "end": "failed", "cause": "", "tokens": 1, "server": "s", "epoch": 7}
+    history = read_history(
+        [
+            start(),
+            lease("g000000"),
+            end | {"id": "g000000.1.0.7"},
+            end | {"id": "g000000.1.2.7"},
+            end | {"id": "g000000.1.1.7"},
+        ]
+    )
+    (group,) = history.open_groups.values()
+    assert group.attempts == {1: 2}
+
+
+def closed(group: str, **changes):
+    return {"kind": "closed", "group": group, "how": "filtered", "cause": ""} | changes
+
+
+def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
+    records = [start(), *(lease(f"g00000{i}", i) for i in range(5))]
+    records += [closed("g000000", solved=True, reward=1.0), batch(0, "g000001")]
+    # As an earlier version wrote it.
+    records += [closed("g000002"), closed("g000003", solved=True, reward=1.0)]
+    history = read_history(records)
+    assert history.filtered_groups == {0: 1, 1: 2}
+    assert history.filtered.describe() == "e: 1 of 2 solved, mean reward 0.5"
+
+
+def test_a_solved_run_stays_solved_until_it_goes_on():
+    records = [start(), lease("g000000"), {"kind": "solved", "step": 0, "cause": "why"}]
+    assert read_history(records).solved == "why"
+    assert not read_history([*records, batch(0, "g000000")]).solved
+
+
+def busy(window: float, both: float):
+    times = {"window": window, "generation": 3.0, "training": 2.0, "both": both}
+    return {"kind": "busy"} | times
+
+
+def test_the_last_of_each_start_says_how_busy_it_was():
+    first, second = [start(), busy(5.0, 1.0), busy(10.0, 2.0)], [start(), busy(4.0, 1.0)]
+    assert read_history([*first, *second]).busy == BusySeconds(10.0, 3.0, 2.0, 2.0)
+    assert read_history([*first, *second, start()]).busy == BusySeconds(14.0, 6.0, 4.0, 3.0)
+
+
+def test_a_lease_that_goes_on_elsewhere_is_the_same_group():
+    history = read_history([start(), lease("g000000"), lease("g000000", number=-1)])
+    assert len(history.open_groups) == 1
+    assert history.environments["e"].next_number == 1
+
+
+def test_the_newest_record_of_a_step_counts_and_its_timeline_is_the_runs():
+    records = [start(), lease("g000000"), lease("g000001", 1)]
+    records += [batch(0, "g000000"), step(0, 0, "a"), batch(1, "g000001"), step(1, 0, "b")]
+    assert read_history(records).version == PolicyVersion(0, 2)
+    history = read_history([*records, step(0, 1, "c")])
+    assert history.version == PolicyVersion(1, 2)
+    assert history.steps[0] == RecordedStep(PolicyVersion(1, 1), "c")
+    assert history.ends[End.TRAINED] == 8
+
+
+@pytest.mark.parametrize(
+    ("records", "cause"),
+    [
+        ([lease("g000000")], "older version"),
+        ([start(format=2)], "format 2"),
+        ([start(), lease("g000000"), batch(1, "g000000")], "step 1 after that of -1"),
+        ([start(), batch(0, "g000000")], "g000000, which is not open"),
+        (
+            [start(), lease("g000000"), batch(0, "g000000"), batch(1, "g000000")],
+            "g000000, which is not open",
+        ),
+        ([start(), step(0, 0, "a")], "step 0 without its batch"),
+    ],
+)
+def test_records_that_cannot_be_of_one_run_are_refused(records, cause):
+    with pytest.raises(ProtocolError, match=cause):
+        read_history(records)
+
+
+def test_the_same_digest_is_the_same_version():
+    recorded = RecordedStep(PolicyVersion(1, 5), "a")
+    assert version_of(5, "a", recorded, trainer=0, newest=1) == PolicyVersion(1, 5)
+    assert version_of(5, "a", recorded, trainer=1, newest=3) == PolicyVersion(1, 5)
+
+
+def test_another_digest_begins_a_timeline_that_no_version_had():
+    recorded = RecordedStep(PolicyVersion(1, 5), "a")
+    assert version_of(5, "b", recorded, trainer=1, newest=3) == PolicyVersion(4, 5)
+    assert version_of(5, "b", recorded, trainer=0, newest=1) == PolicyVersion(2, 5)
+
+
+def test_nothing_is_expected_of_a_timeline_that_is_newer_than_the_record():
+    recorded = RecordedStep(PolicyVersion(0, 5), "a")
+    assert version_of(5, "b", recorded, trainer=2, newest=2) == PolicyVersion(2, 5)
+    assert version_of(5, "b", None, trainer=0, newest=2) == PolicyVersion(0, 5)
+
+
+def test_servers_that_were_leased_anything_are_known_after_a_restart():
+    evaluation = {"kind": "evaluation_lease", "group": "e1-000000", "server": "t", "epoch": 8}
+    history = read_history([start(), lease("g000000", 0), evaluation])
+    assert history.leased_to == {("s", 7), ("t", 8)}
+
+
+def test_a_group_that_started_afresh_takes_the_place_of_the_one_that_was_given_up():
+    again = lease("g000001", -1, replaces="g000000")
+    history = read_history([start(), lease("g000000", 0), again])
+    assert set(history.open_groups) == {"g000001"}
+    assert history.environments["e"].next_number == 1
+
+
+def test_a_quarantined_delivery_without_a_name_is_read_back():
+    end = {"kind": "end", "id": "what", "end": "quarantined", "tokens": 3, "server": "u"}
+    history = read_history([start(), {**end, "epoch": 0}])
+    assert history.ends[End.QUARANTINED] == 3
+    assert "what" in history.ended

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from slipstream.learner.controller.records.history import RecordedBatch, RunHistory
+from slipstream.learner.controller.records.journal import (
+    EarlierIds,
+    Journal,
+    batch_path,
+    read_batch,
+    read_records,
+)
+from slipstream.protocol.codec import trajectory_to_pb
+from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.types import (
+    GroupId,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+)
+from slipstream.v1 import trainer_pb2
+
+TRAINED = {
+    "run_id": "r-1",
+    "group_id": GroupId("g000001"),
+    "member": 0,
+    "attempt": 1,
+    "server_id": ServerId("s"),
+    "server_epoch": 7,
+    "environment": "e",
+    "task_index": 0,
+    "seed": 0,
+    "purpose": Purpose.TRAINING,
+    "status": Status.COMPLETED,
+    "token_ids": np.arange(3, dtype=np.uint32),
+    "run_lengths": (1, 2),
+    "behavior_logprobs": np.zeros(2, np.float32),
+    "version_spans": (VersionSpan(2, PolicyVersion(0, 0)),),
+}
+
+
+def test_records_come_back_in_order(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.append("lease", group="g1", members=[0, 1])
+        journal.append("end", id="x", end="failed", cause="line\nbreak and ä")
+    assert list(read_records(tmp_path)) == [
+        {"kind": "lease", "group": "g1", "members": [0, 1]},
+        {"kind": "end", "id": "x", "end": "failed", "cause": "line\nbreak and ä"},
+    ]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.append("a")
+        journal.append("b")
+    path = tmp_path / "journal.log"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a"]
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.append("a", number=1)
+    path = tmp_path / "journal.log"
+    data = path.read_bytes()
+    for position in range(len(data) - 1):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[position] ^= 1 << bit
+            path.write_bytes(damaged)
+            try:
+                records = list(read_records(tmp_path))
+            except ProtocolError:
+                continue
+            assert records == []
+
+
+def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
+    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
+    with Journal(tmp_path) as journal:
+        journal.write_batch(batch)
+    (record,) = read_records(tmp_path)
+    assert read_batch(tmp_path, 3, record["crc32"]) == batch
+    path = batch_path(tmp_path, 3)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ProtocolError, match="damaged"):
+        read_batch(tmp_path, 3, record["crc32"])
+
+
+def test_a_writer_goes_on_behind_the_last_whole_record(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.append("a")
+        journal.append("b")
+    path = tmp_path / "journal.log"
+    path.write_bytes(path.read_bytes()[:-3])
+    with Journal(tmp_path) as journal:
+        journal.append("c")
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "c"]
+
+
+def test_a_journal_has_one_writer(tmp_path):
+    with Journal(tmp_path), pytest.raises(ConfigError, match="is written by another controller"):
+        Journal(tmp_path)
+    with Journal(tmp_path) as journal:
+        journal.append("a")
+
+
+def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
+    """Redis delivers again what ended or was trained just before the crash."""
+    trained = Trajectory(**TRAINED)
+    message = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b0"))
+    message.trajectories.append(trajectory_to_pb(trained))
+    history = RunHistory(ended={TrajectoryId("g000002.0.0.7")}, trained_in={trained.group_id: 0})
+    with Journal(tmp_path) as journal:
+        crc32 = journal.write_batch(message)
+        history.batches[0] = RecordedBatch(0, "b0", crc32)
+        earlier = EarlierIds(history, journal)
+        assert earlier.holds(GroupId("g000002"), TrajectoryId("g000002.0.0.7"))
+        assert earlier.holds(trained.group_id, trained.trajectory_id)
+        # Another attempt at the same place was neither trained nor ended.
+        assert not earlier.holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
+        assert not earlier.holds(GroupId("g000003"), TrajectoryId("g000003.0.0.7"))
+        journal.remove_batch(0)
+        # A checkpoint covers it: it was acknowledged long ago.
+        assert EarlierIds(history, journal).holds(trained.group_id, TrajectoryId("g000001.0.9.7"))

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.protocol.types import ServerId, TrajectoryId
+from slipstream.v1 import fleet_pb2
+
+KEY = ServerKey(ServerId("a"), 1)
+
+
+def report(generated: int, in_flight: int, ended: int) -> fleet_pb2.ServerReport:
+    return fleet_pb2.ServerReport(
+        generated_tokens=generated, in_flight_tokens=in_flight, ended_tokens=ended
+    )
+
+
+def test_every_token_is_somewhere():
+    ledger = TokenLedger()
+    ledger.report(KEY, report(100, 30, 70))
+    ledger.receive(KEY, TrajectoryId("x"), 40)
+    ledger.receive(KEY, TrajectoryId("y"), 20)
+    ledger.end(End.TRAINED, 40)
+    now = ledger.snapshot()
+    assert (now.generated, now.trained, now.in_flight, now.queued) == (100, 40, 30, 30)
+    assert now.difference == 0
+
+
+def test_a_token_that_went_astray_shows():
+    ledger = TokenLedger()
+    ledger.report(KEY, report(100, 0, 90))
+    ledger.receive(KEY, TrajectoryId("x"), 90)
+    ledger.end(End.TRAINED, 90)
+    assert ledger.snapshot().difference == 10
+
+
+def test_a_duplicate_counts_once():
+    ledger = TokenLedger()
+    assert ledger.receive(KEY, TrajectoryId("x"), 5)
+    assert not ledger.receive(KEY, TrajectoryId("x"), 5)
+    ledger.report(KEY, report(5, 0, 5))
+    ledger.end(End.FAILED, 5)
+    assert ledger.snapshot().difference == 0
+
+
+def test_what_a_dead_server_did_not_deliver_is_lost_until_it_arrives():
+    ledger = TokenLedger()
+    ledger.report(KEY, report(100, 60, 40))
+    ledger.receive(KEY, TrajectoryId("x"), 30)
+    ledger.die(KEY)
+    assert ledger.snapshot().lost == 70
+    ledger.receive(KEY, TrajectoryId("y"), 10)
+    assert ledger.snapshot().lost == 60
+    ledger.end(End.TRAINED, 40)
+    assert ledger.snapshot().difference == 0
+
+
+def test_a_dead_server_may_have_delivered_more_than_it_had_reported():
+    ledger = TokenLedger()
+    ledger.report(KEY, report(10, 0, 10))
+    ledger.receive(KEY, TrajectoryId("x"), 25)
+    ledger.die(KEY)
+    now = ledger.snapshot()
+    assert (now.generated, now.lost) == (25, 0)

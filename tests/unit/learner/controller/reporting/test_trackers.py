@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+from controller_runs import make_config
+from slipstream.learner.controller.reporting.trackers import writers
+from slipstream.learner.controller.reporting.trackers.event_file import crc32c
+from slipstream.learner.controller.reporting.trackers.opening import RunIds, _ways_to_open
+from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
+from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun, told_settings
+from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.measurement_sections import TrackingSection
+from slipstream.protocol.settings.tracking import check_trackers
+
+TRACKERS = writers.__package__
+
+
+class FakeTracker:
+    """Keeps what it is told; fails at step `fails_at`, and waits for `gate` before each entry."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+        self.entries: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def log(self, step, values) -> None:
+        self.gate.wait()
+        if step == self.fails_at:
+            raise ConnectionError("the service is away\nand more")
+        self.entries.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def needs(package: str):
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+def test_every_tracker_gets_all_finite_numbers_in_order():
+    first, second = FakeTracker(), FakeTracker()
+    complaints: list[str] = []
+    trackers = Trackers({"a": lambda: first, "b": lambda: second}, complaints.append)
+    trackers.log(0, {"x": 1.0, "y": float("nan")})
+    trackers.log(1, {"x": 2, "y": float("inf")})
+    trackers.close()
+    assert first.entries == second.entries == [(0, {"x": 1.0}), (1, {"x": 2.0})]
+    assert first.closed and second.closed
+    assert complaints == []
+
+
+def test_a_tracker_that_fails_is_told_once_and_the_others_go_on():
+    broken, whole = FakeTracker(fails_at=1), FakeTracker()
+    complaints: list[str] = []
+    trackers = Trackers({"broken": lambda: broken, "whole": lambda: whole}, complaints.append)
+    for step in range(4):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    assert [step for step, _ in broken.entries] == [0]
+    assert [step for step, _ in whole.entries] == [0, 1, 2, 3]
+    assert complaints == [
+        "tracker broken gets no more numbers: ConnectionError: the service is away"
+    ]
+
+
+def test_a_tracker_that_cannot_be_opened_is_told():
+    def refuse():
+        raise PermissionError("no key")
+
+    complaints: list[str] = []
+    trackers = Trackers({"locked": refuse}, complaints.append)
+    trackers.close()
+    trackers.log(0, {"x": 1.0})
+    assert complaints == ["tracker locked gets no more numbers: PermissionError: no key"]
+
+
+def test_the_end_of_a_run_waits_for_a_slow_tracker_only_so_long():
+    slow = FakeTracker()
+    slow.gate.clear()
+    complaints: list[str] = []
+    trackers = Trackers({"slow": lambda: slow}, complaints.append, close_limit_s=0.05)
+    trackers.log(0, {"x": 1.0})
+    trackers.close()
+    slow.gate.set()
+    assert complaints == ["tracker slow was not done 0.05 s after the run"]
+
+
+def test_a_tracker_that_is_too_far_behind_is_given_up_and_nothing_waits(monkeypatch):
+    monkeypatch.setattr(writers, "MAX_WAITING", 2)
+    slow = FakeTracker()
+    slow.gate.clear()
+    complaints: list[str] = []
+    trackers = Trackers({"slow": lambda: slow}, complaints.append)
+    for step in range(10):
+        trackers.log(step, {"x": 1.0})
+    slow.gate.set()
+    trackers.close()
+    assert complaints == ["tracker slow gets no more numbers: it is 2 entries behind"]
+
+
+def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
+    config = make_config(
+        tmp_path,
+        queue__kind="redis",
+        queue__redis_url="redis://:hunter2@127.0.0.1:6379",
+        security__token_file="secrets/token",
+    )
+    secrets = {"user": "someone", "password_file": "secrets/password"}
+    users = make_config(
+        tmp_path,
+        queue__kind="redis",
+        queue__redis_url="redis://127.0.0.1",
+        queue__controller=secrets,
+        queue__rollout_server=secrets,
+    )
+    assert not any("secrets" in str(value) for value in told_settings(users).values())
+    told = told_settings(config)
+    assert told["algorithm.max_staleness"] == 2
+    assert told["queue.kind"] == "redis"
+    assert not any("hunter2" in str(value) or "secrets" in str(value) for value in told.values())
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        ("wandb", "which needs the package wandb: pip install 'slipstream-rl[wandb]'"),
+        ("mlflow", "which needs the package mlflow: pip install 'slipstream-rl[mlflow]'"),
+    ],
+)
+def test_a_missing_package_is_one_line_with_the_command_that_helps(monkeypatch, tracker, message):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(TrackingSection(trackers=(tracker,)))
+    assert str(caught.value) == f"tracking.trackers has {tracker!r}, {message}"
+
+
+def test_names_of_the_run_are_kept_for_the_next_start(tmp_path: Path):
+    RunIds(tmp_path).keep("wandb", "abc")
+    assert RunIds(tmp_path).get("wandb") == "abc"
+    assert RunIds(tmp_path).get("mlflow") == ""
+
+
+def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
+    """Two starts of one run with one tracker; its name for the run."""
+    config = make_config(tmp_path, tracking__trackers=[name], **settings)
+    folder = config.run_dir
+    folder.mkdir(parents=True)
+    complaints: list[str] = []
+    for start in range(2):
+        trackers = Trackers(_ways_to_open(config, folder), complaints.append)
+        trackers.log(start, {"reward_mean": 0.5 + start, "held/pass_at_1": 0.25})
+        trackers.close()
+    assert complaints == []
+    return RunIds(folder).get(name)
+
+
+def test_tensorboard_has_every_number(tmp_path: Path):
+    log_twice(tmp_path, "tensorboard")
+    files = list((tmp_path / "r" / "tensorboard").iterdir())
+    content = b"".join(file.read_bytes() for file in files)
+    assert content.count(b"reward_mean") == content.count(b"held/pass_at_1") == 2
+
+
+def records(path: Path) -> list:
+    """The events of a file, read by the message that TensorBoard itself has; checksums checked."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    data, events = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        crcs = struct.unpack_from("<I", data, 8) + struct.unpack_from("<I", data, 12 + length)
+        for part, stored in zip((data[:8], data[12 : 12 + length]), crcs, strict=True):
+            crc = crc32c(part)
+            assert stored == ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[length + 16 :]
+    return events
+
+
+def test_the_checksum_is_that_of_the_standard():
+    # RFC 3720, B.4: 32 bytes of zeros, and the usual check of such codes.
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def test_event_files_hold_what_tensorboard_reads_as_soon_as_it_is_told(tmp_path: Path):
+    tracker = TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}))
+    tracker.log(300, {"loss": -0.5, "held/pass_at_1": 0.25})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    first, second = records(file)
+    assert first.file_version == "brain.Event:2"
+    assert second.step == 300
+    assert abs(second.wall_time - time.time()) < 60
+    values = {value.tag: value.simple_value for value in second.summary.value}
+    assert values == {"loss": -0.5, "held/pass_at_1": 0.25}
+    tracker.close()
+
+
+def test_the_controller_imports_neither_torch_nor_what_brings_it():
+    program = (
+        "import sys, slipstream.learner.controller.application, "
+        "slipstream.learner.controller.reporting.trackers.tensorboard;"
+        "print({'torch', 'tensorboardX', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout == "set()\n"
+
+
+class FakeService(types.ModuleType):
+    """Stands in for the package wandb and its run: notes every call."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[str, tuple, dict]] = []
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
+
+
+def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_path, monkeypatch):
+    service = FakeService()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.delitem(
+        sys.modules, "slipstream.learner.controller.reporting.trackers.wandb", raising=False
+    )
+    config = make_config(
+        tmp_path,
+        tracking__trackers=["wandb"],
+        tracking__project="sums",
+        tracking__name="first try",
+        tracking__wandb_mode="offline",
+    )
+    config.run_dir.mkdir()
+    RunIds(config.run_dir).keep("wandb", "kept")
+    tracker = _ways_to_open(config, config.run_dir)["wandb"]()
+    tracker.log(7, {"loss": 0.5})
+    tracker.close()
+    monkeypatch.delitem(sys.modules, "slipstream.learner.controller.reporting.trackers.wandb")
+    told = next(kwargs for name, _, kwargs in service.calls if name == "init")
+    assert (told["project"], told["name"], told["mode"]) == ("sums", "first try", "offline")
+    assert (told["id"], told["resume"], told["dir"]) == ("kept", "allow", str(config.run_dir))
+    assert told["config"]["algorithm.max_staleness"] == 2
+    names = [(name, args) for name, args, _ in service.calls if name in ("log", "finish")]
+    assert names == [("log", ({"loss": 0.5, "step": 7},)), ("finish", ())]
+    assert ("define_metric", ("*",), {"step_metric": "step"}) in service.calls
+
+
+class FakeMlflow:
+    """Stands in for MLflow's client: one store of experiments and runs, and every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple, dict]] = []
+        self.experiments: dict[str, str] = {}
+
+    def MlflowClient(self, tracking_uri: str) -> FakeMlflow:  # noqa: N802
+        self.calls.append(("open", (tracking_uri,), {}))
+        return self
+
+    def get_experiment_by_name(self, name: str) -> types.SimpleNamespace | None:
+        found = self.experiments.get(name)
+        return None if found is None else types.SimpleNamespace(experiment_id=found)
+
+    def create_experiment(self, name: str) -> str:
+        return self.experiments.setdefault(name, f"experiment {name}")
+
+    def create_run(self, *args: object, **kwargs: object) -> types.SimpleNamespace:
+        self.calls.append(("create_run", args, kwargs))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="given by the service"))
+
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+    def told(self, name: str) -> list[tuple[tuple, dict]]:
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, monkeypatch):
+    service = FakeMlflow()
+    parts = {"entities": types.ModuleType("mlflow.entities"), "tracking": service}
+    parts["entities"].Metric = lambda *args: args
+    parts["entities"].Param = lambda key, value: (key, value)
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    for name, module in parts.items():
+        monkeypatch.setitem(sys.modules, f"mlflow.{name}", module)
+    monkeypatch.delitem(
+        sys.modules, "slipstream.learner.controller.reporting.trackers.mlflow", raising=False
+    )
+    config = make_config(tmp_path, tracking__trackers=["mlflow"], tracking__project="sums")
+    config.run_dir.mkdir()
+    for start in range(2):
+        tracker = _ways_to_open(config, config.run_dir)["mlflow"]()
+        tracker.log(start, {"held/pass@1": 0.5 + start})
+        tracker.close()
+    monkeypatch.delitem(sys.modules, "slipstream.learner.controller.reporting.trackers.mlflow")
+
+    run_id = "given by the service"
+    kept = json.loads((config.run_dir / "tracking.json").read_text())
+    assert kept == {"mlflow": run_id}
+    assert service.told("open")[0] == ((f"sqlite:///{config.run_dir.resolve()}/mlflow.db",), {})
+    assert service.told("create_run") == [(("experiment sums",), {"run_name": "r"})]
+    assert service.told("update_run") == [((run_id,), {"status": "RUNNING"})]
+    batches = service.told("log_batch")
+    assert all(args == (run_id,) for args, _ in batches)
+    params = [pair for _, told in batches for pair in told.get("params", [])]
+    assert ("algorithm.max_staleness", "2") in params
+    assert len(params) == len(dict(params)) > 100
+    assert all(len(told.get("params", [])) <= 100 for _, told in batches)
+    metrics = [metric for _, told in batches for metric in told.get("metrics", [])]
+    assert [(name, value, step) for name, value, _, step in metrics] == [
+        ("held/pass_1", 0.5, 0),
+        ("held/pass_1", 1.5, 1),
+    ]
+    assert service.told("set_terminated") == [((run_id,), {})] * 2
+
+
+@needs("wandb")
+def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(tmp_path: Path):
+    run_id = log_twice(tmp_path, "wandb", tracking__wandb_mode="offline")
+    files = sorted((tmp_path / "r" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))
+    content = b"".join(file.read_bytes() for file in files)
+    assert b"reward_mean" in content
+    assert b"algorithm.max_staleness" in content
+
+
+@needs("mlflow")
+@needs("sqlalchemy")
+def test_mlflow_writes_into_the_run_folder_and_goes_on_with_the_same_run(tmp_path: Path):
+    run_id = log_twice(tmp_path, "mlflow", tracking__project="p")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/r/mlflow.db")
+    history = client.get_metric_history(run_id, "reward_mean")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 0.5), (1, 1.5)]
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["algorithm.max_staleness"] == "2"
+    assert [e.name for e in client.search_experiments()] == ["p", "Default"]

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from slipstream.learner.controller.servers.server_states import (
+    DEAD,
+    DRAINING,
+    JOINING,
+    LOADING,
+    SERVING,
+    STALE,
+    ServerEvent,
+    next_state,
+)
+from slipstream.v1 import fleet_pb2
+
+RECEIVE, PUBLISHED, FAILED, DRAIN, LOST = ServerEvent
+# Of each state after receive, published, failed, drain and lost; None: it cannot happen.
+TABLE = {
+    JOINING: (LOADING, None, STALE, DRAINING, DEAD),
+    LOADING: (None, SERVING, STALE, DRAINING, DEAD),
+    SERVING: (LOADING, None, STALE, DRAINING, DEAD),
+    STALE: (LOADING, None, STALE, DRAINING, DEAD),
+    DRAINING: (DRAINING, DRAINING, DRAINING, DRAINING, DEAD),
+    DEAD: (DEAD, DEAD, DEAD, DEAD, DEAD),
+}
+
+
+def test_the_table_has_every_state_and_every_event() -> None:
+    unspecified = fleet_pb2.SERVER_STATE_UNSPECIFIED
+    assert set(TABLE) == set(fleet_pb2.ServerState.values()) - {unspecified}
+    assert {len(row) for row in TABLE.values()} == {len(ServerEvent)}
+
+
+@pytest.mark.parametrize(("state", "event"), list(product(TABLE, ServerEvent)))
+def test_every_event_in_every_state_leads_where_the_table_says(state, event: ServerEvent) -> None:
+    expected = TABLE[state][list(ServerEvent).index(event)]
+    if expected is None:
+        with pytest.raises(ValueError, match=f"cannot {event.value}"):
+            next_state(state, event)
+    else:
+        assert next_state(state, event) == expected
+
+
+def test_a_server_serves_only_after_a_whole_publish() -> None:
+    """Everything that leads to SERVING is a publish that was received and proved."""
+    ways = [
+        (state, event)
+        for state, row in TABLE.items()
+        for event, following in zip(ServerEvent, row, strict=True)
+        if following == SERVING
+    ]
+    assert ways == [(LOADING, PUBLISHED)]
+
+
+def test_nothing_but_its_end_leaves_draining() -> None:
+    reached, todo = set(), [DRAINING]
+    while todo:
+        state = todo.pop()
+        reached.add(state)
+        todo += [following for following in TABLE[state] if following not in {None, *reached}]
+    assert reached == {DRAINING, DEAD}

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.protocol.types import ServerId
+from slipstream.v1 import environment_pb2, trajectory_pb2
+
+KEY = ServerKey(ServerId("a"), 1)
+
+
+def make_book(*weights: float, num_tasks: int = 5) -> EnvironmentBook:
+    book = EnvironmentBook(seed=1, max_failed_groups=2)
+    for index, weight in enumerate(weights):
+        add(book, f"e{index}", weight, num_tasks)
+    return book
+
+
+def add(book, name, weight=1.0, num_tasks=5):
+    purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+    entry = book.add(environment_pb2.EnvironmentSpec(name=name, weight=weight, purpose=purpose))
+    book.loaded(name, KEY, num_tasks)
+    return entry
+
+
+def accept(book, count):
+    dealt = Counter()
+    for _ in range(count):
+        entry = book.next_for(KEY, {}, 4)
+        entry.groups_leased += 1
+        book.group_ended(entry.spec.name, cause=None)
+        dealt[entry.spec.name] += 1
+    return dealt
+
+
+def test_weights_govern_accepted_groups():
+    assert accept(make_book(3.0, 1.0), 40) == {"e0": 30, "e1": 10}
+
+
+def test_a_latecomer_gets_its_share_from_now_on():
+    book = make_book(1.0)
+    accept(book, 100)
+    add(book, "late")
+    assert accept(book, 10) == {"e0": 5, "late": 5}
+
+
+def test_every_task_comes_once_before_any_comes_again():
+    book = make_book(1.0, num_tasks=7)
+    entry = book.entries["e0"]
+    rounds = [[book.next_task(entry)[0] for _ in range(7)] for _ in range(3)]
+    assert all(sorted(tasks) == list(range(7)) for tasks in rounds)
+    assert rounds[0] != rounds[1]
+
+
+def test_the_order_of_tasks_and_their_seeds_follow_from_the_seed():
+    first, second = make_book(1.0), make_book(1.0)
+    tasks = [[b.next_task(b.entries["e0"]) for _ in range(9)] for b in (first, second)]
+    assert tasks[0] == tasks[1]
+
+
+def test_an_environment_without_end_goes_on_counting():
+    book = make_book(1.0, num_tasks=0)
+    assert [book.next_task(book.entries["e0"])[0] for _ in range(4)] == [0, 1, 2, 3]
+
+
+def test_an_environment_that_fails_again_and_again_is_suspended():
+    book = make_book(1.0, 1.0)
+    assert not book.group_ended("e0", cause="broken")
+    assert book.group_ended("e0", cause="broken")
+    assert accept(book, 4) == {"e1": 4}
+    assert book.entries["e0"].cause == "broken"
+
+
+def test_an_accepted_group_clears_the_count_of_failures():
+    book = make_book(1.0)
+    book.group_ended("e0", cause="broken")
+    book.group_ended("e0", cause=None)
+    assert not book.group_ended("e0", cause="broken")
+
+
+def test_a_client_is_leased_no_more_than_it_has_room_for():
+    book = make_book(1.0)
+    book.entries["e0"].client_episodes = 6
+    assert book.next_for(KEY, {"e0": 2}, 4) is not None
+    assert book.next_for(KEY, {"e0": 3}, 4) is None
+
+
+def test_nothing_is_leased_on_a_server_that_has_not_loaded_it():
+    book = make_book(1.0)
+    assert book.next_for(ServerKey(ServerId("b"), 1), {}, 4) is None
+    book.server_lost(KEY)
+    assert book.next_for(KEY, {}, 4) is None
+
+
+def test_each_cause_is_told_once_and_only_the_first_few():
+    (entry,) = make_book(1.0).training()
+    causes = ["a", "a", "b", "a", "c", "d", "b", "d"]
+    assert [cause for cause in causes if entry.is_news(cause)] == ["a", "b", "c"]

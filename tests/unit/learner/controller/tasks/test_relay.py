@@ -1,0 +1,136 @@
+"""Calls to environments that clients serve: nobody waits for one who does not read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from slipstream.learner.controller.servers import outbox
+from slipstream.learner.controller.servers.outbox import Outbox
+from slipstream.learner.controller.tasks.relay import ClientSession, Relay
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import fleet_pb2
+
+LIMIT_S = 10.0
+
+
+class Stream:
+    """One direction of a stream, written by the test."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue = asyncio.Queue()
+
+    def say(self, message: object) -> None:
+        self._messages.put_nowait(message)
+
+    async def __aiter__(self) -> AsyncIterator:
+        while True:
+            yield await self._messages.get()
+
+
+class Clients:
+    """A relay with clients, each known by the environment that it serves."""
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+        self.relay = Relay(lambda client: "", lambda client: self.left.append(client.spec.name))
+        self.said: dict[str, Stream] = {}
+
+    async def come(self, name: str) -> AsyncIterator[pb.WorkerCommand]:
+        """The commands for a client, which reads when they are asked for."""
+        said = self.said[name] = Stream()
+        spec = pb.EnvironmentSpec(name=name)
+        said.say(pb.WorkerMessage(hello=pb.WorkerHello(spec=spec, num_tasks=1, max_episodes=4)))
+        commands = self.relay.serve_episodes(aiter(said), None)  # type: ignore[arg-type]
+        first = asyncio.ensure_future(anext(commands))
+        while name not in self.relay._clients:
+            await asyncio.sleep(0)
+        self.first = first
+        return commands
+
+
+def call(name: str, number: int) -> fleet_pb2.EnvironmentCall:
+    command = pb.WorkerCommand(call_id=number, ping=pb.PingCommand())
+    return fleet_pb2.EnvironmentCall(environment=name, command=command)
+
+
+async def test_a_client_that_does_not_read_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_MESSAGES", 3)
+    clients, calls = Clients(), Stream()
+    await clients.come("frozen")
+    frozen = clients.first
+    await clients.come("alive")
+    answers = clients.relay.call_environments(aiter(calls))
+    calls.say(call("frozen", 1))
+    answer_comes = asyncio.ensure_future(anext(answers))
+    async with asyncio.timeout(LIMIT_S):
+        await frozen
+    # It reads no more: three wait, the rest finds no room.
+    for number in range(2, 7):
+        calls.say(call("frozen", number))
+    calls.say(call("alive", 7))
+    async with asyncio.timeout(LIMIT_S):
+        refused = [await answer_comes, await anext(answers)]
+        command = await clients.first
+    assert [answer.message.call_id for answer in refused] == [5, 6]
+    assert {answer.message.failure.message for answer in refused} == {
+        "the client that serves frozen does not read"
+    }
+    clients.said["alive"].say(pb.WorkerMessage(call_id=command.call_id, pong=pb.Pong()))
+    async with asyncio.timeout(LIMIT_S):
+        answer = await anext(answers)
+    assert answer.message.call_id == 7
+    assert answer.message.WhichOneof("message") == "pong"
+
+
+async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_MESSAGES", 2)
+    clients, calls = Clients(), Stream()
+    commands = await clients.come("leaving")
+    answers = clients.relay.call_environments(aiter(calls))
+    waiting = asyncio.ensure_future(anext(answers))
+    async with asyncio.timeout(LIMIT_S):
+        calls.say(call("leaving", 1))
+        await clients.first
+        for number in (2, 3):
+            calls.say(call("leaving", number))
+            await anext(commands)
+        # Three open calls fail, and there is room for two answers.
+        await commands.aclose()  # type: ignore[attr-defined]
+        first = await waiting
+        rest = [answer async for answer in answers]
+    assert clients.left == ["leaving"]
+    assert first.message.failure.message == "the client that served leaving left"
+    assert len(rest) == 1
+
+
+async def test_what_waits_in_an_outbox_is_read_before_it_ends() -> None:
+    box = Outbox[str]()
+    assert box.put("first")
+    assert box.put("second")
+    box.close()
+    assert not box.put("late")
+    assert [message async for message in box.messages()] == ["first", "second"]
+
+
+async def test_a_reader_of_an_outbox_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_MESSAGES", 1)
+    box = Outbox[str]()
+    reader = asyncio.ensure_future(anext(aiter(box.messages())))
+    await asyncio.sleep(0)
+    assert box.put("message")
+    assert not box.put("one too many")
+    async with asyncio.timeout(LIMIT_S):
+        assert await reader == "message"
+    assert box.pop() is None
+
+
+def test_a_client_has_an_outbox_of_its_own() -> None:
+    one, other = (ClientSession(pb.EnvironmentSpec(), 1, 1) for _ in range(2))
+    assert one.outbox.put(pb.WorkerCommand())
+    assert other.outbox.pop() is None

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.trajectories import quarantine as module
+from slipstream.learner.controller.trajectories.quarantine import (
+    MAX_IN_A_ROW,
+    Claim,
+    Quarantine,
+    read_claim,
+)
+from slipstream.protocol.queue.base import Delivery
+from slipstream.protocol.types import ServerId, TrajectoryId, TrajectoryName
+from slipstream.v1 import trajectory_pb2
+
+KEY = ServerKey(ServerId("a"), 0xF)
+ID = TrajectoryId("g7.1.2.f")
+
+
+def claim(tokens: int = 5) -> Claim:
+    return Claim(ID, TrajectoryName.parse(ID), KEY, tokens, False, "r")
+
+
+def test_a_delivery_and_its_cause_lie_in_two_files(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path / "quarantine")
+    path = quarantine.add(Delivery(ID, b"data"), claim(), "broken")
+    assert path == tmp_path / "quarantine" / "g7.1.2.f.pb"
+    assert path.read_bytes() == b"data"
+    facts = json.loads(path.with_suffix(".json").read_text())
+    assert facts == {
+        "id": "g7.1.2.f",
+        "cause": "broken",
+        "server": "a",
+        "epoch": "f",
+        "tokens": 5,
+        "bytes": 4,
+    }
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "x" * 10_000, "", "\0"])
+def test_a_file_stays_in_its_folder_whatever_the_id_is(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "quarantine"
+    path = Quarantine(folder).add(Delivery(TrajectoryId(name), b""), claim(), "broken")
+    assert path is not None
+    assert path.parent == folder
+    assert {file.parent for file in folder.iterdir()} == {folder}
+
+
+def test_no_more_files_are_written_than_a_thousand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_FILES", 2)
+    quarantine = Quarantine(tmp_path)
+    paths = [
+        quarantine.add(Delivery(TrajectoryId(f"{n}"), b""), claim(), "broken") for n in range(3)
+    ]
+    assert [path is None for path in paths] == [False, False, True]
+    assert quarantine.total == 3
+
+
+def test_a_server_that_produces_nothing_else_is_hopeless(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path)
+    for number in range(MAX_IN_A_ROW - 1):
+        quarantine.add(Delivery(TrajectoryId(f"{number}"), b""), claim(), "broken")
+    assert not quarantine.is_hopeless(KEY)
+    quarantine.good(KEY)
+    for number in range(MAX_IN_A_ROW):
+        assert not quarantine.is_hopeless(KEY)
+        quarantine.add(Delivery(TrajectoryId(f"{number}"), b""), claim(), "broken")
+    assert quarantine.is_hopeless(KEY)
+    assert not quarantine.is_hopeless(ServerKey(KEY.server_id, 1))
+
+
+def test_a_claim_is_read_as_far_as_it_goes() -> None:
+    message = trajectory_pb2.Trajectory(
+        server_id="b", server_epoch=3, run_lengths=[4, 5, 6, 7], will_retry=True, run_id="r"
+    )
+    data = message.SerializeToString()
+    assert read_claim(Delivery(ID, data), {KEY}) == Claim(
+        ID, TrajectoryName("g7", 1, 2, 0xF), KEY, 12, True, "r"
+    )
+    assert read_claim(Delivery(ID, data), set()).server == ServerKey(ServerId("b"), 3)
+    garbage = read_claim(Delivery(ID, b"\xff"), {KEY})
+    assert (garbage.server, garbage.tokens, garbage.will_retry) == (KEY, 0, False)
+    nameless = read_claim(Delivery(TrajectoryId("what"), b"\xff"), {KEY})
+    assert (nameless.name, nameless.server.server_id) == (None, "unknown")
+
+
+def test_a_claim_of_more_tokens_than_a_trajectory_can_have_is_cut() -> None:
+    message = trajectory_pb2.Trajectory(run_lengths=np.full(9, 2**32 - 1).tolist())
+    assert read_claim(Delivery(ID, message.SerializeToString()), set()).tokens == 8 << 20
+
+
+@pytest.mark.parametrize(
+    "text", ["", "g", "g.1.2", "g.1.2.xyz", "g.-1.2.f", "g.1.2.f.3", "g.1.2.f\n", ".1.2.f"]
+)
+def test_what_is_no_id_of_a_trajectory_has_no_name(text: str) -> None:
+    assert TrajectoryName.parse(text) is None

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fake_trajectories import GOOD
+from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
+from slipstream.protocol.types import (
+    GroupId,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    VersionSpan,
+)
+
+KEY = ServerKey(ServerId("a"), 0xF)
+FACTS = KnownFacts(servers={KEY}, newest=PolicyVersion(1, 7), vocabulary=10, max_staleness=2)
+GROUP = Group(
+    group_id=GroupId("g"),
+    environment="e",
+    task_index=3,
+    seed=4,
+    purpose=Purpose.TRAINING,
+    size=2,
+    deadline_step=8,
+    holder=KEY,
+)
+
+
+def test_nothing_speaks_against_a_good_trajectory() -> None:
+    assert contradiction(GOOD, GROUP, FACTS) == ""
+    # Its lease may be over.
+    assert contradiction(GOOD, None, FACTS) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"server_epoch": 0xE}, "no rollout server a ever had the epoch e"),
+        ({"server_id": ServerId("b")}, "no rollout server b ever had the epoch f"),
+        (
+            {"version_spans": (VersionSpan(2, PolicyVersion(0, 8)),)},
+            "version 8 sampled it, the newest is 7/1",
+        ),
+        (
+            {"version_spans": (VersionSpan(2, PolicyVersion(2, 7)),)},
+            "version 7/2 sampled it, the newest is 7/1",
+        ),
+        (
+            {"token_ids": np.array([1, 10, 3], np.uint32)},
+            "token 10 is outside the vocabulary of 10",
+        ),
+        (
+            {"behavior_logprobs": np.array([-0.5, 0.5], np.float32)},
+            "a log-probability is 0.5, above 0",
+        ),
+        (
+            {"behavior_logprobs": np.array([np.nan, -0.5], np.float32)},
+            "a log-probability is nan, above 0",
+        ),
+        ({"seed": 5}, "it is about another task than g was leased for"),
+        ({"environment": "f"}, "it is about another task than g was leased for"),
+        ({"task_index": 0}, "it is about another task than g was leased for"),
+        ({"purpose": Purpose.EVALUATION}, "it is about another task than g was leased for"),
+        ({"member": 2}, "g has 2 members, not a member 2"),
+        (
+            {"version_spans": (VersionSpan(2, PolicyVersion(1, 5)),)},
+            "version 5 sampled a token that step 8 may train, max_staleness is 2",
+        ),
+    ],
+)
+def test_what_contradicts_the_run_is_named(changes: dict, cause: str) -> None:
+    assert contradiction(dataclasses.replace(GOOD, **changes), GROUP, FACTS) == cause
+
+
+def test_an_evaluated_episode_may_be_of_any_version() -> None:
+    group = dataclasses.replace(GROUP, purpose=Purpose.EVALUATION)
+    old = (VersionSpan(2, PolicyVersion(0, 1)),)
+    said = dataclasses.replace(GOOD, purpose=Purpose.EVALUATION, version_spans=old)
+    assert contradiction(said, group, FACTS) == ""
+
+
+def test_without_a_vocabulary_any_token_may_be() -> None:
+    facts = dataclasses.replace(FACTS, vocabulary=0)
+    said = dataclasses.replace(GOOD, token_ids=np.array([1, 10**6, 3], np.uint32))
+    assert contradiction(said, GROUP, facts) == ""

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from slipstream.protocol.access.security import (
+    Credentials,
+    bind,
+    call_metadata,
+    check_address,
+    create_server,
+    is_loopback,
+    open_blocking_channel,
+    open_channel,
+    without_password,
+)
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.sections import QueueSection, SecuritySection
+from small_configs import config_of
+
+TOKEN = "s" * 32
+OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+WITH_TOKEN = Credentials(certificate=None, key=None, ca=None, token=TOKEN)
+SHAPES = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream")
+
+
+def echo_handlers() -> grpc.GenericRpcHandler:
+    """One method of each of gRPC's four shapes; each answers with what it was sent."""
+
+    async def unary_unary(request: bytes, context: object) -> bytes:
+        return request
+
+    async def unary_stream(request: bytes, context: object) -> AsyncIterator[bytes]:
+        yield request
+
+    async def stream_unary(requests: AsyncIterator[bytes], context: object) -> bytes:
+        return b"".join([request async for request in requests])
+
+    async def stream_stream(
+        requests: AsyncIterator[bytes], context: object
+    ) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+
+    return grpc.method_handlers_generic_handler(
+        "test.Echo",
+        {
+            "UnaryUnary": grpc.unary_unary_rpc_method_handler(unary_unary),
+            "UnaryStream": grpc.unary_stream_rpc_method_handler(unary_stream),
+            "StreamUnary": grpc.stream_unary_rpc_method_handler(stream_unary),
+            "StreamStream": grpc.stream_stream_rpc_method_handler(stream_stream),
+        },
+    )
+
+
+async def call(channel: grpc.aio.Channel, shape: str, credentials: Credentials) -> bytes:
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"hello"
+
+    kind = {
+        "UnaryUnary": channel.unary_unary,
+        "UnaryStream": channel.unary_stream,
+        "StreamUnary": channel.stream_unary,
+        "StreamStream": channel.stream_stream,
+    }[shape]
+    request = b"hello" if shape.startswith("Unary") else requests()
+    answer = kind(f"/test.Echo/{shape}")(request, metadata=call_metadata(credentials), timeout=20)
+    if shape.endswith("Unary"):
+        return await answer
+    return b"".join([part async for part in answer])
+
+
+def make_certificate(folder: Path, names: str, *, days: int = 2) -> Path:
+    """A self-signed certificate for these names; its key lies beside it as key.pem."""
+    folder.mkdir(exist_ok=True)
+    (folder / "extensions").write_text(f"subjectAltName={names}\n")
+    request = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    sign = ("openssl", "x509", "-req", "-in", "request.pem", "-signkey", "key.pem")
+    for command in (
+        (*request, "-subj", "/CN=localhost", "-keyout", "key.pem", "-out", "request.pem"),
+        (*sign, "-days", str(days), "-extfile", "extensions", "-out", "certificate.pem"),
+    ):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "certificate.pem"
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for localhost and its key."""
+    made = make_certificate(tmp_path, "DNS:localhost,IP:127.0.0.1")
+    return made, made.with_name("key.pem")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:7070", "localhost:1", "[::1]:7070", "unix:/tmp/x.sock", "127.8.9.1:1"],
+)
+def test_loopback_needs_neither_tls_nor_a_token(address: str) -> None:
+    assert is_loopback(address)
+    check_address(address, OPEN, what="the address")
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7070", "example.org:7070", "[::]:7070"])
+def test_any_other_address_needs_tls_and_a_token(address: str) -> None:
+    assert not is_loopback(address)
+    half = Credentials(certificate=b"c", key=b"k", ca=None, token=None)
+    for credentials, message in (
+        (OPEN, "is not loopback: set security.tls_certificate and tls_key, or tls_ca"),
+        (WITH_TOKEN, "is not loopback: set security.tls_certificate and tls_key, or tls_ca"),
+        (half, "is not loopback: set security.token_file"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_address(address, credentials, what="controller.address")
+        assert str(caught.value) == f"controller.address {address} {message}"
+    whole = Credentials(certificate=b"c", key=b"k", ca=None, token=TOKEN)
+    check_address(address, whole, what="controller.address")
+
+
+@pytest.mark.parametrize("open_it", [open_channel, open_blocking_channel])
+def test_a_channel_to_another_host_is_refused_without_tls(
+    open_it: Callable[[str, Credentials], object],
+) -> None:
+    with pytest.raises(ConfigError, match="10.0.0.1:7070 is not loopback"):
+        open_it("10.0.0.1:7070", WITH_TOKEN)
+
+
+async def test_a_server_on_another_address_is_refused_without_tls() -> None:
+    server = create_server(OPEN)
+    with pytest.raises(ConfigError, match="10.0.0.1:0 is not loopback"):
+        bind(server, "10.0.0.1:0", OPEN)
+
+
+async def test_an_address_of_a_wrong_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an address is host:port"):
+        open_channel("nowhere", OPEN)
+
+
+async def test_a_port_in_use_is_reported() -> None:
+    first, second = create_server(OPEN), create_server(OPEN)
+    port = bind(first, "127.0.0.1:0", OPEN)
+    await first.start()
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: is the port in use"):
+        bind(second, f"127.0.0.1:{port}", OPEN)
+    await first.stop(None)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_call_without_the_right_token_is_refused(shape: str) -> None:
+    server = create_server(WITH_TOKEN)
+    server.add_generic_rpc_handlers((echo_handlers(),))
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', WITH_TOKEN)}"
+    await server.start()
+    async with open_channel(address, OPEN) as channel:
+        assert await call(channel, shape, WITH_TOKEN) == b"hello"
+        for token in (None, "", "w" * 32, TOKEN[:-1], TOKEN + "s", "Bearer " + TOKEN):
+            wrong = Credentials(certificate=None, key=None, ca=None, token=token)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(channel, shape, wrong)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert TOKEN not in str(caught.value)
+    await server.stop(None)
+
+
+async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_server() -> None:
+    server = create_server(WITH_TOKEN)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', WITH_TOKEN)}"
+    await server.start()
+    async with open_channel(address, OPEN) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, "UnaryUnary", WITH_TOKEN)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    await server.stop(None)
+
+
+async def test_calls_go_through_tls_with_a_certificate_of_ones_own(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    serving = Credentials.load(
+        SecuritySection(
+            tls_certificate=certificate[0], tls_key=certificate[1], token_file=tmp_path / "token"
+        )
+    )
+    calling = Credentials.load(
+        SecuritySection(tls_ca=certificate[0], token_file=tmp_path / "token")
+    )
+    server = create_server(serving)
+    server.add_generic_rpc_handlers((echo_handlers(),))
+    address = f"localhost:{bind(server, 'localhost:0', serving)}"
+    await server.start()
+    for shape in SHAPES:
+        async with open_channel(address, calling) as channel:
+            assert await call(channel, shape, calling) == b"hello"
+    with open_blocking_channel(address, calling) as blocking:
+        grpc.channel_ready_future(blocking).result(timeout=20)
+    async with grpc.aio.insecure_channel(address) as plain:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(plain, "UnaryUnary", calling)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await server.stop(None)
+
+
+def test_credentials_name_the_file_that_is_missing_or_too_short(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Credentials.load(SecuritySection(token_file=tmp_path / "none"))
+    assert str(caught.value) == f"security.token_file: {tmp_path}/none: No such file or directory"
+    short = tmp_path / "short"
+    short.write_text("secret\n")
+    with pytest.raises(ConfigError) as caught:
+        Credentials.load(SecuritySection(token_file=short))
+    assert str(caught.value) == (
+        f"security.token_file must hold at least 32 characters, {short} has 6"
+    )
+    with pytest.raises(ConfigError, match="security.tls_ca: "):
+        Credentials.load(SecuritySection(tls_ca=tmp_path / "none"))
+
+
+@pytest.mark.parametrize("fault", ["another name", "expired", "another authority"])
+async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(
+    fault: str, tmp_path: Path
+) -> None:
+    names = "DNS:elsewhere.example" if fault == "another name" else "DNS:localhost"
+    days = -1 if fault == "expired" else 2
+    shown = known = make_certificate(tmp_path / "server", names, days=days)
+    if fault == "another authority":
+        known = make_certificate(tmp_path / "other", names)
+    (tmp_path / "token").write_text(TOKEN)
+    token = {"token_file": tmp_path / "token"}
+    serving = Credentials.load(
+        SecuritySection(tls_certificate=shown, tls_key=shown.with_name("key.pem"), **token)
+    )
+    calling = Credentials.load(SecuritySection(tls_ca=known, **token))
+    server = create_server(serving)
+    seen: list[str] = []
+    server.add_generic_rpc_handlers((Listener(seen), echo_handlers()))
+    address = f"localhost:{bind(server, 'localhost:0', serving)}"
+    await server.start()
+    async with open_channel(address, calling) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, "UnaryUnary", calling)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert TOKEN not in str(caught.value)
+    # The token never left.
+    assert seen == []
+    await server.stop(None)
+
+
+class Listener(grpc.GenericRpcHandler):
+    """Notes what reaches a server."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self._seen = seen
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
+        self._seen.append(handler_call_details.method)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:p:w@127.0.0.1:6379/0", "redis://:***@127.0.0.1:6379/0"),
+        ("rediss://user:secret@queue/0?db=1", "rediss://user:***@queue/0?db=1"),
+        ("unix:///run/v.sock?password=secret&db=1", "unix:///run/v.sock?password=***&db=1"),
+        (
+            "unix://user@/run/v.sock?db=1&password=secret",
+            "unix://user@/run/v.sock?db=1&password=***",
+        ),
+        ("rediss://queue.example:6380/0", "rediss://queue.example:6380/0"),
+    ],
+)
+def test_settings_are_shown_without_the_password_of_the_queue(
+    url: str, shown: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"queue": QueueSection(kind="redis", redis_url=url)})
+    assert without_password(config).queue.redis_url == shown
+    assert without_password(config).run == config.run

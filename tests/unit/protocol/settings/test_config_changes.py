@@ -1,0 +1,68 @@
+"""What may change between the start of a run and its resume."""
+
+from __future__ import annotations
+
+import pytest
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_changes import FIXED, GROWING, check_resumable
+from slipstream.protocol.settings.config_file import parse_config
+
+
+def config(**changes: object) -> Config:
+    table = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        table.setdefault(section, {})[name] = value
+    return parse_config(table, source="test")
+
+
+CHANGED = {
+    "run.seed": 1,
+    "model.path": "models/other",
+    "model.dtype": "float32",
+    "algorithm.group_size": 8,
+    "algorithm.groups_per_step": 4,
+    "algorithm.mini_batches": 2,
+    "sampling.temperature": 0.5,
+    "checkpoint.load": "somewhere",
+    "weights.wire_dtype": "float32",
+    "weights.bucket_mib": 1,
+    "lora.publish": "adapters",
+}
+# What a setting cannot be changed without.
+BESIDE = {"lora.publish": {"lora__rank": 8}}
+
+
+@pytest.mark.parametrize("key", FIXED)
+def test_a_setting_that_recorded_steps_depend_on_must_stay(key: str) -> None:
+    beside = BESIDE.get(key, {})
+    changed = config(**beside, **{key.replace(".", "__"): CHANGED[key]})
+    with pytest.raises(ConfigError, match=f"{key} must stay .* when a run goes on, got .*: "):
+        check_resumable(config(**beside), changed)
+
+
+@pytest.mark.parametrize("key", GROWING)
+def test_a_bound_may_grow_and_not_shrink(key: str) -> None:
+    small, large = (config(**{key.replace(".", "__"): n}) for n in (2, 3))
+    check_resumable(small, large)
+    with pytest.raises(ConfigError, match=f"{key} must be at least 3 when a run goes on, got 2"):
+        check_resumable(large, small)
+
+
+def test_other_settings_may_change() -> None:
+    check_resumable(
+        config(),
+        config(
+            algorithm__learning_rate=1e-4,
+            learner__world_size=4,
+            learner__parallel={"tp": 2},
+            queue__kind="redis",
+            checkpoint__every_steps=7,
+        ),
+    )

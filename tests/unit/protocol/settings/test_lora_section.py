@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+from slipstream.protocol.settings.lora_section import LoraSection
+
+
+def test_targets_go_by_either_name() -> None:
+    assert LoraSection().modules == ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    assert LoraSection(target_modules=("o_proj", "down_proj")).modules == (
+        "linear_proj",
+        "linear_fc2",
+    )
+    fused = LoraSection(target_modules=("k_proj", "v_proj", "q_proj", "linear_fc1"))
+    assert fused.modules == ("linear_qkv", "linear_fc1")
+
+
+def test_part_of_a_fused_matrix_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(ValidationError, match="all of q_proj, k_proj, v_proj .* k_proj is missing"):
+        LoraSection(target_modules=("q_proj", "v_proj"))
+
+
+def test_no_target_and_an_unknown_one_are_refused() -> None:
+    with pytest.raises(ValidationError, match="must name a matrix"):
+        LoraSection(target_modules=())
+    with pytest.raises(ValidationError, match="target_modules"):
+        LoraSection(target_modules=("lm_head",))
+
+
+def test_experts_get_no_adapters() -> None:
+    section = LoraSection(rank=8)
+    assert list(section.problems(num_experts=0)) == []
+    (problem,) = section.problems(num_experts=4)
+    assert problem.startswith("lora.target_modules must leave out linear_fc1 and linear_fc2 for a")
+    attention = LoraSection(rank=8, target_modules=("linear_qkv", "o_proj"))
+    assert list(attention.problems(num_experts=4)) == []
+    assert list(LoraSection().problems(num_experts=4)) == []
+
+
+def test_adapters_alone_are_published_only_where_there_are_some_that_vllm_takes() -> None:
+    assert not LoraSection(rank=8).publishes_adapters
+    assert LoraSection(rank=512, publish="adapters").publishes_adapters
+    for rank in (0, 513):
+        with pytest.raises(ValidationError, match=f"lora.rank must be 1 to 512 .*, got {rank}"):
+            LoraSection(rank=rank, publish="adapters")

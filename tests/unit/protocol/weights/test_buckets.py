@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.weights.buckets import (
+    ALIGNMENT_BYTES,
+    ITEM_BYTES,
+    TensorSpec,
+    adapter_buckets,
+    layout_from_pb,
+    layout_to_pb,
+    plan_buckets,
+    weight_buckets,
+)
+
+layouts = st.lists(
+    st.builds(
+        TensorSpec,
+        st.text(max_size=5),
+        st.sampled_from(sorted(ITEM_BYTES)),
+        st.lists(st.integers(0, 20), max_size=3).map(tuple),
+        st.integers(0, 2),
+    ),
+    max_size=30,
+)
+
+
+@given(layouts, st.integers(1, 2_000))
+def test_every_tensor_lies_once_in_order_aligned_and_apart(
+    tensors: list[TensorSpec], bucket_bytes: int
+) -> None:
+    buckets = plan_buckets(tensors, bucket_bytes)
+    assert [span.tensor for bucket in buckets for span in bucket.spans] == tensors
+    for bucket in buckets:
+        end = 0
+        for span in bucket.spans:
+            assert span.offset_bytes % ALIGNMENT_BYTES == 0
+            assert span.offset_bytes >= end
+            end = span.offset_bytes + span.tensor.num_bytes
+        assert end <= bucket.num_bytes < end + ALIGNMENT_BYTES
+        assert end <= bucket_bytes or len(bucket.spans) == 1
+
+
+@given(layouts, st.integers(1, 2_000))
+def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit_or_is_another_senders(
+    tensors: list[TensorSpec], bucket_bytes: int
+) -> None:
+    buckets = plan_buckets(tensors, bucket_bytes)
+    for bucket, following in zip(buckets, buckets[1:], strict=False):
+        is_full = bucket.num_bytes + following.spans[0].tensor.num_bytes > bucket_bytes
+        assert is_full or bucket.root != following.root
+
+
+@given(layouts, st.integers(1, 2_000))
+def test_a_bucket_has_one_sender(tensors: list[TensorSpec], bucket_bytes: int) -> None:
+    for bucket in plan_buckets(tensors, bucket_bytes):
+        assert {span.tensor.sender for span in bucket.spans} == {bucket.root}
+
+
+@given(layouts, st.integers(1, 2_000))
+def test_both_sides_cut_the_same_buckets(tensors: list[TensorSpec], bucket_bytes: int) -> None:
+    message = layout_to_pb(tensors, bucket_bytes)
+    received = type(message).FromString(message.SerializeToString())
+    assert layout_from_pb(received) == plan_buckets(tensors, bucket_bytes)
+
+
+def test_adapters_have_buckets_of_their_own_after_those_of_weights() -> None:
+    weights = [TensorSpec("w", "float32", (3,))]
+    adapters = [TensorSpec("a", "float32", (2, 1), 1), TensorSpec("b", "float32", (1, 2), 1)]
+    message = layout_to_pb(weights, 1_000, adapters=adapters, adapter_scale=1.5)
+    received = type(message).FromString(message.SerializeToString())
+    first, second = layout_from_pb(received)
+    assert [span.tensor.name for span in first.spans] == ["w"]
+    assert [span.tensor.name for span in second.spans] == ["a", "b"]
+    assert (first.root, second.root) == (0, 1)
+    assert weight_buckets(received) == [first]
+    assert adapter_buckets(received) == [second]
+    assert received.adapter_scale == 1.5
+    alone = layout_to_pb((), 1_000, adapters=adapters)
+    assert layout_from_pb(alone) == [second]
+
+
+def test_a_small_plan_by_hand() -> None:
+    tensors = [
+        TensorSpec("a", "float32", (3,)),
+        TensorSpec("b", "bfloat16", (5,)),
+        TensorSpec("c", "float32", (100,)),
+        TensorSpec("d", "float16", ()),
+    ]
+    buckets = plan_buckets(tensors, 40)
+    assert [[(span.tensor.name, span.offset_bytes) for span in b.spans] for b in buckets] == [
+        [("a", 0), ("b", 16)],
+        [("c", 0)],
+        [("d", 0)],
+    ]
+    assert [bucket.num_bytes for bucket in buckets] == [32, 400, 16]
+
+
+def test_the_last_bucket_is_halved_until_little_is_left_behind_the_wire() -> None:
+    # In MiB; the first bucket is full, each half ends with a whole tensor.
+    sizes = [200, 200, 140, 60, 40, 80, 20, 20]
+    tensors = [TensorSpec(f"w{n}", "float32", (size << 18,)) for n, size in enumerate(sizes)]
+    buckets = plan_buckets(tensors, 400 << 20)
+    assert [[span.tensor.name for span in b.spans] for b in buckets] == [
+        ["w0", "w1"],
+        ["w2"],
+        ["w3", "w4"],
+        ["w5", "w6", "w7"],
+    ]
+    assert [bucket.num_bytes >> 20 for bucket in buckets] == [400, 140, 100, 120]
+    assert [span.offset_bytes >> 20 for span in buckets[-1].spans] == [0, 80, 100]
+    # One tensor stays whole.
+    (whole,) = plan_buckets(tensors[:1], 400 << 20)
+    assert whole.num_bytes >> 20 == 200
+
+
+def test_a_bucket_without_room_and_an_unknown_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bucket_bytes must be at least 1, got 0"):
+        plan_buckets([], 0)
+    with pytest.raises(ConfigError, match="tensor a has element type int8, known are float32"):
+        plan_buckets([TensorSpec("a", "int8", (1,))], 10)

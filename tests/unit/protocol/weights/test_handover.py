@@ -1,0 +1,292 @@
+"""The hand-over of shared buffers between processes: nothing is read half-filled, nobody hangs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import handover_ends
+import numpy as np
+import pytest
+from slipstream.protocol.access import callers
+from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer, host_id
+from slipstream.protocol.weights.shared_buffers import HostBuffers, open_buffers
+
+NUM_BYTES = handover_ends.NUM_BYTES
+# No test waits so long: whoever is told of an end does not wait for a deadline.
+LONG_S = 30.0
+
+
+class Process:
+    """One end in a process of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, handover_ends.__file__, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=20)
+
+
+@pytest.fixture
+def buffers() -> Iterator[HostBuffers]:
+    buffers = HostBuffers.make(2, NUM_BYTES)
+    yield buffers
+    buffers.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[HandoverSender]:
+    sender = HandoverSender("127.0.0.1", "members-1")
+    yield sender
+    sender.close()
+
+
+def receivers(sender: HandoverSender, buffers: HostBuffers, count: int) -> list[Process]:
+    processes = [Process("receive", sender.port, 1 + n) for n in range(count)]
+    sender.accept(range(1, count + 1), Offer(buffers.handles, NUM_BYTES), LONG_S)
+    assert [process.line() for process in processes] == ["joined"] * count
+    return processes
+
+
+def content(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, NUM_BYTES, dtype=np.uint8)
+
+
+def digest(data: np.ndarray) -> str:
+    return hashlib.blake2b(data.tobytes()).hexdigest()
+
+
+def test_every_receiver_reads_every_bucket_as_it_was_filled(
+    sender: HandoverSender, buffers: HostBuffers
+) -> None:
+    processes = receivers(sender, buffers, 2)
+    for process in processes:
+        for number in range(7):
+            process.tell(f"read {number}")
+    for number in range(7):
+        if number >= 2:
+            sender.wait_read(number - 2, LONG_S)
+        buffers.arrays[number % 2][:] = content(number)
+        sender.filled(number)
+    sender.wait_read(6, LONG_S)
+    for process in processes:
+        assert [process.line() for _ in range(7)] == [digest(content(n)) for n in range(7)]
+        process.kill()
+
+
+def test_a_buffer_is_not_filled_again_before_the_late_one_has_read_it(
+    sender: HandoverSender, buffers: HostBuffers
+) -> None:
+    quick, late = receivers(sender, buffers, 2)
+    buffers.arrays[0][:] = content(0)
+    sender.filled(0)
+    quick.tell("read 0")
+    late.tell("look 0")
+    assert quick.line() == late.line() == digest(content(0))
+    with pytest.raises(WeightSyncError, match=r"receiver 2 was not done within 0\.\d"):
+        sender.wait_read(0, 0.2)
+    late.tell("read 0")
+    # It asks for a bucket that it was told of already.
+    assert late.line() == digest(content(0))
+    sender.wait_read(0, LONG_S)
+    quick.kill()
+    late.kill()
+
+
+def test_a_dead_receiver_is_noticed_at_once(sender: HandoverSender, buffers: HostBuffers) -> None:
+    alive, dead = receivers(sender, buffers, 2)
+    sender.filled(0)
+    alive.tell("read 0")
+    alive.line()
+    dead.kill()
+    started_s = time.monotonic()
+    with pytest.raises(WeightSyncError, match="receiver 2 is gone"):
+        sender.wait_read(0, LONG_S)
+    assert time.monotonic() - started_s < LONG_S / 2
+    # The end of the communicator frees the others.
+    alive.tell("read 1")
+    sender.close()
+    assert "the sender of members-1 is gone" in alive.line()
+    alive.kill()
+
+
+def test_a_dead_sender_is_noticed_at_once_and_leaves_nothing_behind() -> None:
+    process = Process("send")
+    link = HandoverReceiver(("127.0.0.1", int(process.line())), "members-1", 1, LONG_S)
+    opened = open_buffers(link.offer.handles, link.offer.num_bytes, None)
+    link.opened()
+    link.wait_filled(0, LONG_S)
+    process.kill()
+    with pytest.raises(WeightSyncError, match="the sender of members-1 is gone"):
+        link.wait_filled(1, LONG_S)
+    assert int(opened.arrays[0].sum()) == NUM_BYTES
+    assert not any(Path("/dev/shm", name).exists() for name in link.offer.handles)
+    link.close()
+
+
+def test_a_receiver_that_does_not_come_costs_one_deadline(sender: HandoverSender) -> None:
+    with pytest.raises(WeightSyncError, match=r"receivers 1, 2 of members-1 .* within 0\.1 s"):
+        sender.accept([1, 2], Offer((), 0), 0.1)
+
+
+def test_receivers_that_are_lost_are_not_waited_for(sender: HandoverSender) -> None:
+    given_up = threading.Event()
+    given_up.set()
+    started_s = time.monotonic()
+    with pytest.raises(WeightSyncError, match="did not come before one of them was lost"):
+        sender.accept([1, 2], Offer((), 0), LONG_S, given_up)
+    assert time.monotonic() - started_s < LONG_S / 2
+
+
+def hello(sender: HandoverSender, **changes: object) -> socket.socket:
+    values = {"communicator_id": "members-1", "rank": 1, "host": host_id()} | changes
+    connection = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
+    connection.sendall(json.dumps(values).encode() + b"\n")
+    return connection
+
+
+def test_strangers_are_left_out(sender: HandoverSender) -> None:
+    strangers = [
+        hello(sender, communicator_id="members-0"),
+        hello(sender, rank=3),
+        hello(sender, rank=[]),
+    ]
+    strangers.append(socket.create_connection(("127.0.0.1", sender.port)))
+    strangers[-1].sendall(b"GET / HTTP/1.1\n")
+    member = hello(sender)
+    member.sendall(bytes(8))
+    sender.accept([1], Offer(("a", "b"), 7), LONG_S)
+    assert json.loads(member.recv(4096)) == {"handles": ["a", "b"], "num_bytes": 7}
+    for connection in strangers:
+        assert connection.recv(1) == b""
+        connection.close()
+    member.close()
+
+
+def test_whoever_says_nothing_holds_up_nobody(sender: HandoverSender) -> None:
+    silent = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
+    slow = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
+    slow.sendall(b'{"communicator_id": ')
+    member = hello(sender)
+    member.sendall(bytes(8))
+    started_s = time.monotonic()
+    sender.accept([1], Offer(("a",), 7), LONG_S)
+    assert time.monotonic() - started_s < LONG_S / 2
+    for connection in (silent, slow):
+        assert connection.recv(1) == b""
+        connection.close()
+    member.close()
+
+
+def test_whoever_says_nothing_is_left_out_while_others_are_waited_for(
+    sender: HandoverSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "HELLO_LIMIT_S", 0.1)
+    errors = queue.Queue[str]()
+
+    def accept() -> None:
+        with pytest.raises(WeightSyncError) as raised:
+            sender.accept([1], Offer((), 0), LONG_S)
+        errors.put(str(raised.value))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    with socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S) as silent:
+        assert silent.recv(1) == b""
+    assert errors.empty()
+    sender.close()
+    assert "members-1 is closed" in errors.get(timeout=LONG_S / 2)
+    thread.join(20)
+
+
+def test_another_host_is_refused_on_both_sides(
+    sender: HandoverSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[WeightSyncError] = []
+
+    def accept() -> None:
+        try:
+            sender.accept([1], Offer((), 0), LONG_S)
+        except WeightSyncError as error:
+            errors.append(error)
+
+    with hello(sender, host="elsewhere") as connection:
+        accept()
+        answer = json.loads(connection.recv(4096))
+    assert "receiver 1 runs on another host" in str(errors[0])
+    assert "ipc works within one host" in answer["refusal"]
+
+
+def test_a_refusal_is_what_the_receiver_says() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b'{"refusal": "not here"}\n')
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        with pytest.raises(WeightSyncError, match="^not here$"):
+            HandoverReceiver(listener.getsockname(), "members-1", 1, LONG_S)
+        thread.join(20)
+
+
+def test_a_sender_that_is_not_there_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    with pytest.raises(WeightSyncError, match="could not join communicator members-1"):
+        HandoverReceiver(address, "members-1", 1, 1.0)
+
+
+def test_closing_wakes_a_thread_that_waits(sender: HandoverSender, buffers: HostBuffers) -> None:
+    (process,) = receivers(sender, buffers, 1)
+    failed = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(WeightSyncError, match="is gone"):
+            sender.wait_read(0, LONG_S)
+        failed.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    sender.close()
+    assert failed.wait(LONG_S / 2)
+    thread.join(20)
+    process.kill()
+
+
+def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.host must be an address of this machine"):
+        HandoverSender("192.0.2.1", "members-1")
+
+
+@pytest.mark.parametrize("name", ["slipstream-0000", "slipstream-../../etc/passwd", "other"])
+def test_only_shared_buffers_are_opened(name: str) -> None:
+    with pytest.raises(WeightSyncError, match=r"shared buffer"):
+        open_buffers([name], 16, None)

@@ -1,0 +1,231 @@
+"""The watchdog around NCCL, with members in threads of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+from fake_nccl import FakeCommunicator, FakeNccl, Meeting
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights import nccl_group
+from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
+
+# Without the watchdog some of them would wait for ever.
+pytestmark = pytest.mark.timeout(60)
+LONG_S = 30.0
+# Who joins and the watchdog have the same deadline.
+LOST = "did not meet|was lost when all had met"
+MEMBER_1 = {"rank": 1, "world_size": 2}
+
+
+def buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(data, len(data))
+
+
+class Refusing(FakeNccl):
+    """Makes communicators and takes no broadcast."""
+
+    def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> FakeCommunicator:
+        made = super().connect(unique_id, rank=rank, world_size=world_size)
+
+        def broadcast(*_: object) -> None:
+            raise WeightSyncError("refused")
+
+        made.broadcast = broadcast
+        return made
+
+
+def join_all(num_members: int) -> tuple[list[NcclGroup], list[FakeCommunicator]]:
+    meetings: dict[bytes, Meeting] = {}
+    backends = [FakeNccl(meetings) for _ in range(num_members)]
+    groups: dict[int, NcclGroup] = {}
+
+    def join(rank: int) -> None:
+        groups[rank] = NcclGroup.join(
+            backends[rank], b"id", rank=rank, world_size=num_members, deadline_s=LONG_S
+        )
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(num_members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    return [groups[rank] for rank in range(num_members)], [b.made[0] for b in backends]
+
+
+def until(condition: object, limit_s: float = LONG_S) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_broadcasts_of_several_roots_arrive_in_order() -> None:
+    groups, _ = join_all(3)
+    contents = [b"from 1", b"from 0 ", b"from 1 again"]
+    buffers = [
+        [
+            buffer(data if rank == root else bytes(len(data)))
+            for data, root in zip(contents, (1, 0, 1), strict=True)
+        ]
+        for rank in range(3)
+    ]
+    for group, mine in zip(groups, buffers, strict=True):
+        for memory, root in zip(mine, (1, 0, 1), strict=True):
+            group.broadcast(ctypes.addressof(memory), len(memory), root, 7, deadline_s=LONG_S)
+    for group, mine in zip(groups, buffers, strict=True):
+        group.wait()
+        assert [memory.raw for memory in mine] == contents
+        wire = group.take_wire()
+        assert wire.seconds > 0
+        assert wire.num_bytes == sum(map(len, contents))
+        assert group.take_wire() == Wire()
+        group.abort()
+
+
+def test_member_that_is_missing_costs_the_join_deadline() -> None:
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"2 members .* did not meet within 0\.2 s"):
+        NcclGroup.join(FakeNccl({}), b"id", rank=0, world_size=2, deadline_s=0.2)
+    assert time.monotonic() - started < 10
+
+
+def test_join_that_is_given_up_ends_before_its_deadline() -> None:
+    given_up, meetings = threading.Event(), dict[bytes, Meeting]()
+    given_up.set()
+    early, late = FakeNccl(meetings), FakeNccl(meetings)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="did not meet before one of them was lost"):
+        NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=LONG_S, given_up=given_up)
+    assert time.monotonic() - started < LONG_S / 2
+    late.connect(b"id", rank=1, world_size=2)
+    until(lambda: early.made and early.made[0].num_aborts == 1)
+
+
+def test_communicator_that_comes_about_too_late_is_aborted() -> None:
+    meetings: dict[bytes, Meeting] = {}
+    early, late = FakeNccl(meetings), FakeNccl(meetings)
+    with pytest.raises(WeightSyncError, match="did not meet"):
+        NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=0.1)
+    late.connect(b"id", rank=1, world_size=2)
+    until(lambda: early.made and early.made[0].num_aborts == 1)
+
+
+def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_deadline() -> None:
+    meetings: dict[bytes, Meeting] = {}
+    backend, dead = FakeNccl(meetings), FakeNccl(meetings)
+    joining = threading.Thread(target=dead.connect, args=(b"id",), kwargs=MEMBER_1)
+    joining.start()
+    with pytest.raises(WeightSyncError, match=LOST):
+        NcclGroup.join(backend, b"id", rank=0, world_size=2, deadline_s=0.3)
+    joining.join()
+    # Else its kernel would wait on the device for ever.
+    assert [communicator.num_aborts for communicator in backend.made] == [1]
+
+
+def test_first_broadcast_that_nccl_refuses_aborts_the_communicator() -> None:
+    backend = Refusing({})
+    with pytest.raises(WeightSyncError, match="refused"):
+        NcclGroup.join(backend, b"id", rank=0, world_size=1, deadline_s=LONG_S)
+    assert backend.made[0].num_aborts == 1
+
+
+def test_abort_that_does_not_come_back_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_group, "_ABORT_LIMIT_S", 0.1)
+    (group, _), (communicator, _) = join_all(2)
+    communicator.abort_gate.clear()
+    memory = buffer(b"data")
+    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="not done within"):
+        group.wait()
+    group.abort()
+    assert time.monotonic() - started < 10
+    assert communicator.num_aborts == 1
+    communicator.abort_gate.set()
+
+
+def test_communicator_is_not_freed_under_a_call_that_is_about_to_enter_it() -> None:
+    (group, _), (communicator, _) = join_all(2)
+    entering, seen = threading.Event(), list[int]()
+
+    def slow(*_: object) -> None:
+        entering.set()
+        time.sleep(0.05)
+        seen.append(communicator.num_aborts)
+
+    communicator.broadcast = slow
+    memory = buffer(b"data")
+    aborting = threading.Thread(target=lambda: entering.wait(LONG_S) and group.abort())
+    aborting.start()
+    with pytest.raises(WeightSyncError, match="it was aborted"):
+        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=LONG_S)
+    aborting.join()
+    assert seen == [0]
+    assert communicator.num_aborts == 1
+
+
+def test_what_nccl_refuses_is_an_error_at_once() -> None:
+    meetings = {b"id": Meeting(3)}
+    with pytest.raises(WeightSyncError, match="disagree"):
+        NcclGroup.join(FakeNccl(meetings), b"id", rank=0, world_size=2, deadline_s=LONG_S)
+
+
+def test_broadcast_that_nobody_else_joins_is_aborted_after_its_deadline() -> None:
+    (group, _), (communicator, _) = join_all(2)
+    memory = buffer(b"data")
+    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    with pytest.raises(WeightSyncError, match=r"4 bytes from rank 0 was not done within 0\.1 s"):
+        group.wait()
+    assert group.is_aborted
+    until(lambda: communicator.num_aborts == 1)
+    with pytest.raises(WeightSyncError, match="communicator is gone"):
+        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    group.abort()
+    assert communicator.num_aborts == 1
+
+
+def test_watchdog_aborts_also_when_nobody_waits() -> None:
+    (group, _), (communicator, _) = join_all(2)
+    memory = buffer(b"data")
+    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    until(lambda: communicator.num_aborts == 1)
+
+
+def test_call_that_does_not_come_back_is_released() -> None:
+    (group, _), (communicator, _) = join_all(2)
+    memory = buffer(b"data")
+    communicator.gate.clear()
+    with pytest.raises(WeightSyncError, match="unhandled system error"):
+        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+
+
+def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait() -> None:
+    (sender, receiver), _ = join_all(2)
+    memory, there = buffer(b"data"), buffer(b"    ")
+    for _ in range(6):
+        sender.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=1.0)
+    started = time.monotonic()
+    for _ in range(6):
+        time.sleep(0.3)
+        receiver.broadcast(ctypes.addressof(there), 4, 0, 0, deadline_s=LONG_S)
+    sender.wait()
+    assert time.monotonic() - started > 1.5
+    assert there.raw == b"data"
+    sender.abort()
+    receiver.abort()
+
+
+def test_idle_group_is_left_alone() -> None:
+    groups, communicators = join_all(2)
+    memory = [buffer(b"data"), buffer(b"    ")]
+    for group, mine in zip(groups, memory, strict=True):
+        group.broadcast(ctypes.addressof(mine), 4, 0, 0, deadline_s=0.2)
+    for group in groups:
+        group.wait()
+    time.sleep(0.4)
+    assert [communicator.num_aborts for communicator in communicators] == [0, 0]
+    for group in groups:
+        group.abort()

@@ -1,0 +1,61 @@
+"""Buffers in shared memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from pathlib import Path
+
+import fake_cupy
+import pytest
+from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.weights.shared_buffers import HostBuffers, make_buffers, open_buffers
+
+SHARED = Path("/dev/shm")
+
+
+@pytest.mark.parametrize("what", ["allocate", "share", "open"])
+def test_no_memory_of_a_gpu_is_kept_where_there_is_not_all(what: str) -> None:
+    with fake_cupy.installed() as cupy:
+        if what == "open":
+            buffers = make_buffers(2, 64, card=0)
+            cupy.open_pointers.clear()
+        cupy.fails_second = what
+        error = WeightSyncError if what == "open" else ConfigError
+        with pytest.raises(error, match="out of memory"):
+            if what == "open":
+                open_buffers(buffers.handles, 64, card=0)
+            else:
+                make_buffers(2, 64, card=0)
+        assert not cupy.open_pointers
+
+
+def test_nothing_is_left_where_there_is_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    allocate = os.posix_fallocate
+
+    def name(num_bytes: int) -> str:
+        made.append(os.urandom(num_bytes).hex())
+        return made[-1]
+
+    def fail_the_second(descriptor: int, start: int, size: int) -> None:
+        if len(made) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, start, size)
+
+    monkeypatch.setattr(secrets, "token_hex", name)
+    monkeypatch.setattr(os, "posix_fallocate", fail_the_second)
+    with pytest.raises(ConfigError, match=r"2 buffers of 64 bytes in /dev/shm: .*No space left"):
+        HostBuffers.make(2, 64)
+    assert len(made) == 2
+    assert not [each for each in made if (SHARED / f"slipstream-{each}").exists()]
+
+
+def test_no_descriptor_is_left_of_a_buffer_that_is_too_small() -> None:
+    buffers = HostBuffers.make(1, 64)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(WeightSyncError, match="cannot open the shared buffer"):
+        HostBuffers.open(buffers.handles, 1 << 20)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    buffers.close()

@@ -1,0 +1,216 @@
+"""Environment workers as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.episodes import workers
+from slipstream.rollout_server.episodes.environments import Environments
+from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.rollout_server.process import worker_environment
+from slipstream.v1 import environment_pb2 as env_pb
+from slipstream.v1 import fleet_pb2, trajectory_pb2
+
+LIMIT_S = 20.0
+
+
+class NoClients:
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Hosted:
+    """Environments of this test, and what was reported of them."""
+
+    def __init__(self, environments: Environments, reports: asyncio.Queue) -> None:
+        self.environments = environments
+        self._reports = reports
+
+    def load(self, name: str, *, timeout_s: float = 10.0, num_workers: int = 1) -> None:
+        spec = env_pb.EnvironmentSpec(
+            name=name,
+            reference=f"odd_environments:{name}",
+            args_json="{}",
+            timeout_s=timeout_s,
+            num_workers=num_workers,
+            search_path=str(Path(__file__).parent),
+        )
+        self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec))
+
+    async def report(self) -> fleet_pb2.EnvironmentReport:
+        async with asyncio.timeout(LIMIT_S):
+            return await self._reports.get()
+
+    async def open(self, name: str, key: str = "episode", timeout_s: float = 10.0):
+        return await self.environments.open(name, key, timeout_s)
+
+
+@pytest.fixture
+async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
+    reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
+    async with WorkerGateway(tmp_path / "logs") as gateway, asyncio.TaskGroup() as group:
+        environments = Environments(group, gateway, NoClients(), reports.put_nowait)
+        yield Hosted(environments, reports)
+        environments.close()
+    assert not worker_processes()
+
+
+def worker_processes() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "slipstream.client.worker" in child.cmdline():
+                found.append(child)
+    return found
+
+
+async def test_an_episode_runs_in_a_worker(hosted) -> None:
+    hosted.load("Good")
+    report = await hosted.report()
+    assert (report.environment, report.num_tasks) == ("Good", 5)
+    assert not report.HasField("failure")
+    session = await hosted.open("Good")
+    assert [tuple(m) for m in (await session.reset(1, 2)).messages] == [("user", "a b")]
+    verdict = await session.step("x", truncated=False)
+    assert (verdict.reward, verdict.done) == (0.5, True)
+    session.close()
+
+
+async def test_the_same_order_again_only_repeats_the_report(hosted) -> None:
+    hosted.load("Good")
+    first = await hosted.report()
+    hosted.load("Good")
+    assert await hosted.report() == first
+
+
+async def test_an_environment_that_cannot_be_loaded_is_reported(hosted) -> None:
+    hosted.load("Unloadable")
+    report = await hosted.report()
+    assert report.failure.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+    assert "the data set is missing" in report.failure.message
+    with pytest.raises(EnvironmentFailed, match="the data set is missing"):
+        await hosted.open("Unloadable")
+
+
+async def test_a_worker_that_dies_while_loading_is_reported(hosted) -> None:
+    hosted.load("DiesWhileLoading")
+    report = await hosted.report()
+    assert report.failure.message == "worker exited with code -9"
+
+
+async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -> None:
+    hosted.load("Hanging")
+    await hosted.report()
+    session = await hosted.open("Hanging", timeout_s=0.2)
+    await session.reset(0, 0)
+    with pytest.raises(
+        EnvironmentFailed, match="no answer to step within 0.2 s, the environment's timeout_s"
+    ) as caught:
+        await session.step("x", truncated=False)
+    assert caught.value.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT
+    session.close()
+    other = await hosted.open("Hanging", "other")
+    await other.reset(0, 0)
+    other.close()
+
+
+async def test_a_worker_that_does_not_answer_a_ping_is_replaced(hosted, monkeypatch) -> None:
+    monkeypatch.setattr(workers, "_PING_LIMIT_S", 0.2)
+    hosted.load("Stuck")
+    await hosted.report()
+    stuck = await hosted.open("Stuck", timeout_s=0.2)
+    with pytest.raises(EnvironmentFailed, match="no answer to reset"):
+        await stuck.reset(0, 0)
+    stuck.close()
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        session = await hosted.open("Stuck", "other")
+        try:
+            await session.reset(1, 0)
+        except EnvironmentFailed as error:
+            assert "worker exited with code -9" in str(error)
+            session.close()
+        else:
+            session.close()
+            return
+    pytest.fail("no new worker came")
+
+
+async def test_an_exiting_worker_fails_its_open_calls_and_is_started_again(hosted) -> None:
+    hosted.load("Exiting")
+    await hosted.report()
+    dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b")
+    await dying.reset(0, 0)
+    await bystander.reset(1, 0)
+    for session in (dying, bystander):
+        with pytest.raises(EnvironmentFailed, match="worker exited with code 7") as caught:
+            await session.step("x", truncated=False)
+        assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+        session.close()
+    again = await hosted.open("Exiting", "c", timeout_s=LIMIT_S)
+    await again.reset(1, 0)
+    assert (await again.step("x", truncated=False)).reward == 0.5
+    again.close()
+
+
+async def test_episodes_are_spread_over_the_workers(hosted) -> None:
+    hosted.load("Good", num_workers=2)
+    await hosted.report()
+    first = await hosted.open("Good", "a")
+    async with asyncio.timeout(LIMIT_S):
+        while len(hosted.environments._hosted["Good"][0]._ready) < 2:
+            await asyncio.sleep(0.02)
+    second = await hosted.open("Good", "b")
+    assert first._table is not second._table
+    first.close()
+    second.close()
+
+
+async def test_unloading_ends_the_workers(hosted) -> None:
+    hosted.load("Good")
+    await hosted.report()
+    session = await hosted.open("Good")
+    order = fleet_pb2.EnvironmentOrder(spec=env_pb.EnvironmentSpec(name="Good"), unload=True)
+    hosted.environments.order(order)
+    async with asyncio.timeout(LIMIT_S):
+        while worker_processes():
+            await asyncio.sleep(0.02)
+    with pytest.raises(EnvironmentFailed):
+        await session.reset(0, 0)
+
+
+async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
+    hosted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-server")
+    with (tmp_path / "token").open("w") as held:
+        os.set_inheritable(held.fileno(), True)
+        hosted.load("Curious")
+        await hosted.report()
+        session = await hosted.open("Curious")
+        ((_, told),) = (await session.reset(0, 0)).messages
+        session.close()
+    files, variables, arguments = json.loads(told)
+    # Its log, the null device, and what it has opened itself: sockets, an event loop, its listing.
+    own = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", str(tmp_path / "logs"))
+    assert [path for path in files.values() if not path.startswith(own)] == []
+    assert set(variables) <= {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
+    # Its token is gone when the environment is loaded, and never stood on the command line.
+    assert arguments[1:2] == ["--connect"]
+    assert len(arguments) == 3
+
+
+def test_a_worker_sees_no_secrets() -> None:
+    seen = worker_environment(
+        {"PATH": "/bin", "HOME": "/root", "AWS_SECRET": "x", "SLIPSTREAM_TOKEN": "the run's"}, "own"
+    )
+    assert seen == {"PATH": "/bin", "HOME": "/root", "SLIPSTREAM_TOKEN": "own"}

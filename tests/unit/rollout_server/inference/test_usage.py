@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.inference import usage
+from slipstream.rollout_server.inference.generation import EngineUse
+from slipstream.rollout_server.inference.usage import UseClock
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(usage.time, "time", lambda: now[0])
+    clock = UseClock()
+    clock.advance = lambda seconds: now.__setitem__(0, now[0] + seconds)
+    return clock
+
+
+def test_overlapping_requests_are_one_interval(clock) -> None:
+    clock.enter()
+    clock.advance(1)
+    clock.enter()
+    clock.advance(1)
+    clock.leave()
+    clock.advance(1)
+    clock.leave()
+    clock.advance(5)
+    assert clock.busy_s == 3
+    assert clock.take_intervals() == ((100, 103),)
+    assert clock.take_intervals() == ()
+
+
+def test_an_interval_that_goes_on_is_cut(clock) -> None:
+    clock.enter()
+    clock.advance(2)
+    assert clock.take_intervals() == ((100, 102),)
+    clock.advance(1)
+    assert clock.busy_s == 3
+    clock.leave()
+    assert clock.take_intervals() == ((102, 103),)
+    assert clock.busy_s == 3
+
+
+def test_intervals_that_nobody_takes_are_bounded(clock) -> None:
+    for _ in range(1000):
+        clock.enter()
+        clock.advance(1)
+        clock.leave()
+        clock.advance(1)
+    assert clock.busy_s == 1000
+    assert len(clock.take_intervals()) <= 256
+
+
+def use(generated: int, returned: int, open_requests: int) -> EngineUse:
+    return EngineUse(generated, returned, open_requests, 0.0, ())
+
+
+def test_tokens_inside_the_engine_are_in_flight() -> None:
+    ledger = TokenLedger(use(100, 100, 0))
+    ledger.opened()
+    ledger.sampled(4)
+    report = ledger.report(use(107, 104, 1), queued_bytes=0, paused_s=0.0)
+    assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 7, 0)
+    ledger.sampled(3)
+    ledger.ended(7)
+    report = ledger.report(use(107, 107, 0), queued_bytes=0, paused_s=0.0)
+    assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 0, 7)
+
+
+def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
+    ledger = TokenLedger(use(0, 0, 0))
+    ledger.opened()
+    ledger.ended(0)
+    report = ledger.report(use(3, 2, 0), queued_bytes=0, paused_s=0.0)
+    assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3

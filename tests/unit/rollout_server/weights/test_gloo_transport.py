@@ -1,0 +1,43 @@
+"""A worker's end of gloo."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from gloo_sender import GlooSender, layout_of
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.buckets import layout_from_pb
+from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.gloo_transport import GlooTransport
+
+LONG_S = 30.0
+WEIGHTS = {name: torch.arange(1e6) for name in "abc"}
+LAYOUT = layout_of(WEIGHTS, 4_000_000)
+INCOMING = Incoming(tuple(layout_from_pb(LAYOUT)), LONG_S, own_buffers=True)
+
+
+def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
+    sender = GlooSender("members-1", deadline_s=LONG_S, join_deadline_s=LONG_S)
+    errors: list[RuntimeError] = []
+
+    def send() -> None:
+        try:
+            sender.send(LAYOUT, WEIGHTS)
+        except RuntimeError as error:
+            errors.append(error)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    transport = GlooTransport(Membership(sender.communicator, 1, LONG_S), torch.device("cpu"))
+    buckets = transport.receive(INCOMING)
+    assert torch.equal(next(buckets).view(torch.float32), WEIGHTS["a"])
+    started_s = time.monotonic()
+    transport.close()
+    sending.join(LONG_S)
+    assert len(errors) == 1
+    assert time.monotonic() - started_s < LONG_S / 2
+    with pytest.raises(WeightSyncError, match="the communicator was left"):
+        next(buckets)

@@ -1,0 +1,95 @@
+"""Nothing but the last bucket's copies comes behind the wire: times of streams that are fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import fake_cupy
+import fake_streams
+import pytest
+import torch
+from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.weights.nccl_group import NcclGroup
+from slipstream.rollout_server.weights import nccl_transport
+from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.nccl_transport import NcclTransport
+from slipstream.v1 import weights_pb2
+
+BROADCAST, DIGEST, COPY = 4.0, 1.0, 2.0
+NUM_BUCKETS = 5
+BUCKETS = tuple(
+    plan_buckets([TensorSpec(f"w{n}", "bfloat16", (512,)) for n in range(NUM_BUCKETS)], 1024)
+)
+
+
+class Digests:
+    """Takes time where it is told to."""
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+
+    def add(self, place: int, pointer: int, stream: int) -> None:
+        self.places.append(place)
+        fake_streams.Stream.by_handle[stream].work(DIGEST)
+
+
+@pytest.fixture
+def consumer(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Stream]:
+    def broadcast(
+        group: NcclGroup, pointer: int, num_bytes: int, root: int, stream: int, *, deadline_s: float
+    ) -> None:
+        fake_streams.Stream.by_handle[stream].work(BROADCAST)
+
+    nccl_transport._streams.cache_clear()
+    with fake_cupy.installed(), fake_streams.installed() as consumer:
+        monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
+        monkeypatch.setattr(NcclGroup, "_warm_up", lambda group, deadline_s: None)
+        monkeypatch.setattr(NcclTransport, "_room", lambda _, size: torch.empty(size).byte())
+        yield consumer
+    nccl_transport._streams.cache_clear()
+
+
+@pytest.mark.parametrize("own_buffers", [False, True])
+def test_copies_of_a_bucket_run_while_the_next_one_arrives(
+    consumer: fake_streams.Stream, own_buffers: bool
+) -> None:
+    membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+    transport = NcclTransport(membership, torch.device("cuda", 0))
+    incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=own_buffers)
+    transport.prepare(incoming)
+    transport._digests = digests = Digests()
+    arrived = []
+    for _ in transport.receive(incoming):
+        arrived.append(consumer.time - DIGEST)
+        consumer.work(COPY)
+    assert arrived == [BROADCAST * (n + 1) for n in range(NUM_BUCKETS)]
+    assert digests.places == list(range(NUM_BUCKETS))
+    assert consumer.time == NUM_BUCKETS * BROADCAST + DIGEST + COPY
+    transport.close()
+
+
+def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.Stream) -> None:
+    membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+    transport = NcclTransport(membership, torch.device("cuda", 0))
+    incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=False)
+    transport.prepare(incoming)
+    transport._digests = Digests()
+    (link,) = nccl_transport._streams(torch.device("cuda", 0))
+    consumer.work(100.0)
+    ended = []
+    for _ in transport.receive(incoming):
+        ended.append(link.time)
+        consumer.work(COPY)
+    # The third one overwrites the first, which is copied behind the steps.
+    first_copied = 100.0 + DIGEST + COPY
+    assert ended[:2] == [2 * BROADCAST, first_copied + BROADCAST]
+    transport.close()
+
+
+def test_broadcasts_come_before_copies_where_processors_are_scarce(
+    consumer: fake_streams.Stream,
+) -> None:
+    membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+    NcclTransport(membership, torch.device("cuda", 0)).close()
+    (stream,) = nccl_transport._streams(torch.device("cuda", 0))
+    assert stream.priority < consumer.priority

@@ -1,0 +1,59 @@
+"""A worker's end of NCCL, without a GPU: cupy and torch's streams are fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import fake_cupy
+import pytest
+import torch
+from slipstream.rollout_server.weights import nccl_transport
+from slipstream.rollout_server.weights.bucket_transport import Membership
+from slipstream.rollout_server.weights.nccl_transport import NcclTransport
+from slipstream.v1 import weights_pb2
+
+MEMBERSHIP = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+
+
+class Stream:
+    """Counts itself."""
+
+    made: list[Stream] = []
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self.made.append(self)
+        self.is_idle = True
+
+    def query(self) -> bool:
+        return self.is_idle
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.FakeCupy]:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(Stream, "made", [])
+    nccl_transport._streams.cache_clear()
+    with fake_cupy.installed() as cupy:
+        yield cupy
+    nccl_transport._streams.cache_clear()
+
+
+def join() -> NcclTransport:
+    return NcclTransport(MEMBERSHIP, torch.device("cuda", 0))
+
+
+def test_kernel_of_digests_is_loaded_before_the_others_wait(cupy: fake_cupy.FakeCupy) -> None:
+    join().close()
+    assert cupy.seen == ["digest 0 spans", "join"]
+
+
+def test_communicators_one_after_the_other_use_one_stream(cupy: fake_cupy.FakeCupy) -> None:
+    for _ in range(3):
+        join().close()
+    assert [each.num_aborts for each in cupy.communicators] == [1, 1, 1]
+    assert len(Stream.made) == 1
+    # A communicator that could not be aborted waits there for ever.
+    Stream.made[0].is_idle = False
+    join().close()
+    assert len(Stream.made) == 2

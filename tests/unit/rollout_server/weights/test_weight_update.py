@@ -1,0 +1,229 @@
+"""What an engine's workers are asked for an update, with workers that only answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
+from slipstream.rollout_server.weights.weight_update import WeightUpdate
+from slipstream.v1 import weights_pb2
+
+ORDER = weights_pb2.PublishOrder(publish_id="p1", bucket_deadline_s=1.0, join_deadline_s=1.0)
+LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
+OTHER_LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (8,))], bucket_bytes=1024)
+NO_LAYOUT = weights_pb2.WeightLayout()
+
+
+def order(publish_id: str, **changed: Any) -> weights_pb2.PublishOrder:
+    """The next publish after `ORDER`."""
+    values = {"publish_id": publish_id, "bucket_deadline_s": 1.0, "join_deadline_s": 1.0}
+    return weights_pb2.PublishOrder(**values | changed)
+
+
+def result(
+    digest: str = "0a", receive_s: float = 0.5, *, has_plan: bool = True, wire_s: float = 0.1
+) -> dict[str, Any]:
+    return {
+        "digests": [digest],
+        "by_plan": True,
+        "has_plan": has_plan,
+        "receive_s": receive_s,
+        "load_s": 0.25,
+        "wire_s": wire_s,
+    }
+
+
+class Workers:
+    """Two of them; `answers` holds what both say to each call, in order."""
+
+    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+        self._answers = list(answers)
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        # The same, with the beginning and the end of each pause.
+        self.started: list[str] = []
+
+    async def ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        self.calls.append((method.removeprefix("slipstream_"), arguments))
+        self.started.append(self.calls[-1][0])
+        return self._answers.pop(0)
+
+    async def pause(self) -> None:
+        self.started.append("pause")
+        await asyncio.sleep(0.01)
+        self.started.append("paused")
+
+
+def both(value: object) -> list[dict[str, Any]]:
+    return [{"value": value}, {"value": value}]
+
+
+async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
+    workers = Workers(both(True), both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage=True)
+    await update.prepare(ORDER, LAYOUT, 3)
+    loaded = await update.receive("p1")
+    assert [name for name, _ in workers.calls] == ["prepare", "receive"]
+    described = (ORDER.SerializeToString(), LAYOUT.SerializeToString(), 3, False)
+    assert workers.calls[0][1] == described
+    assert (loaded.bucket_digests, loaded.by_plan) == ((b"\x0a",), True)
+    assert (loaded.receive_s, loaded.load_s) == (0.5, 0.25)
+
+
+async def test_adapters_alone_are_staged_by_workers_without_a_plan_too() -> None:
+    workers = Workers(both(True), both(result(has_plan=False)), both(True))
+    update = WeightUpdate(workers.ask, workers.pause, stage=True)
+    await update.prepare(ORDER, LAYOUT, 3)
+    await update.receive("p1")
+    alone = layout_to_pb((), 1024, adapters=[TensorSpec("a", "bfloat16", (4,))])
+    await update.prepare(ORDER, alone, 3)
+    staged = [arguments[3] for name, arguments in workers.calls if name == "prepare"]
+    assert staged == [False, True]
+
+
+async def test_adapters_alone_after_weights_are_another_layout() -> None:
+    workers = Workers(both(True), both(result()), both(True), both(result()), both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    alone = layout_to_pb((), 1024, adapters=[TensorSpec("a", "bfloat16", (4,))])
+    for publish_id, layout in (("p1", LAYOUT), ("p2", alone), ("p3", NO_LAYOUT)):
+        await update.prepare(order(publish_id), layout, 3)
+        await update.receive(publish_id)
+    assert [name for name, _ in workers.calls] == ["prepare", "receive"] * 2 + ["receive"]
+    assert workers.calls[2][1][1] == alone.SerializeToString()
+
+
+async def test_an_update_like_the_one_before_asks_the_workers_once() -> None:
+    workers = Workers(both(True), both(result()), both(result()), both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    for publish_id, layout in (("p1", LAYOUT), ("p2", LAYOUT), ("p3", NO_LAYOUT)):
+        await update.prepare(order(publish_id), layout, 3)
+        await update.receive(publish_id)
+    assert [name for name, _ in workers.calls] == ["prepare", *3 * ["receive"]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "layout", "stage"),
+    [
+        ({"new_communicator": True}, LAYOUT, False),
+        ({"communicator": weights_pb2.Communicator(communicator_id="other")}, LAYOUT, False),
+        ({"bucket_deadline_s": 2.0}, LAYOUT, False),
+        ({}, OTHER_LAYOUT, False),
+        ({}, LAYOUT, True),
+    ],
+)
+async def test_whatever_is_new_is_prepared(
+    changed: dict[str, Any], layout: weights_pb2.WeightLayout, stage: bool
+) -> None:
+    workers = Workers(both(True), both(result()), both(True), both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage=stage)
+    await update.prepare(ORDER, LAYOUT, 3)
+    await update.receive("p1")
+    await update.prepare(order("p2", **changed), layout, 3)
+    await update.receive("p2")
+    assert [name for name, _ in workers.calls] == 2 * ["prepare", "receive"]
+    assert workers.calls[2][1][1] == layout.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        [{"value": result()}, {"error": "a bucket did not arrive"}],
+        [{"value": result("0a")}, {"value": result("0b")}],
+        [{"value": result()}, {"value": {**result(), "by_plan": False}}],
+    ],
+)
+async def test_an_update_after_one_that_was_not_copied_everywhere_is_prepared(
+    unlike: list[dict[str, Any]],
+) -> None:
+    workers = Workers(both(True), unlike, both(True))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 3)
+    with contextlib.suppress(WeightSyncError):
+        await update.receive("p1")
+    await update.prepare(order("p2"), NO_LAYOUT, 3)
+    assert [name for name, _ in workers.calls] == ["prepare", "receive", "prepare"]
+    assert workers.calls[2][1][1] == LAYOUT.SerializeToString()
+
+
+async def test_the_first_update_needs_a_layout() -> None:
+    workers = Workers()
+    with pytest.raises(WeightSyncError, match="'p1' came without a layout"):
+        await WeightUpdate(workers.ask, workers.pause, stage=False).prepare(ORDER, NO_LAYOUT, 1)
+
+
+async def test_copies_are_asked_for_while_the_engine_pauses_and_loading_when_it_stands_still() -> (
+    None
+):
+    loaded = both({**result(), "by_plan": False})
+    workers = Workers(both(True), loaded, both(True), both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    first = await update.receive("p1")
+    assert workers.started == ["prepare", "pause", "paused", "receive"]
+    del workers.started[:]
+    await update.prepare(ORDER, LAYOUT, 1)
+    second = await update.receive("p1")
+    assert workers.started == ["prepare", "pause", "receive", "paused"]
+    assert min(first.pause_s, second.pause_s) >= 0.01
+
+
+async def test_it_is_asked_until_every_worker_is_ready() -> None:
+    half = [{"value": True}, {"value": False}]
+    workers = Workers(half, both(False), both(True))
+    await WeightUpdate(workers.ask, workers.pause, stage=False).prepare(ORDER, LAYOUT, 1)
+    assert [name for name, _ in workers.calls] == ["prepare", "is_ready", "is_ready"]
+
+
+async def test_an_error_of_one_worker_is_raised() -> None:
+    workers = Workers(both(True), [{"value": result()}, {"error": "a bucket did not arrive"}])
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
+        await update.receive("p1")
+    with pytest.raises(WeightSyncError, match="'p1' was not prepared"):
+        await update.receive("p1")
+
+
+async def test_workers_that_received_different_bytes_fail_the_update() -> None:
+    workers = Workers(both(True), [{"value": result("0a")}, {"value": result("0b")}])
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    with pytest.raises(WeightSyncError, match="different bytes"):
+        await update.receive("p1")
+
+
+async def test_workers_stage_only_when_all_of_them_have_a_plan() -> None:
+    failed: list[dict[str, Any]] = [{"value": result()}, {"error": "a bucket did not arrive"}]
+    one_loads: list[dict[str, Any]] = [
+        {"value": result()},
+        {"value": result(has_plan=False)},
+    ]
+    workers = Workers(
+        *(both(True), failed),
+        *(both(True), both(result())),
+        *(both(True), one_loads),
+        *(both(True), both(result())),
+    )
+    update = WeightUpdate(workers.ask, workers.pause, stage=True)
+    await update.prepare(ORDER, LAYOUT, 1)
+    with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
+        await update.receive("p1")
+    for _ in range(3):
+        await update.prepare(ORDER, LAYOUT, 1)
+        await update.receive("p1")
+    staged = [arguments[-1] for name, arguments in workers.calls if name == "prepare"]
+    assert staged == [False, False, True, False]
+
+
+async def test_the_slowest_worker_gives_the_times() -> None:
+    slow = result(receive_s=2.0, wire_s=0.3)
+    workers = Workers(both(True), [{"value": result()}, {"value": slow}])
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    loaded = await update.receive("p1")
+    assert loaded.receive_s == 2.0
+    # In the longer time one worker waited for the other.
+    assert loaded.wire_s == 0.1
