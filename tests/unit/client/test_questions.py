@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -209,6 +210,17 @@ async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_ot
     given_up = MathVerdict(right=False, readable=False, timed_out=True)
     assert await judge.compare("7", "$9^{9^{9^{9}}}$") == given_up
     assert await judge.compare("7", "7") == right
+
+
+async def test_a_comparison_that_is_given_up_while_its_program_starts_answers_no_other_one():
+    pytest.importorskip("math_verify")
+    judge = MathJudge(timeout_s=20.0)
+    first = asyncio.create_task(judge.compare("1", "1"))
+    while judge._process is None:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)
 
 
 def test_a_data_set_becomes_two_files_that_share_no_question(tmp_path: Path, capsys):

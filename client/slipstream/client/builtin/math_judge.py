@@ -68,9 +68,13 @@ class MathJudge:
                 stdout=asyncio.subprocess.PIPE,
                 limit=LINE_BYTES,
             )
-            async with asyncio.timeout(START_LIMIT_S):
-                # The first comparison pays for what is compiled lazily.
-                await _ask(self._process, {"answer": "1", "reply": "1"})
+            try:
+                async with asyncio.timeout(START_LIMIT_S):
+                    # The first comparison pays for what is compiled lazily.
+                    await _ask(self._process, {"answer": "1", "reply": "1"})
+            except (TimeoutError, asyncio.CancelledError):
+                await asyncio.shield(self._kill())
+                raise
         return self._process
 
     async def _kill(self) -> None:
