@@ -16,7 +16,8 @@ GPU of its own:
     python benchmarks/asynchrony.py --device cuda --shape 0.6B --median 96 --longest 1024 \
         --group-size 16 --max-episodes 256
 
-Prints one table and writes benchmarks/results/asynchrony.json, or asynchrony-SHAPE.json on GPUs.
+Prints one table; benchmarks/results/asynchrony.json, or asynchrony-SHAPE.json on GPUs, is written
+after every repeat.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import asyncio
 import os
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from measure import RESULTS, Spread, note, progress, table, write_result
+from measure import RESULTS, Spread, note, part, progress, table, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
@@ -157,8 +158,16 @@ class Windows:
         await self._rig.until(lambda: len(controller.rows) >= count, f"step {count}", self._limit_s)
 
 
-async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
-    """Rows of every setting, and of both fleets alone."""
+@dataclass
+class Found:
+    """Rows of both fleets alone and of every setting, and what failed."""
+
+    rows: dict[str, list[Row]]
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+async def measure(arguments: argparse.Namespace, folder: Path, found: Found) -> None:
+    """Fills `found`, and writes the result, repeat by repeat until one fails."""
     make_apart(
         folder / "model",
         arguments.shape,
@@ -166,8 +175,6 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
         max_positions=arguments.longest + 64,
     )
     placement = Placement((0,), ((1,),), arguments.device)
-    found: dict[str, list[Row]] = {"alone": []}
-    found |= {str(staleness): [] for staleness in arguments.staleness}
     async with Rig(config_of(arguments, folder), placement) as rig:
         rig.controller.bound(0)
         await rig.start_trainers()
@@ -182,14 +189,17 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
             if started + longest_s > deadline:
                 progress(f"no time for repeat {repeat + 1}")
                 break
-            for name, rows in found.items():
-                row = await (windows.alone() if name == "alone" else windows.bounded(int(name)))
-                rows.append(row)
-                note("asynchrony", {"repeat": repeat, "setting": name, **row})
-                shown = {key: round(value, 3) for key, value in row.items()}
-                progress(f"repeat {repeat + 1}, {name}: {shown}")
+            with part(f"repeat {repeat + 1}", found.failures):
+                for name, rows in found.rows.items():
+                    row = await (windows.alone() if name == "alone" else windows.bounded(int(name)))
+                    rows.append(row)
+                    note("asynchrony", {"repeat": repeat, "setting": name, **row})
+                    shown = {key: round(value, 3) for key, value in row.items()}
+                    progress(f"repeat {repeat + 1}, {name}: {shown}")
             longest_s = max(longest_s, time.monotonic() - started)
-    return found
+            write(arguments, found)
+            if found.failures:
+                break
 
 
 def summary(found: dict[str, list[Row]]) -> tuple[list[str], dict[str, dict[str, float]]]:
@@ -258,23 +268,37 @@ def main() -> None:
     if arguments.device == "cpu" and len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this benchmark needs two cores")
     arguments.transport = arguments.transport or ("gloo" if arguments.device == "cpu" else "nccl")
-    result = "asynchrony" if arguments.device == "cpu" else f"asynchrony-{arguments.shape}"
+    found = Found({name: [] for name in ("alone", *map(str, arguments.staleness))})
     with tempfile.TemporaryDirectory() as name:
-        found = asyncio.run(measure(arguments, Path(name)))
-    lines, shares = summary(found)
-    best = max((v["share"] for n, v in shares.items() if n != "0"), default=0.0)
-    lines.append("")
-    lines.append(f"best share of the ceiling {best:.2f}, target {TARGET:.2f}")
+        with part("the whole", found.failures):
+            asyncio.run(measure(arguments, Path(name), found))
+        if found.failures:
+            for log in sorted((Path(name) / "r" / "logs").glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+    print("\n".join(write(arguments, found)), flush=True)
+    if found.failures:
+        raise SystemExit(f"failed: {', '.join(found.failures)}")
+
+
+def write(arguments: argparse.Namespace, found: Found) -> list[str]:
+    """The table of what is known by now, which is written with everything else."""
+    lines: list[str] = []
+    shares: dict[str, dict[str, float]] = {}
+    if all(found.rows.values()):
+        lines, shares = summary(found.rows)
+        best = max((v["share"] for n, v in shares.items() if n != "0"), default=0.0)
+        lines += ["", f"best share of the ceiling {best:.2f}, target {TARGET:.2f}"]
     settings = {key: str(value) for key, value in vars(arguments).items() if key != "out"}
     spreads = {
         name: {key: asdict(Spread.of([row[key] for row in rows])) for key in rows[0]}
-        for name, rows in found.items()
+        for name, rows in found.rows.items()
         if rows
     }
-    record = {"settings": settings, "results": found, "spreads": spreads, "shares": shares}
-    path = arguments.out or RESULTS / f"{result}.json"
-    write_result(result, {**record, "target": TARGET, "table": lines}, path)
-    print("\n".join(lines), flush=True)
+    record = {"settings": settings, "results": found.rows, "spreads": spreads, "shares": shares}
+    more = {"target": TARGET, "table": lines, "failures": found.failures}
+    result = "asynchrony" if arguments.device == "cpu" else f"asynchrony-{arguments.shape}"
+    write_result(result, {**record, **more}, arguments.out or RESULTS / f"{result}.json")
+    return lines
 
 
 if __name__ == "__main__":

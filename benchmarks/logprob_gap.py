@@ -11,8 +11,8 @@ updates, sent to the server each time:
     python benchmarks/logprob_gap.py --device cuda --model models/smollm2
     python benchmarks/logprob_gap.py
 
-On a GPU learner and server share one card. Prints one table and writes
-benchmarks/results/logprob_gap.json.
+On a GPU learner and server share one card. Prints one table; benchmarks/results/logprob_gap.json is
+written after the run and at the end.
 """
 
 from __future__ import annotations
@@ -223,11 +223,24 @@ def main() -> None:
         with part("the run", failures):
             found = asyncio.run(train(config, arguments))
         if found:
+            write(arguments, found, None, failures)
             with part("a fresh engine", failures):
                 fresh = compare_afresh(config, found, arguments)
         if failures:
             for log in sorted((config.run_dir / "logs").glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+    print("\n".join(write(arguments, found, fresh, failures)), flush=True)
+    if failures:
+        raise SystemExit(f"failed: {', '.join(failures)}")
+
+
+def write(
+    arguments: argparse.Namespace,
+    found: dict[str, Any],
+    fresh: Any,  # noqa: ANN401 - array or None
+    failures: dict[str, str],
+) -> list[str]:
+    """The table of what is known by now, which is written with everything else."""
     result = figures(found, fresh) if found else {}
     lines = table(["figure", "value"], [[key, f"{value:.3g}"] for key, value in result.items()])
     lines.append(f"KL target: at most {KL_TARGET:g}")
@@ -237,9 +250,7 @@ def main() -> None:
         "settings": {k: str(v) for k, v in vars(arguments).items()},
     }
     write_result("logprob_gap", {**record, **rows}, arguments.out)
-    print("\n".join(lines), flush=True)
-    if failures:
-        raise SystemExit(f"failed: {', '.join(failures)}")
+    return lines
 
 
 if __name__ == "__main__":

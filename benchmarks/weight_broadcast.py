@@ -10,7 +10,8 @@ take turns.
     python benchmarks/weight_broadcast.py --device cuda --shape 8B --tp 2 --server-tp 2
     python benchmarks/weight_broadcast.py            # tiny, over gloo, without the peer
 
-Prints one table and writes benchmarks/results/weight_broadcast-SHAPE-SERVERS.json.
+Prints one table; benchmarks/results/weight_broadcast-SHAPE-SERVERS.json is written when the idle
+engines are done, and at the end.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ class Measurement:
                 await self._start_ours(rig)
                 await self._join_others(raw, native)
                 await self._idle(rig, raw, native)
+                write(self._arguments, self._found)
                 with part("ours with requests running", self._found.failures):
                     await self._busy(rig)
                 if native.is_ready:
@@ -257,17 +259,21 @@ def main() -> None:
         if found.failures:
             for log in sorted((folder / "r" / "logs").glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+    print("\n".join(write(arguments, found)), flush=True)
+    if found.failures:
+        raise SystemExit(f"failed: {', '.join(found.failures)}")
+
+
+def write(arguments: argparse.Namespace, found: Found) -> list[str]:
+    """The tables of what is known by now, which are written with everything else."""
     lines, ratios = summary(found)
     targets = {**TARGETS, "pause": PAUSE_TARGETS.get(arguments.shape, "")}
     settings = {key: str(value) for key, value in vars(arguments).items()}
     record = {"settings": settings, "targets": targets, "ratios": ratios, "table": lines}
     more = {"stages": stages(found), "measured": vars(found)}
-    write_result(
-        arguments.name, {**record, **more}, arguments.out or RESULTS / f"{arguments.name}.json"
-    )
-    print("\n".join([*lines, "", *more["stages"], "", str(ratios)]), flush=True)
-    if found.failures:
-        raise SystemExit(f"failed: {', '.join(found.failures)}")
+    path = arguments.out or RESULTS / f"{arguments.name}.json"
+    write_result(arguments.name, {**record, **more}, path)
+    return [*lines, "", *more["stages"], "", str(ratios)]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from broadcast_programs import START_LIMIT_S, Program
-from measure import RESULTS, Spread, note, progress, table, write_result
+from measure import RESULTS, Spread, note, part, progress, table, write_result
 from shapes import SHAPES
 from slipstream.protocol.settings.config import WeightsSection
 
@@ -87,31 +87,26 @@ def times_of(answers: list[dict[str, Any]]) -> dict[str, float]:
     return {"wire_s": min(wires), "host_s": max(answer["host_s"] for answer in answers[1:])}
 
 
-async def measure(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    """Times of ours and of the limit, in turns."""
+async def measure(arguments: argparse.Namespace, logs: Path, found: dict[str, Any]) -> None:
+    """Times of ours and of the limit in turns, for `found`; the first round only warms up."""
     ends = await Ends.start(arguments, logs)
     try:
         announced = await ends.join()
-        facts = {key: announced[key] for key in ("num_bytes", "num_buckets")}
-        progress(f"all have met; {facts}")
-        ours, raw = [], []
-        # The first round warms up.
+        num_bytes = announced["num_bytes"]
+        found |= {"num_bytes": num_bytes, "num_buckets": announced["num_buckets"]}
+        progress(f"all have met; {found}")
         for repeat in range(arguments.repeats + 1):
-            answers = await ends.all(do="publish", delay_s=DELAY_S)
-            check(answers)
-            ours.append(times_of(answers))
+            answers = {"ours": await ends.all(do="publish", delay_s=DELAY_S)}
+            check(answers["ours"])
             if arguments.device == "cuda":
-                answers = await ends.all(
-                    do="raw", delay_s=DELAY_S, num_bytes=announced["num_bytes"]
-                )
-                raw.append(times_of(answers))
-            for name, rows in (("ours", ours), ("raw", raw)):
-                if rows:
-                    note(arguments.name, {"what": name, "repeat": repeat, **rows[-1]})
+                answers["raw"] = await ends.all(do="raw", delay_s=DELAY_S, num_bytes=num_bytes)
+            for name, row in answers.items():
+                times = times_of(row)
+                note(arguments.name, {"what": name, "repeat": repeat, **times})
+                found[name] += [times] if repeat else []
         check(await ends.all(do="sums"))
     finally:
         await ends.close()
-    return {**facts, "ours": ours[1:], "raw": raw[1:]}
 
 
 def summary(found: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
@@ -146,18 +141,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.name = f"wire-{arguments.shape}-{arguments.servers}"
+    found: dict[str, Any] = {"ours": [], "raw": []}
+    failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            found = asyncio.run(measure(arguments, Path(folder)))
-        except BaseException:
+        with part("the wire", failures):
+            asyncio.run(measure(arguments, Path(folder), found))
+        if failures:
             for log in sorted(Path(folder).glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
-            raise
     lines, ratios = summary(found)
     settings = {key: str(value) for key, value in vars(arguments).items()}
     record = {"settings": settings, "ratios": ratios, "table": lines, "measured": found}
+    record["failures"] = failures
     write_result(arguments.name, record, arguments.out or RESULTS / f"{arguments.name}.json")
     print("\n".join([*lines, "", str(ratios)]), flush=True)
+    if failures:
+        raise SystemExit(f"failed: {', '.join(failures)}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,12 @@ class NcclSender:
     """The same calls as `GlooSender`; the work is done by a process with a GPU of its own."""
 
     def __init__(
-        self, communicator_id: str, *, gpu: int = 0, num_workers: int = 1, deadline_s: float = 20.0
+        self,
+        communicator_id: str,
+        *,
+        gpu: str = "0",
+        num_workers: int = 1,
+        deadline_s: float = 20.0,
     ) -> None:
         self._deadline_s, self._joined = deadline_s, False
         self._process = subprocess.Popen(
@@ -37,7 +42,7 @@ class NcclSender:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
         )
         self.communicator = weights_pb2.Communicator(
             communicator_id=communicator_id,

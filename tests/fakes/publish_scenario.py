@@ -17,6 +17,7 @@ from pathlib import Path
 
 import weight_receiver_process
 from fake_controller import FakeController, stop_order
+from measure import visible
 from slipstream.client.preflight import free_port
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.settings.config_file import dump_config, parse_config
@@ -70,7 +71,7 @@ class _Receivers:
         if self._scenario.gpus:
             # Over ipc all are on the learner's own.
             first = 0 if self._scenario.transport == "ipc" else self._scenario.world_size + number
-            environ["CUDA_VISIBLE_DEVICES"] = str(first)
+            environ["CUDA_VISIBLE_DEVICES"] = visible([first])
         return subprocess.Popen(
             [sys.executable, weight_receiver_process.__file__, self._scenario.transport],
             stdin=subprocess.PIPE,
@@ -209,7 +210,7 @@ def _run_trainer(scenario: Scenario, address: str) -> None:
         "OMP_NUM_THREADS": "1",
     }
     if scenario.gpus:
-        shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(scenario.world_size)))
+        shared["CUDA_VISIBLE_DEVICES"] = visible(range(scenario.world_size))
     processes = []
     for rank in range(scenario.world_size):
         with (scenario.folder / f"rank-{rank}.log").open("w") as log:

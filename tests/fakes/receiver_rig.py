@@ -230,7 +230,7 @@ async def main() -> None:
     parser.add_argument("--transport", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--bucket-mib", type=float, default=0.05)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--sender-gpu", type=int, default=0)
+    parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
     parser.add_argument("--stage", action="store_true", help="receive beside the live weights")
     parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from measure import visible
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_tensor_digests
 
@@ -88,7 +89,7 @@ def members(folder: Path, *modes: str):
             [sys.executable, str(MEMBER), str(folder), str(rank), str(len(modes)), mode],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": visible([rank])},
         )
         for rank, mode in enumerate(modes)
     ]

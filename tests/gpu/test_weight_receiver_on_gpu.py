@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from measure import visible  # noqa: E402
 from receiver_story import judge, run_rig  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +37,8 @@ def test_weights_come_over_nccl(
 ) -> None:
     if num_gpus() < 2:
         pytest.skip("needs two GPUs")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    options = ["--graphs"] if graphs else []
+    options = ["--sender-gpu", visible([0]), *(["--graphs"] if graphs else [])]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible([1]))
     report = run_rig(
         tmp_path,
         *("--shape", "qwen3-0.6b", "--transport", "nccl", "--bucket-mib", "256"),
@@ -52,11 +53,12 @@ def test_two_tensor_parallel_workers_take_weights_over_nccl(
 ) -> None:
     if num_gpus() < 3:
         pytest.skip("needs three GPUs")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    sender = visible([0])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible([1, 2]))
     report = run_rig(
         tmp_path,
         *("--shape", "qwen3-0.6b", "--transport", "nccl", "--bucket-mib", "256"),
-        *("--tensor-parallel-size", "2"),
+        *("--tensor-parallel-size", "2", "--sender-gpu", sender),
         limit_s=LIMIT_S,
     )
     judge(report)
