@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from publishing_scene import READY, joined, nothing, progress_of, sent
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
@@ -23,16 +21,8 @@ from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
 from slipstream.protocol.queue.memory import MemoryQueue
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion, ServerId
-from slipstream.protocol.weights.transports import Place
+from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
-
-READY = fleet_pb2.PUBLISH_PHASE_READY
-
-
-def nothing(*_: object) -> None:
-    pass
 
 
 class Rig:
@@ -40,22 +30,15 @@ class Rig:
 
     def __init__(self, folder: Path, journal: Journal, tasks: asyncio.TaskGroup) -> None:
         algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
-        values = {
-            "run": {"name": "r", "steps": 10, "dir": str(folder)},
-            "model": {"path": "model"},
-            "algorithm": {**algorithm, "learning_rate": 1e-3},
-            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-            "evaluations": [
-                {"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}
-            ],
-        }
-        config = parse_config(values, source="test")
         self.tasks, self.results = tasks, list[EvaluationResult]()
-        self.progress = RunProgress("r", config, EventLog())
-        self.progress.learner_places = (Place("here"),)
+        self.progress = progress_of(
+            run={"name": "r", "steps": 10, "dir": str(folder)},
+            algorithm={**algorithm, "learning_rate": 1e-3},
+            evaluations=[{"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}],
+        )
         self.book = LeaseBook(**algorithm, num_steps=10)
         self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
-        for spec in environment_specs(config, search_path=""):
+        for spec in environment_specs(self.progress.config, search_path=""):
             self.environments.add(spec)
         self.fleet = Fleet(self.progress)
         queue, ledger = AccountedReceiver(MemoryQueue(1 << 20).receiver()), TokenLedger()
@@ -86,11 +69,7 @@ class Rig:
         )
 
     def joined(self, name: str) -> ServerSession:
-        place = weights_pb2.Place(host_id="here")
-        hello = fleet_pb2.ServerHello(server_id=name, max_episodes=8, engine_workers=1, place=place)
-        session = ServerSession(ServerKey(ServerId(name), 1), hello)
-        self.fleet.add(session)
-        return session
+        return joined(self.fleet, name, max_episodes=8)
 
     def serve(self, session: ServerSession, step: int) -> None:
         session.state = fleet_pb2.SERVER_STATE_SERVING
@@ -100,10 +79,7 @@ class Rig:
         self.environments.loaded("held", session.key, 5)
 
     def leases(self, session: ServerSession) -> int:
-        count = 0
-        while (message := session.outbox.pop()) is not None:
-            count += message.WhichOneof("message") == "lease"
-        return count
+        return sent(session).count("lease")
 
     def turn(self) -> None:
         self.evaluator._turn()

@@ -6,24 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from publishing_scene import joined, nothing, progress_of
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
 from slipstream.protocol.queue.memory import MemoryQueue
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion, ServerId
+from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
-
-
-def nothing(*_: object) -> None:
-    pass
 
 
 class Rig:
@@ -31,14 +25,11 @@ class Rig:
 
     def __init__(self, folder: Path, journal: Journal, **changes: object) -> None:
         algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
-        values = {
-            "run": {"name": "r", "steps": 10, "dir": str(folder)},
-            "model": {"path": "model"},
-            "algorithm": {**algorithm, "learning_rate": 1e-3},
-            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+        self.progress = progress_of(
+            run={"name": "r", "steps": 10, "dir": str(folder)},
+            algorithm={**algorithm, "learning_rate": 1e-3},
             **changes,
-        }
-        self.progress = RunProgress("r", parse_config(values, source="test"), EventLog())
+        )
         self.book = LeaseBook(**algorithm, num_steps=10)
         self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
         self.fleet = Fleet(self.progress)
@@ -67,9 +58,7 @@ class Rig:
         self.book.remove(group.group_id)
 
     def serving(self, name: str, version: int, max_episodes: int = 8) -> ServerSession:
-        hello = fleet_pb2.ServerHello(server_id=name, max_episodes=max_episodes)
-        session = ServerSession(ServerKey(ServerId(name), 1), hello)
-        self.fleet.add(session)
+        session = joined(self.fleet, name, max_episodes=max_episodes)
         session.state = fleet_pb2.SERVER_STATE_SERVING
         session.version = PolicyVersion(0, version)
         self.environments.loaded("e", session.key, 5)

@@ -5,143 +5,27 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.leasing.groups import ServerKey
+from publishing_scene import (
+    DIGESTS,
+    FAILED,
+    LOADED,
+    READY,
+    SERVING,
+    Scene,
+    next_order,
+    progress_of,
+)
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.delivery import MAX_FAILED_PUBLISHES
-from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
-from slipstream.protocol.codec import pack_logprobs
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion, ServerId
-from slipstream.protocol.weights.transports import Place
-from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
-
-DIGESTS = [b"one", b"two"]
-READY = fleet_pb2.PUBLISH_PHASE_READY
-LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
-SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
-FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
-
-
-def nothing(*_: object) -> None:
-    pass
+from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
 
 
 @pytest.fixture
 def progress() -> RunProgress:
-    values: dict[str, Any] = {
-        "run": {"name": "published", "steps": 1},
-        "model": {"path": "model"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-    }
-    made = RunProgress("published", parse_config(values, source="test"), EventLog())
-    made.learner_places = (Place("here"),)
-    return made
-
-
-def joined(fleet: Fleet, name: str) -> ServerSession:
-    hello = fleet_pb2.ServerHello(
-        server_id=name, engine_workers=1, place=weights_pb2.Place(host_id="here")
-    )
-    session = ServerSession(ServerKey(ServerId(name), 1), hello)
-    fleet.add(session)
-    return session
-
-
-async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
-    async with asyncio.timeout(10):
-        return await anext(aiter(session.outbox.messages()))
-
-
-async def ordered(
-    publisher: Publisher,
-    session: ServerSession,
-    tasks: asyncio.TaskGroup,
-    trainer: trainer_pb2.NextRequest | None = None,
-) -> weights_pb2.PublishOrder:
-    """The order of a publish for which the server is ready."""
-    preparing = tasks.create_task(publisher.prepare(trainer))
-    publish_id = (await next_order(session)).prepare.publish_id
-    ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
-    while not preparing.done():
-        publisher.report(session, ready)
-        await asyncio.sleep(0)
-    order = preparing.result()
-    assert order is not None
-    return order
-
-
-async def ordered_of(
-    publisher: Publisher, session: ServerSession, tasks: asyncio.TaskGroup
-) -> weights_pb2.PublishOrder:
-    """As `ordered`, behind orders that nobody read."""
-    while session.outbox.pop() is not None:
-        pass
-    return await ordered(publisher, session, tasks)
-
-
-class Scene:
-    """One server that serves a version, by a publish through the communicator `trainer` has."""
-
-    def __init__(self, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
-        self.fleet = Fleet(progress)
-        self.progress, self.tasks = progress, tasks
-        self.publisher = Publisher(self.fleet, progress, tasks)
-        lost = self.publisher.server_lost
-        self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 5)
-        self.session = joined(self.fleet, "a")
-        self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)
-
-    async def serve(self) -> None:
-        """The first publish, after which the next version is due."""
-        order = await self.ordered()
-        assert not order.begun
-        start = trainer_pb2.PublishStart(
-            publish_id=order.publish_id, communicator=order.communicator
-        )
-        assert self.publisher.start(start)
-        self.trainer.communicator_id = order.communicator.communicator_id
-        finishing = self.finish(order.publish_id)
-        self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
-        assert not (await finishing).discard_communicator
-        logprobs = pack_logprobs(np.zeros(1, np.float32))
-        self.say(order.publish_id, SERVING, probe_logprobs=logprobs)
-        await self.until_serving()
-        self.sent()
-        self.make_version(1)
-
-    async def ordered(self) -> weights_pb2.PublishOrder:
-        return await ordered(self.publisher, self.session, self.tasks, self.trainer)
-
-    def finish(self, publish_id: str, **changed: Any) -> asyncio.Task[trainer_pb2.PublishReceipt]:
-        probe = weights_pb2.Probe(expected_logprobs=pack_logprobs(np.zeros(1, np.float32)))
-        values = {"publish_id": publish_id, "bucket_digests": DIGESTS, "probe": probe}
-        result = trainer_pb2.PublishResult(**values | changed)
-        return self.tasks.create_task(self.publisher.finish(result))
-
-    def say(self, publish_id: str, phase: int, **values: Any) -> None:
-        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **values)
-        self.publisher.report(self.session, report)
-
-    def sent(self) -> list[str]:
-        """Kinds of the messages to the server since the last call."""
-        messages = []
-        while (message := self.session.outbox.pop()) is not None:
-            messages.append(message)
-        return [message.WhichOneof("message") for message in messages]
-
-    def make_version(self, step: int) -> None:
-        self.progress.version = PolicyVersion(0, step)
-        self.trainer.version.step = step
-
-    async def until_serving(self) -> None:
-        async with asyncio.timeout(10):
-            while not self.session.is_serving:
-                await asyncio.sleep(0)
+    return progress_of()
 
 
 async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
@@ -197,14 +81,13 @@ async def test_servers_are_asked_anew_when_others_are_due_than_were_asked(
         scene.publisher.ask_ahead(PolicyVersion(0, 1))
         first = (await next_order(scene.session)).prepare.publish_id
         scene.say(first, READY)
-        other = joined(scene.fleet, "b")
+        other = scene.joined("b")
         preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
         second = (await next_order(scene.session)).prepare.publish_id
         assert second != first
         assert (await next_order(other)).prepare.publish_id == second
         for session in (scene.session, other):
-            report = fleet_pb2.PublishReport(publish_id=second, phase=READY)
-            scene.publisher.report(session, report)
+            scene.say(second, READY, session)
         order = await preparing
         assert order is not None
         assert [receiver.server_id for receiver in order.receivers] == ["a", "b"]
@@ -323,15 +206,11 @@ async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
 async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(
     progress: RunProgress,
 ) -> None:
-    fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
-    async with asyncio.TaskGroup() as tasks:
-        publisher = Publisher(fleet, progress, tasks)
-        session = joined(fleet, "a")
-        first = await ordered(publisher, session, tasks)
-        result = trainer_pb2.PublishResult(publish_id="one that is over")
-        assert (await publisher.finish(result)).discard_communicator
-        second = await ordered(publisher, session, tasks)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        first = await scene.ordered()
+        assert (await scene.finish("one that is over")).discard_communicator
+        second = await scene.ordered()
     assert second.new_communicator
     assert second.communicator.communicator_id != first.communicator.communicator_id
 
@@ -339,48 +218,32 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
 async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
     progress: RunProgress,
 ) -> None:
-    fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
-    async with asyncio.TaskGroup() as tasks:
-        publisher = Publisher(fleet, progress, tasks)
-        session = joined(fleet, "a")
-        order = await ordered(publisher, session, tasks)
-        start = trainer_pb2.PublishStart(
-            publish_id=order.publish_id, communicator=order.communicator
-        )
-        assert publisher.start(start) == publisher.start(start)
-        assert (await next_order(session)).HasField("receive")
-        assert session.outbox.pop() is None
-        publisher.trainer_lost()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        start = scene.start_of(await scene.ordered())
+        assert scene.publisher.start(start) == scene.publisher.start(start)
+        assert scene.sent() == ["receive"]
+        scene.publisher.trainer_lost()
 
 
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
     progress: RunProgress,
 ) -> None:
-    fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
-    async with asyncio.TaskGroup() as tasks:
-        publisher = Publisher(fleet, progress, tasks)
-        session = joined(fleet, "a")
-        order = await ordered(publisher, session, tasks)
-        publish_id = order.publish_id
-        start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
-        assert publisher.start(start)
-        assert (await next_order(session)).HasField("receive")
-        assert session.state == fleet_pb2.SERVER_STATE_LOADING
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        order = await scene.ordered()
+        assert scene.publisher.start(scene.start_of(order))
+        assert scene.session.state == fleet_pb2.SERVER_STATE_LOADING
         # gRPC cancels a call whose client is gone.
-        finishing = asyncio.create_task(
-            publisher.finish(trainer_pb2.PublishResult(publish_id=publish_id))
-        )
+        finishing = scene.finish(order.publish_id)
         await asyncio.sleep(0)
         finishing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await finishing
-        assert session.state == fleet_pb2.SERVER_STATE_STALE
-        assert (await next_order(session)).commit.publish_id == publish_id
-        assert (await next_order(session)).abort.publish_id == publish_id
-        session.retry_publish_s = 0.0
-        assert publisher.due() == [session]
+        assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
+        assert scene.sent() == ["receive", "commit", "abort"]
+        scene.session.retry_publish_s = 0.0
+        assert scene.publisher.due() == [scene.session]
 
 
 async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
@@ -393,14 +256,12 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
         finishing = scene.finish(order.publish_id)
         await asyncio.sleep(0)
         scene.publisher.trainer_joined(1)
-        other = joined(scene.fleet, "b")
-        second = await ordered(scene.publisher, other, tasks, scene.trainer)
+        other = scene.joined("b")
+        second = await scene.ordered(other)
         finishing.cancel()
         await asyncio.wait((finishing,))
-        start = trainer_pb2.PublishStart(
-            publish_id=second.publish_id, communicator=second.communicator
-        )
-        assert [r.server_id for r in scene.publisher.start(start)] == ["b"]
+        started = scene.publisher.start(scene.start_of(second))
+        assert [r.server_id for r in started] == ["b"]
         scene.publisher.trainer_lost()
 
 
@@ -425,10 +286,7 @@ async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_el
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         scene = Scene(progress, tasks)
         order = await scene.ordered()
-        start = trainer_pb2.PublishStart(
-            publish_id=order.publish_id, communicator=order.communicator
-        )
-        assert scene.publisher.start(start)
+        assert scene.publisher.start(scene.start_of(order))
         finishing = scene.finish(order.publish_id)
         scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
         await finishing
@@ -442,11 +300,8 @@ async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
     """As many publishes as a server may fail before it is sent away."""
     for _ in range(MAX_FAILED_PUBLISHES):
         session.retry_publish_s = 0.0
-        order = await ordered_of(scene.publisher, session, scene.tasks)
-        start = trainer_pb2.PublishStart(
-            publish_id=order.publish_id, communicator=order.communicator
-        )
-        assert scene.publisher.start(start)
+        order = await scene.ordered(session)
+        assert scene.publisher.start(scene.start_of(order))
         await scene.finish(order.publish_id, error="nobody came")
     assert scene.fleet.find(session.key) is None
 
@@ -458,7 +313,7 @@ async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeed
         scene = Scene(progress, tasks)
         await fail_all_of_its_life(scene, scene.session)
         assert not progress.is_over
-        await fail_all_of_its_life(scene, joined(scene.fleet, "a"))
+        await fail_all_of_its_life(scene, scene.joined("a"))
         assert progress.state == status_pb2.RUN_STATE_FAILED
         assert progress.cause == (
             "no rollout server serves, and 16 publishes in a row to a failed, the last one: "
@@ -474,89 +329,57 @@ async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_anot
         await scene.serve()
         scene.publisher.pin(scene.session)
         for _ in range(3):
-            await fail_all_of_its_life(scene, joined(scene.fleet, "b"))
+            await fail_all_of_its_life(scene, scene.joined("b"))
         assert not progress.is_over
 
 
 async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) -> None:
-    fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
-    async with asyncio.TaskGroup() as tasks:
-        publisher = Publisher(fleet, progress, tasks)
-        leaving, staying = joined(fleet, "a"), joined(fleet, "b")
-        assert publisher.due() == [leaving, staying]
-        preparing = tasks.create_task(publisher.prepare())
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        leaving, staying = scene.session, scene.joined("b")
+        assert scene.publisher.due() == [leaving, staying]
+        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
         publish_id = (await next_order(leaving)).prepare.publish_id
-        ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
         # It was ready, and then it was told to leave.
-        fleet.drains(leaving, "SIGTERM")
-        while not preparing.done():
-            publisher.report(leaving, ready)
-            publisher.report(staying, ready)
-            await asyncio.sleep(0)
-        order = preparing.result()
+        scene.fleet.drains(leaving, "SIGTERM")
+        for session in (leaving, staying):
+            scene.say(publish_id, READY, session)
+        order = await preparing
         assert order is not None
         assert [receiver.server_id for receiver in order.receivers] == ["b"]
-        assert publisher.due() == [staying]
-        publisher.trainer_lost()
+        assert scene.publisher.due() == [staying]
+        scene.publisher.trainer_lost()
 
 
 async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(
     progress: RunProgress,
 ) -> None:
-    fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
-    async with asyncio.TaskGroup() as tasks:
-        publisher = Publisher(fleet, progress, tasks)
-        session = joined(fleet, "a")
-        order = await ordered(publisher, session, tasks)
-        publish_id = order.publish_id
-        start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
-        assert publisher.start(start)
-        fleet.drains(session, "SIGTERM")
-        loaded = fleet_pb2.PublishReport(
-            publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_LOADED
-        )
-        result = trainer_pb2.PublishResult(publish_id=publish_id)
-        finishing = tasks.create_task(publisher.finish(result))
-        while not finishing.done():
-            publisher.report(session, loaded)
-            await asyncio.sleep(0)
-        assert list(finishing.result().serving) == ["a"]
-        await next_order(session)
-        assert (await next_order(session)).HasField("commit")
-        report = fleet_pb2.PublishReport(
-            publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_SERVING
-        )
-        publisher.report(session, report)
-    assert session.state == fleet_pb2.SERVER_STATE_DRAINING
-    assert fleet.serving() == []
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        order = await scene.ordered()
+        assert scene.publisher.start(scene.start_of(order))
+        scene.fleet.drains(scene.session, "SIGTERM")
+        finishing = scene.finish(order.publish_id)
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        assert list((await finishing).serving) == ["a"]
+        assert scene.sent()[-2:] == ["receive", "commit"]
+        scene.say(order.publish_id, SERVING)
+    assert scene.session.state == fleet_pb2.SERVER_STATE_DRAINING
+    assert scene.fleet.serving() == []
 
 
 async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(
     progress: RunProgress,
 ) -> None:
-    fleet = Fleet(progress)
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
-    async with asyncio.TaskGroup() as tasks:
-        publisher = Publisher(fleet, progress, tasks)
-        leaving, staying = joined(fleet, "a"), joined(fleet, "b")
-        preparing = tasks.create_task(publisher.prepare())
-        publish_id = (await next_order(leaving)).prepare.publish_id
-        ready = fleet_pb2.PublishReport(publish_id=publish_id, phase=fleet_pb2.PUBLISH_PHASE_READY)
-        while not preparing.done():
-            publisher.report(leaving, ready)
-            publisher.report(staying, ready)
-            await asyncio.sleep(0)
-        order = preparing.result()
-        assert order is not None
-        fleet.remove(leaving, "its stream ended")
-        start = trainer_pb2.PublishStart(publish_id=publish_id, communicator=order.communicator)
-        assert publisher.start(start) == []
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        leaving, staying = scene.session, scene.joined("b")
+        order = await scene.ordered(leaving, staying)
+        scene.fleet.remove(leaving, "its stream ended")
+        assert scene.publisher.start(scene.start_of(order)) == []
         assert staying.state == fleet_pb2.SERVER_STATE_JOINING
-        assert publisher.due() == [staying]
-        again = await ordered_of(publisher, staying, tasks)
-        assert again.new_communicator
+        assert scene.publisher.due() == [staying]
+        assert (await scene.ordered(staying)).new_communicator
 
 
 async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: RunProgress) -> None:

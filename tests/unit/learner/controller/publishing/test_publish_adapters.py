@@ -6,50 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.leasing.groups import ServerKey
-from slipstream.learner.controller.progress import RunProgress
+from publishing_scene import DIGESTS, joined, next_order, nothing, progress_of
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion, ServerId
-from slipstream.protocol.weights.transports import Place
+from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
-
-DIGESTS = [b"one", b"two"]
-
-
-def nothing(*_: object) -> None:
-    pass
-
-
-def adapted_run() -> RunProgress:
-    table = {
-        "run": {"name": "published", "steps": 100},
-        "model": {"path": "model"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-        "lora": {"rank": 8, "publish": "adapters"},
-        "weights": {"verify_every": 1000},
-    }
-    made = RunProgress("published", parse_config(table, source="test"), EventLog())
-    made.learner_places = (Place("here"),)
-    return made
-
-
-def joined(fleet: Fleet, name: str) -> ServerSession:
-    hello = fleet_pb2.ServerHello(
-        server_id=name, engine_workers=1, place=weights_pb2.Place(host_id="here")
-    )
-    session = ServerSession(ServerKey(ServerId(name), 1), hello)
-    fleet.add(session)
-    return session
-
-
-async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
-    async with asyncio.timeout(10):
-        return await anext(aiter(session.outbox.messages()))
 
 
 def report_of(publish_id: str, phase: str) -> fleet_pb2.PublishReport:
@@ -69,7 +31,9 @@ class Adapted:
     """A run that publishes adapters alone where it may, with one publish after the other."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.progress = adapted_run()
+        self.progress = progress_of(
+            lora={"rank": 8, "publish": "adapters"}, weights={"verify_every": 1000}
+        )
         self.fleet = Fleet(self.progress)
         self.fleet.handlers = FleetHandlers(*[nothing] * 7)
         self.publisher = Publisher(self.fleet, self.progress, tasks)

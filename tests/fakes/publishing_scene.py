@@ -1,0 +1,146 @@
+"""Publishes as the controller follows them, with servers that only get orders."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.protocol.codec import pack_logprobs
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion, ServerId
+from slipstream.protocol.weights.transports import Place
+from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+
+DIGESTS = [b"one", b"two"]
+READY = fleet_pb2.PUBLISH_PHASE_READY
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def progress_of(**sections: dict[str, Any]) -> RunProgress:
+    """Of a run with a learner on this host; `sections` go beside the settings that all need."""
+    values = {
+        "run": {"name": "r", "steps": 100},
+        "model": {"path": "model"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+    }
+    made = RunProgress("r", parse_config(values | sections, source="test"), EventLog())
+    made.learner_places = (Place("here"),)
+    return made
+
+
+def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:
+    """A server on the learner's host."""
+    hello = fleet_pb2.ServerHello(
+        server_id=name,
+        max_episodes=max_episodes,
+        engine_workers=1,
+        place=weights_pb2.Place(host_id="here"),
+    )
+    session = ServerSession(ServerKey(ServerId(name), 1), hello)
+    fleet.add(session)
+    return session
+
+
+async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
+    async with asyncio.timeout(10):
+        return await anext(aiter(session.outbox.messages()))
+
+
+def sent(session: ServerSession) -> list[str]:
+    """Kinds of the messages to a server since the last call."""
+    messages = []
+    while (message := session.outbox.pop()) is not None:
+        messages.append(message)
+    return [message.WhichOneof("message") for message in messages]
+
+
+class Scene:
+    """One server that serves a version, by a publish through the communicator `trainer` has."""
+
+    def __init__(self, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
+        self.fleet = Fleet(progress)
+        self.progress, self.tasks = progress, tasks
+        self.publisher = Publisher(self.fleet, progress, tasks)
+        lost = self.publisher.server_lost
+        self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 5)
+        self.session = self.joined("a")
+        self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)
+
+    def joined(self, name: str) -> ServerSession:
+        return joined(self.fleet, name)
+
+    async def serve(self) -> None:
+        """The first publish, after which the next version is due."""
+        order = await self.ordered()
+        assert not order.begun
+        assert self.publisher.start(self.start_of(order))
+        self.trainer.communicator_id = order.communicator.communicator_id
+        finishing = self.finish(order.publish_id)
+        self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        assert not (await finishing).discard_communicator
+        logprobs = pack_logprobs(np.zeros(1, np.float32))
+        self.say(order.publish_id, SERVING, probe_logprobs=logprobs)
+        await self.until_serving()
+        self.sent()
+        self.make_version(1)
+
+    async def ordered(self, *sessions: ServerSession) -> weights_pb2.PublishOrder:
+        """The order of a publish for which these are ready, else the one server that was first.
+
+        They have read all that they were told before.
+        """
+        sessions = sessions or (self.session,)
+        for session in sessions:
+            sent(session)
+        preparing = self.tasks.create_task(self.publisher.prepare(self.trainer))
+        publish_id = (await next_order(sessions[0])).prepare.publish_id
+        while not preparing.done():
+            for session in sessions:
+                self.say(publish_id, READY, session)
+            await asyncio.sleep(0)
+        order = preparing.result()
+        assert order is not None
+        return order
+
+    def start_of(self, order: weights_pb2.PublishOrder) -> trainer_pb2.PublishStart:
+        return trainer_pb2.PublishStart(
+            publish_id=order.publish_id, communicator=order.communicator
+        )
+
+    def finish(self, publish_id: str, **changed: Any) -> asyncio.Task[trainer_pb2.PublishReceipt]:
+        probe = weights_pb2.Probe(expected_logprobs=pack_logprobs(np.zeros(1, np.float32)))
+        values = {"publish_id": publish_id, "bucket_digests": DIGESTS, "probe": probe}
+        result = trainer_pb2.PublishResult(**values | changed)
+        return self.tasks.create_task(self.publisher.finish(result))
+
+    def say(
+        self, publish_id: str, phase: int, session: ServerSession | None = None, **values: Any
+    ) -> None:
+        """A report of `session`, else of the server that was first."""
+        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **values)
+        self.publisher.report(session or self.session, report)
+
+    def sent(self) -> list[str]:
+        return sent(self.session)
+
+    def make_version(self, step: int) -> None:
+        self.progress.version = PolicyVersion(0, step)
+        self.trainer.version.step = step
+
+    async def until_serving(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.session.is_serving:
+                await asyncio.sleep(0)
