@@ -45,8 +45,8 @@ from slipstream.learner.controller.records.journal import read_batch, read_recor
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 12
-# Of a run that is killed often: more than one life trains on the average.
-STEPS_FOR_A_KILL = 500
+# How much further a run shall go that is killed within a minute or two.
+STEPS_OF_A_LIFE = 1500
 RUN_LIMIT_S = 400.0
 LONG_RUN_LIMIT_S = 1800.0
 SETTINGS = {
@@ -103,11 +103,13 @@ def check_whole_run(run: Path, steps: int, limit_s: float = 300.0) -> None:
     assert [line.split()[2] for line in replay.stdout.splitlines()] == digests(run)
 
 
-async def run_and_kill(folder: Path, config: Path, what: str, after_s: float | None) -> Kill | None:
+async def run_and_kill(
+    folder: Path, config: Path, what: str, after_s: float | None, *settings: str
+) -> Kill | None:
     """Starts the command and kills a part; None when the run was over before."""
     run_folder = folder / "run"
     started_s = time.monotonic()
-    async with command(folder, "run", "config.toml", cwd=folder) as run:
+    async with command(folder, "run", "config.toml", *settings, cwd=folder) as run:
         if after_s is None:
             async with connection(config, run) as client:
                 await until_step(client, STEPS // 2)
@@ -199,41 +201,40 @@ def test_a_checkpoint_is_exported_and_a_longer_run_goes_on(folder: Path) -> None
     check_whole_run(folder / "run", 5)
 
 
-async def kill_often(folder: Path, kills: int, steps: int) -> list[Kill]:
-    """Kills a run at random moments until it was killed so often, then lets it end."""
-    draw, found = random.Random(0), []
-    config = folder / "config.toml"
-    while len(found) < kills:
+async def kill_often(folder: Path, kills: int) -> int:
+    """Kills a run at random moments, prints a table; returns how many steps it shall have."""
+    draw, number, trained, steps = random.Random(0), 0, 0, 0
+    print("| kill | what | after | steps in the journal | last checkpoint |")
+    print("|---|---|---|---|---|")
+    while number < kills:
+        steps = max(steps, trained + STEPS_OF_A_LIFE)
         what = draw.choice(["command", CONTROLLER, f"{TRAINER} ", ROLLOUT_SERVER])
         # While it starts, or in the middle of its steps.
-        outcome = await run_and_kill(folder, config, what, draw.uniform(1.0, 40.0))
-        if outcome is None:
-            break
-        found.append(outcome)
+        after_s = draw.uniform(1.0, 40.0)
+        config = folder / "config.toml"
+        done = await run_and_kill(folder, config, what, after_s, f"run.steps={steps}")
+        if done is None:
+            trained = steps
+            continue
+        number, trained = number + 1, done.steps
         print(
-            f"| {len(found)} | {outcome.what} | {outcome.after_s:.1f} s | {outcome.steps} | "
-            f"{outcome.checkpoint} |",
+            f"| {number} | {done.what} | {done.after_s:.1f} s | {trained} | {done.checkpoint} |",
             flush=True,
         )
-        if outcome.steps == steps:
-            break
-    return found
+    return steps
 
 
 async def main(kills: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = copy_environments(Path(name))
-        steps = STEPS_FOR_A_KILL * kills
-        settings = SETTINGS | {"run__steps": steps}
-        write_config(folder, make_model_folder(folder / "model"), **settings)
-        print("| kill | what | after | steps in the journal | last checkpoint |")
-        print("|---|---|---|---|---|")
-        found = await kill_often(folder, kills, steps)
-        if not (folder / "run" / "summary.json").exists():
-            last = run_command("run", "config.toml", cwd=folder, limit_s=LONG_RUN_LIMIT_S)
-            assert last.returncode == 0, last.stdout + last.stderr
+        write_config(folder, make_model_folder(folder / "model"), **SETTINGS)
+        steps = await kill_often(folder, kills)
+        last = run_command(
+            *("run", "config.toml", f"run.steps={steps}"), cwd=folder, limit_s=LONG_RUN_LIMIT_S
+        )
+        assert last.returncode == 0, last.stdout + last.stderr
         check_whole_run(folder / "run", steps, LONG_RUN_LIMIT_S)
-        print(f"{len(found)} kills, {steps} steps, bit for bit as the replay of the journal")
+        print(f"{kills} kills, {steps} steps, bit for bit as the replay of the journal")
 
 
 if __name__ == "__main__":
