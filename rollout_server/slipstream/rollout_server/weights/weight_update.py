@@ -68,6 +68,8 @@ class WeightUpdate:
         # The layout of the last update; it hardly ever changes.
         self._layout, self._num_buckets = b"", 0
         self._are_adapters_alone = False
+        # The last one with weights: workers that are told of others have no plan for them yet.
+        self._weights_layout = b""
 
     async def prepare(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
@@ -89,6 +91,8 @@ class WeightUpdate:
             if described != self._layout:
                 self._layout, self._num_buckets = described, len(layout_from_pb(layout))
                 self._are_adapters_alone = not layout.tensors
+                if layout.tensors and described != self._weights_layout:
+                    self._weights_layout, self._all_have_plan = described, False
             stage = self._stage and (self._all_have_plan or self._are_adapters_alone)
             announcement = (order.SerializeToString(), described, first_rank, stage)
             limit_s = order.join_deadline_s + self._limit_s(order)

@@ -170,6 +170,32 @@ async def test_copies_are_asked_for_while_the_engine_pauses_and_loading_when_it_
     assert min(first.pause_s, second.pause_s) >= 0.01
 
 
+@pytest.mark.parametrize("stage", [False, True])
+async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still(
+    stage: bool,
+) -> None:
+    loaded = both({**result(), "by_plan": False})
+    workers = Workers(both(True), loaded, both(True), loaded)
+    update = WeightUpdate(workers.ask, workers.pause, stage=stage)
+    for publish_id, layout in (("p1", LAYOUT), ("p2", OTHER_LAYOUT)):
+        del workers.started[:]
+        await update.prepare(order(publish_id), layout, 1)
+        await update.receive(publish_id)
+        assert workers.started == ["prepare", "pause", "paused", "receive"]
+    assert [arguments[-1] for name, arguments in workers.calls if name == "prepare"] == 2 * [False]
+
+
+async def test_weights_are_copied_again_after_adapters_alone() -> None:
+    alone = layout_to_pb((), 1024, adapters=[TensorSpec("a", "bfloat16", (4,))])
+    workers = Workers(*(3 * [both(True), both(result())]))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    for publish_id, layout in (("p1", LAYOUT), ("p2", alone), ("p3", LAYOUT)):
+        del workers.started[:]
+        await update.prepare(order(publish_id), layout, 1)
+        await update.receive(publish_id)
+    assert workers.started == ["prepare", "pause", "receive", "paused"]
+
+
 async def test_it_is_asked_until_every_worker_is_ready() -> None:
     half = [{"value": True}, {"value": False}]
     workers = Workers(half, both(False), both(True))
