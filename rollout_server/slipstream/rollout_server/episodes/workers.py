@@ -151,7 +151,13 @@ class EnvironmentWorker:
 
         Open calls fail with the same cause. When cancelled, the process is gone as well.
         """
-        process = await self._start(index)
+        try:
+            process = await self._start(index)
+        except OSError as error:
+            # Of processes, for one: environments may use up what the machine has.
+            self._gateway.forget(self)
+            cause = f"no worker could be started: {error.strerror}"
+            return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
         try:
             async with asyncio.TaskGroup() as group:
                 watches = [
@@ -190,7 +196,8 @@ class EnvironmentWorker:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
         try:
             async with asyncio.timeout(_START_LIMIT_S):
-                table = await self._attached
+                # A wait that is given up would cancel what it waits for.
+                table = await asyncio.shield(self._attached)
             answer = await table.call(load, timeout_s=max(self._spec.timeout_s, _START_LIMIT_S))
             loaded(answer.loaded.num_tasks)
             await self._gone.wait()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -64,13 +65,17 @@ async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
     assert not worker_processes()
 
 
-def worker_processes() -> list[psutil.Process]:
+def child_processes(argument: str) -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "slipstream.client.worker" in child.cmdline():
+            if argument in child.cmdline():
                 found.append(child)
     return found
+
+
+def worker_processes() -> list[psutil.Process]:
+    return child_processes("slipstream.client.worker")
 
 
 async def test_an_episode_runs_in_a_worker(hosted) -> None:
@@ -186,6 +191,48 @@ async def test_unloading_ends_the_workers(hosted) -> None:
             await asyncio.sleep(0.02)
     with pytest.raises(EnvironmentFailed):
         await session.reset(0, 0)
+
+
+async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -> None:
+    late = (sys.executable, "-c", "import time; time.sleep(600)")
+    gateway = WorkerGateway(tmp_path / "logs", program=late)
+    async with gateway, asyncio.TaskGroup() as group:
+        environments = Environments(group, gateway, NoClients(), lambda _: None)
+        Hosted(environments, asyncio.Queue()).load("Good")
+        async with asyncio.timeout(LIMIT_S):
+            while not child_processes(gateway.address):
+                await asyncio.sleep(0.02)
+        environments.close()
+    assert not child_processes(gateway.address)
+
+
+async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_START_LIMIT_S", 0.2)
+    late = (sys.executable, "-c", "import time; time.sleep(600)")
+    reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
+    gateway = WorkerGateway(tmp_path / "logs", program=late)
+    async with gateway, asyncio.TaskGroup() as group:
+        environments = Environments(group, gateway, NoClients(), reports.put_nowait)
+        hosted = Hosted(environments, reports)
+        hosted.load("Good")
+        report = await hosted.report()
+        assert report.failure.message == "worker did not attach within 0.2 s"
+        assert not child_processes(gateway.address)
+        environments.close()
+
+
+async def test_a_worker_that_cannot_be_started_is_reported_and_ends_nothing_else(
+    hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(sys, "executable", "/missing/python")
+        hosted.load("Good")
+        report = await hosted.report()
+    assert report.failure.message == "no worker could be started: No such file or directory"
+    hosted.load("Curious")
+    assert not (await hosted.report()).HasField("failure")
 
 
 async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
