@@ -27,7 +27,8 @@ def make_config(tmp_path, **changes) -> Config:
         "controller": {
             "address": f"127.0.0.1:{free_port('127.0.0.1')}",
             "heartbeat_s": 0.1,
-            "heartbeat_timeout_s": 5.0,
+            # Copying a run, or a busy machine, takes the event loop's time.
+            "heartbeat_timeout_s": 30.0,
         },
         "environments": [{"name": "e", "reference": "m:E"}],
     }

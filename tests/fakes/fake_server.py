@@ -92,6 +92,9 @@ class FakeServer:
         self.buckets.set()
         # What it makes of a trajectory before it is sent.
         self.spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
+        # Lets a server that leaves hand back what it has.
+        self.departure = asyncio.Event()
+        self.departure.set()
         # Weights that did not pass their probe.
         self.rejected = 0
         # Group and member of those that nobody has judged.
@@ -232,6 +235,7 @@ class FakeServer:
         """As on SIGTERM: what ends within `finish_s` is finished, the rest is handed back."""
         draining = fleet_pb2.Draining(reason="it was told to stop")
         await self.outbox.put(fleet_pb2.ServerMessage(draining=draining))
+        await self.departure.wait()
         running = list(self.running.values())
         if running:
             await asyncio.wait(running, timeout=finish_s)
@@ -262,7 +266,7 @@ class FakeServer:
                     await self.evaluation_gate.wait()
                 if self.hangs(lease, member, attempt):
                     await asyncio.Event().wait()
-                await asyncio.sleep(self.delay_s * random.random())
+                await asyncio.sleep(self.delay_s * coin(lease, member, attempt))
                 verdict = self.judge(lease, member, attempt)
             except asyncio.CancelledError:
                 if self.killed:

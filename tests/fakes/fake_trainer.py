@@ -58,6 +58,8 @@ class FakeTrainer:
         self.lags: list[int] = []
         self.stop_reason = ""
         self.communicator_id = ""
+        # Steps from this one on wait for the gate.
+        self.gated_from = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -96,8 +98,19 @@ class FakeTrainer:
             case "stop":
                 self.stop_reason = first.stop.reason
 
+    def hold_at(self, step: int) -> None:
+        """The steps before `step` are trained; the others wait until `gate` is set."""
+        self.gated_from = step
+        self.gate.clear()
+
+    async def until_held(self) -> None:
+        """Until only steps are left that wait for the gate."""
+        while self.version.step < self.gated_from:
+            await asyncio.sleep(0.005)
+
     async def _train(self, header: trainer_pb2.BatchHeader, batch: list[Trajectory]) -> None:
-        await self.gate.wait()
+        if header.step >= self.gated_from:
+            await self.gate.wait()
         await asyncio.sleep(self.step_s)
         assert len(batch) == header.num_trajectories
         assert header.step == self.version.step

@@ -8,7 +8,7 @@ import statistics
 
 import grpc.aio
 import pytest
-from controller_runs import make_config, play, with_evaluations
+from controller_runs import evaluation_rows, make_config, play, with_evaluations
 from fake_server import OPEN, FakeServer, environment_failure
 from fake_trainer import FakeTrainer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,7 +19,6 @@ from slipstream.learner.controller.records.journal import Journal, read_batch, r
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, error_info
-from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Failure, FailureKind, PolicyVersion
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
@@ -117,11 +116,12 @@ async def test_groups_that_a_server_cancelled_for_bad_weights_are_leased_again(t
     config = make_config(tmp_path, run__steps=6, weights__verify_every=1)
     server = FakeServer(config.controller.address, max_episodes=16)
     trainer = FakeTrainer(config.controller.address)
+    trainer.hold_at(2)
 
     async def spoil(controller, tasks):
-        while trainer.version.step < 2:
-            await asyncio.sleep(0.01)
+        await trainer.until_held()
         server.gate.clear()
+        trainer.gate.set()
         while not server.gated:
             await asyncio.sleep(0.01)
         server.wrong_probes = 1
@@ -268,16 +268,13 @@ async def test_stale_training_without_a_correction_is_warned_of(tmp_path, caplog
 
 
 async def test_evaluations_run_before_between_and_after(tmp_path):
-    config = make_config(tmp_path, run__steps=6)
-    table = config.model_dump(mode="json", exclude_none=True)
-    table["evaluations"] = [
-        {"name": "held", "reference": "m:E", "num_episodes": 10, "every_steps": 3}
-    ]
-    config = parse_config(table, source="test")
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=6),
+        {"name": "held", "num_episodes": 10, "every_steps": 3},
+    )
     trainer = FakeTrainer(config.controller.address, step_s=0.02)
     summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
-    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["evaluation_step"] for row in rows if "evaluation_step" in row]
+    steps = [row["evaluation_step"] for row in evaluation_rows(config)]
     assert steps[0] == 0
     assert steps[-1] == 6
     assert len(steps) == 3
@@ -286,9 +283,7 @@ async def test_evaluations_run_before_between_and_after(tmp_path):
 
 
 async def test_a_silent_server_is_removed(tmp_path):
-    config = make_config(tmp_path, run__steps=4)
-    controller = config.controller.model_copy(update={"heartbeat_timeout_s": 1.0})
-    config = config.model_copy(update={"controller": controller})
+    config = make_config(tmp_path, run__steps=4, controller__heartbeat_timeout_s=2.0)
     address = config.controller.address
     silent, good = FakeServer(address, "silent"), FakeServer(address, "good", delay_s=0.05)
     trainer = FakeTrainer(address, step_s=0.3)
@@ -361,6 +356,8 @@ async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path
 async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
     config = make_config(tmp_path, run__steps=1)
     address = config.controller.address
+    trainer = FakeTrainer(address)
+    trainer.hold_at(0)
     refused = []
 
     async def join(controller, tasks):
@@ -370,8 +367,9 @@ async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
             while isinstance(group, BaseExceptionGroup):
                 (group,) = group.exceptions
             refused.append(group.details())
+        trainer.gate.set()
 
-    await play(config, FakeServer(address), trainer=FakeTrainer(address), during=join)
+    await play(config, FakeServer(address), trainer=trainer, during=join)
     (said,) = refused
     assert said.startswith("server small: a queue of 268435455 bytes, queue.max_bytes of the")
 
@@ -392,6 +390,8 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
             await asyncio.sleep(0.01)
         # The end of the run is not to come before the server has left.
         trainer.gate.clear()
+        # Nor is it to leave before somebody has seen that it is about to.
+        leaving.departure.clear()
         published = len(leaving.loaded_versions)
         async with Client(address) as client:
             if ordered:
@@ -404,6 +404,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
                 if states["leaving"][0] == "draining":
                     seen["cause"] = states["leaving"][1]
                     seen["leases"] = len(leaving.leases)
+                    leaving.departure.set()
                 if states["leaving"][0] == "dead":
                     break
                 await asyncio.sleep(0)
@@ -437,7 +438,7 @@ async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
     config = make_config(tmp_path, run__steps=2)
     address = config.controller.address
     trainer = FakeTrainer(address)
-    trainer.gate.clear()
+    trainer.hold_at(0)
 
     async def ask(controller, tasks):
         while not controller._fleet.sessions:
@@ -452,17 +453,19 @@ async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
 
 
 async def test_time_in_which_no_server_serves_is_no_stall(tmp_path):
-    config = make_config(tmp_path, run__steps=4, controller__stall_timeout_s=0.6)
+    stall_s = 2.0
+    config = make_config(tmp_path, run__steps=4, controller__stall_timeout_s=stall_s)
     server = FakeServer(config.controller.address)
     trainer = FakeTrainer(config.controller.address)
+    trainer.hold_at(1)
 
     async def hold_weights(controller, tasks):
-        while trainer.version.step < 1:
-            await asyncio.sleep(0.01)
+        await trainer.until_held()
         server.buckets.clear()
+        trainer.gate.set()
         while controller._fleet.serving():
             await asyncio.sleep(0.01)
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(1.5 * stall_s)
         server.buckets.set()
 
     summary = await play(config, server, trainer=trainer, during=hold_weights)
@@ -479,16 +482,10 @@ async def test_a_run_in_which_nothing_moves_while_a_server_serves_fails(tmp_path
 
 
 async def test_a_lease_without_progress_is_taken_back_and_goes_on(tmp_path):
-    config = make_config(tmp_path, run__steps=4, controller__lease_timeout_s=1.5)
+    config = make_config(tmp_path, run__steps=4, controller__lease_timeout_s=2.5)
     server = FakeServer(config.controller.address)
-    server.hangs = lambda lease, member, attempt: (
-        (lease.group_id, member, attempt)
-        == (
-            "g000001",
-            2,
-            0,
-        )
-    )
+    the_one = ("g000001", 2, 0)
+    server.hangs = lambda lease, member, attempt: (lease.group_id, member, attempt) == the_one
     trainer = FakeTrainer(config.controller.address)
     summary = await play(config, server, trainer=trainer)
     assert summary["steps"] == 4
@@ -553,6 +550,7 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
     config = make_config(tmp_path)
     address = config.controller.address
     trainer = FakeTrainer(address)
+    trainer.hold_at(0)
     seen = []
 
     async def ask(controller, tasks):
@@ -565,6 +563,7 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
                 await stub.SubmitEnvironment(request, timeout=10, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
                 seen.append((error.code(), error.details(), error_info(error.trailing_metadata())))
+        trainer.gate.set()
 
     await play(config, FakeServer(address), trainer=trainer, during=ask)
     ((code, text, info),) = seen
@@ -573,14 +572,10 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
     assert (info.reason, dict(info.metadata)) == (Reason.BAD_ARGUMENT.value, {"environment": "e"})
 
 
-def with_evaluation(config: Config, **settings) -> Config:
-    table = config.model_dump(mode="json", exclude_none=True)
-    table["evaluations"] = [{"name": "held", "reference": "m:E", "num_episodes": 4, **settings}]
-    return parse_config(table, source="test")
-
-
 async def test_the_first_evaluation_measures_version_0_however_late_it_loads(tmp_path):
-    config = with_evaluation(make_config(tmp_path, run__steps=6))
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=6), {"name": "held", "num_episodes": 4}
+    )
     trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, slow_environment="held")
 
@@ -590,12 +585,13 @@ async def test_the_first_evaluation_measures_version_0_however_late_it_loads(tmp
         server.loading.set()
 
     await play(config, server, trainer=trainer, during=load_late)
-    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["evaluation_step"] for row in rows if "evaluation_step" in row] == [0, 6]
+    assert [row["evaluation_step"] for row in evaluation_rows(config)] == [0, 6]
 
 
 async def test_an_evaluation_that_cannot_be_loaded_does_not_hold_up_the_run(tmp_path):
-    config = with_evaluation(make_config(tmp_path, run__steps=3))
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=3), {"name": "held", "num_episodes": 4}
+    )
     trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, failing_environment="held")
     summary = await play(config, server, trainer=trainer)
@@ -607,6 +603,8 @@ async def test_an_evaluation_that_cannot_be_loaded_does_not_hold_up_the_run(tmp_
 async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
     config = make_config(tmp_path)
     address = config.controller.address
+    trainer = FakeTrainer(address)
+    trainer.hold_at(0)
     seen = {}
 
     async def ask(controller, tasks):
@@ -619,8 +617,9 @@ async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
             asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
             async for message in reflection.ServerReflectionInfo(iter(asked), timeout=10):
                 seen["services"] = {s.name for s in message.list_services_response.service}
+        trainer.gate.set()
 
-    await play(config, FakeServer(address), trainer=FakeTrainer(address), during=ask)
+    await play(config, FakeServer(address), trainer=trainer, during=ask)
     assert seen["health"] == health_pb2.HealthCheckResponse.SERVING
     names = ("Environment", "Fleet", "Status", "Trainer", "Trajectory")
     assert {f"slipstream.v1.{name}Service" for name in names} <= seen["services"]

@@ -30,13 +30,11 @@ from slipstream.protocol.types import PolicyVersion
 STEPS, GROUPS, MEMBERS = 12, 4, 4
 
 
-def run_config(folder: Path, **changes) -> Config:
-    # Copying a run takes the event loop's time.
-    return make_config(folder, controller__heartbeat_timeout_s=30.0, **changes)
-
-
 class Crashes:
-    """Copies of a run at random moments, each with the newest checkpoint of then."""
+    """Copies of a run at random moments, each with the newest checkpoint of then.
+
+    A moment is shorter than two steps: however slow the machine, there is a copy of every third.
+    """
 
     def __init__(self, config: Config, trainer: FakeTrainer, folder: Path, seed: int) -> None:
         self.config, self.trainer, self.folder = config, trainer, folder
@@ -46,16 +44,20 @@ class Crashes:
     async def watch(self, controller, tasks) -> None:
         del controller, tasks
         while self.trainer.version.step < STEPS - 1:
-            await asyncio.sleep(self.random.uniform(0.0, 0.15))
+            await asyncio.sleep(self.random.uniform(0.0, 2 * self.trainer.step_s))
             # On a busy machine the run may be over by now: that would be no crash.
             if self.trainer.version.step >= STEPS - 1:
                 return
             if (self.config.run_dir / "journal" / "journal.log").exists():
                 copy = self.folder / f"crash-{len(self.found)}"
-                # A thread may be about to rename one of these.
-                partial = shutil.ignore_patterns("*.partial")
-                shutil.copytree(self.config.run_dir, copy / "r", ignore=partial)
+                copy_run(self.config, copy)
                 self.found.append((copy, self.trainer.newest_checkpoint))
+
+
+def copy_run(config: Config, folder: Path) -> None:
+    # A thread may be about to rename one of these.
+    partial = shutil.ignore_patterns("*.partial")
+    shutil.copytree(config.run_dir, folder / "r", ignore=partial)
 
 
 def moved(config: Config, folder: Path, **run) -> Config:
@@ -103,7 +105,7 @@ def digests(records: list[dict]) -> list[str]:
 
 async def crash(config: Config, folder: Path, seed: int, **server):
     address = config.controller.address
-    trainer = FakeTrainer(address, step_s=0.02, checkpoint_every=3)
+    trainer = FakeTrainer(address, step_s=0.05, checkpoint_every=3)
     crashes = Crashes(config, trainer, folder, seed)
     fleet = [FakeServer(address, f"s{i}", delay_s=0.03, **server) for i in range(2)]
     summary = await play(config, *fleet, trainer=trainer, during=crashes.watch)
@@ -121,7 +123,7 @@ async def resume(config: Config, checkpoint=START, noise=b"", **server):
 async def test_without_staleness_a_resumed_run_ends_with_the_digest_of_an_uninterrupted_one(
     tmp_path,
 ):
-    config = run_config(tmp_path / "whole", algorithm__max_staleness=0)
+    config = make_config(tmp_path / "whole", algorithm__max_staleness=0)
     whole, crashes = await crash(config, tmp_path, seed=0)
     for folder, checkpoint in random.Random(1).sample(crashes, 3):
         again = moved(config, folder)
@@ -136,7 +138,7 @@ async def test_without_staleness_a_resumed_run_ends_with_the_digest_of_an_uninte
 
 
 async def test_with_staleness_nothing_is_trained_twice_and_nothing_is_lost(tmp_path):
-    config = run_config(tmp_path / "whole")
+    config = make_config(tmp_path / "whole")
     _, crashes = await crash(config, tmp_path, seed=2)
     for folder, checkpoint in random.Random(3).sample(crashes, 2):
         again = moved(config, folder)
@@ -160,11 +162,24 @@ async def test_with_staleness_nothing_is_trained_twice_and_nothing_is_lost(tmp_p
 
 
 async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
-    config = run_config(tmp_path / "whole")
-    _, crashes = await crash(config, tmp_path, seed=4)
-    late = [(f, c) for f, c in crashes if c[0].step >= 3 and versions(f)[-1][1] > c[0].step]
-    folder, checkpoint = late[len(late) // 2]
-    again = moved(config, folder)
+    config = make_config(tmp_path / "whole")
+    address, folder = config.controller.address, tmp_path / "crash"
+    trainer = FakeTrainer(address, checkpoint_every=3)
+    trainer.hold_at(5)
+    left = []
+
+    async def crash_behind_a_checkpoint(controller, tasks):
+        del tasks
+        await trainer.until_held()
+        copy_run(config, folder)
+        left.append(trainer.newest_checkpoint)
+        controller.stop("its disk is as a crash left it")
+        trainer.gate.set()
+
+    await play(config, FakeServer(address), trainer=trainer, during=crash_behind_a_checkpoint)
+    again, (checkpoint,) = moved(config, folder), left
+    known = [r["step"] for r in read_records(again.run_dir / "journal") if r["kind"] == "step"]
+    assert known[-1] >= checkpoint[0].step == 3
     summary, trainer, fleet = await resume(again, checkpoint, noise=b"rounding")
     records = check_run(again, summary)
     assert trainer.version == PolicyVersion(1, STEPS)
@@ -172,11 +187,6 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     assert all(version.incarnation == 1 for server in fleet for version in server.loaded_versions)
     first = [r["version"] for r in records if r["kind"] == "step"]
     assert [1, checkpoint[0].step + 1] in first
-
-
-def versions(folder: Path) -> list[list[int]]:
-    records = read_records(folder / "r" / "journal")
-    return [r["version"] for r in records if r["kind"] == "step"] or [[0, 0]]
 
 
 async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
@@ -193,7 +203,7 @@ async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
     )
     config = with_evaluations(config, {"name": "held", "num_episodes": 6, "every_steps": 4})
     _, crashes = await crash(config, tmp_path, seed=5, judge=judge)
-    for folder, checkpoint in crashes[len(crashes) // 2 :: 4][:2]:
+    for folder, checkpoint in crashes[len(crashes) // 2], crashes[-1]:
         again = moved(config, folder)
         before = list(read_records(again.run_dir / "journal"))
         summary, *_ = await resume(again, checkpoint, judge=judge)
@@ -212,14 +222,15 @@ async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
 
 
 async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
-    config = run_config(tmp_path, run__steps=5)
+    config = make_config(tmp_path, run__steps=5)
     trainer = FakeTrainer(config.controller.address, checkpoint_every=1)
+    trainer.hold_at(3)
 
     async def stop(controller, tasks):
         del tasks
-        while trainer.version.step < 3:
-            await asyncio.sleep(0.01)
+        await trainer.until_held()
         controller.stop("enough for today")
+        trainer.gate.set()
 
     fleet = FakeServer(config.controller.address)
     summary = await play(config, fleet, trainer=trainer, during=stop)
@@ -237,7 +248,7 @@ async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
 
 
 async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
-    config = run_config(tmp_path)
+    config = make_config(tmp_path)
     address = config.controller.address
     first = FakeTrainer(address, step_s=0.02, checkpoint_every=2)
     second = FakeTrainer(address)
@@ -267,7 +278,7 @@ async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
 
 
 async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(tmp_path):
-    config = run_config(tmp_path, run__steps=5)
+    config = make_config(tmp_path, run__steps=5)
     trainer = FakeTrainer(config.controller.address, step_s=0.05, checkpoint_every=1)
 
     async def submit_and_stop(controller, tasks):
@@ -295,7 +306,7 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
     async with EmbeddedServer(tmp_path / "valkey", users) as redis_server:
         url = redis_server.url("administrator")
         queue = {"queue__kind": "redis", "queue__redis_url": url}
-        config = run_config(tmp_path / "whole", **queue)
+        config = make_config(tmp_path / "whole", **queue)
         address = config.controller.address
         trainer = FakeTrainer(address, step_s=0.02, checkpoint_every=2)
         fleet = FakeServer(address, "s0", delay_s=0.02, queue_url=url)
@@ -306,7 +317,7 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             while trainer.version.step < 6:
                 await asyncio.sleep(0.01)
             left.extend([fleet.delivered.copy(), trainer.newest_checkpoint])
-            shutil.copytree(config.run_dir, crashed / "r")
+            copy_run(config, crashed)
             controller.stop("its disk is as a crash left it")
 
         await play(config, fleet, trainer=trainer, during=crash_and_stop)
