@@ -186,8 +186,17 @@ class Misbehaving(Environment[str]):
                 return None
             case "no messages":
                 return StepResult(done=False)
+            case "forgot done":
+                return StepResult(messages=[Message("user", "and?")])
+            case "not done":
+                return StepResult(0.5, [{"role": "user", "content": "and?"}])  # type: ignore[arg-type]
             case "metric":
                 return StepResult(1.0, metrics={"size": math.inf})
+            case "metrics":
+                return StepResult(1.0, metrics=[("size", 1)])  # type: ignore[arg-type]
+            case "tool call":
+                message = {"role": "tool", "content": "3", "tool_call_id": "a"}
+                return StepResult(done=False, messages=[message])
             case "long":
                 return StepResult("x" * 10_000)  # type: ignore[arg-type]
             case "print":

@@ -31,8 +31,8 @@ class StepResult:
     """The judgement of one reply.
 
     `reward` is a finite number; the rewards of all steps of an episode add up. `messages` is what
-    the model reads next, and is needed when the episode goes on (`done=False`). `metrics` are
-    averaged over episodes and reported.
+    the model reads next: needed when the episode goes on (`done=False`), refused otherwise.
+    `metrics` are averaged over episodes and reported.
     """
 
     reward: float = 0.0

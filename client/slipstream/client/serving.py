@@ -263,14 +263,24 @@ def _reply_limit(limit: object) -> int:
 def _verdict(result: object) -> pb.Verdict:
     if not isinstance(result, StepResult):
         raise environment_failed(f"step() must return a StepResult, got {_show(result)}")
+    if result.done not in (True, False):
+        raise environment_failed(f"done must be True or False, got {_show(result.done)}")
     if not result.done and not result.messages:
         raise environment_failed("step() must give messages when the episode is not done")
+    if result.done and result.messages:
+        raise environment_failed("step() gives messages that nobody will read: done is True")
     return pb.Verdict(
         reward=_finite(result.reward, "the reward"),
         done=bool(result.done),
         messages=_messages(result.messages, "step()") if result.messages else [],
-        metrics={str(k): _finite(v, f"the metric {k!r}") for k, v in result.metrics.items()},
+        metrics=_metrics(result.metrics),
     )
+
+
+def _metrics(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise environment_failed(f"metrics must map names to numbers, got {_show(metrics)}")
+    return {str(name): _finite(value, f"the metric {name!r}") for name, value in metrics.items()}
 
 
 def _finite(value: object, what: str) -> float:
@@ -297,7 +307,7 @@ def _message(message: object, source: str) -> pb.ChatMessage:
         role, content = message["role"], message["content"]
     else:
         raise environment_failed(
-            f"a message of {source} must have role and content, got {_show(message)}"
+            f"a message of {source} has role and content alone, got {_show(message)}"
         )
     if not isinstance(role, str) or not role or not isinstance(content, str):
         raise environment_failed(

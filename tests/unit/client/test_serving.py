@@ -72,6 +72,8 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("cancel", "CancelledError (fake_workers.py:"),
         ("nothing", "step() must return a StepResult, got None"),
         ("no messages", "step() must give messages when the episode is not done"),
+        ("forgot done", "step() gives messages that nobody will read: done is True"),
+        ("not done", "done must be True or False, got [{'role'"),
         ("nan", "the reward must be a finite number, got nan"),
         ("inf", "the reward must be a finite number, got inf"),
         ("none", "the reward must be a finite number, got None"),
@@ -79,6 +81,8 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("huge", "the reward must be a finite number, got 1000000"),
         ("long", "the reward must be a finite number, got 'xxxxxx"),
         ("metric", "the metric 'size' must be a finite number, got inf"),
+        ("metrics", "metrics must map names to numbers, got [('size', 1)]"),
+        ("tool call", "a message of step() has role and content alone, got {'role'"),
     ],
 )
 async def test_what_goes_wrong_in_a_step_is_a_failure_of_the_environment(
