@@ -42,6 +42,22 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"slipstream: {message}; see {self.prog} --help\n")
 
 
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only when it is asked for."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: object,
+        values: object,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"slipstream {version('slipstream-rl')}")
+        parser.exit()
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of a command; overrides of the configuration may stand among the options."""
     parser = _parser()
@@ -58,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="slipstream", description="Asynchronous reinforcement learning for language models."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_services(commands)
     _add_requests(commands)
