@@ -33,8 +33,12 @@ def resolve(
     *profiles: str,
     files: Sequence[Path] = (COMPOSE_FILE,),
     project_folder: Path = DEPLOY,
+    shell: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The services of these profiles by name, all variables filled in; ComposeRefused."""
+    """The services of these profiles by name, all variables filled in; ComposeRefused.
+
+    `shell`: variables of the shell that calls it.
+    """
     command = [str(compose_binary()), "--project-directory", str(project_folder)]
     command += [argument for file in files for argument in ("--file", str(file))]
     command += ["--env-file", str(env_file)]
@@ -42,7 +46,7 @@ def resolve(
     ended = subprocess.run(
         [*command, "config", "--format", "json"],
         # Nothing of this process's environment fills in what the env file leaves out.
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"} | dict(shell or {}),
         capture_output=True,
         text=True,
         timeout=60,

@@ -161,6 +161,35 @@ def test_the_commands_of_every_example_are_ours(example: str, profile: str) -> N
         assert config.run_dir.parent == Path("/runs")
 
 
+@pytest.mark.parametrize("name", ["cluster.toml", "qwen3-8b.toml"])
+def test_a_configuration_need_not_know_of_the_containers(name: str, tmp_path: Path) -> None:
+    variables = read_env(DEPLOY / "env" / "learner-0.env") | {
+        "CONFIG_FILE": str(DEPLOY / "configs" / name),
+        "LEARNER_WORLD_SIZE": "8",
+        "LEARNER_RANKS_PER_NODE": "8",
+        "NODE_RANK": "0",
+    }
+    env_file = write_env(tmp_path / "host.env", variables)
+    for role in PROGRAMS:
+        config = load(resolve(env_file, *ROLES)["services"][role])
+        assert config.model.path == Path("/models/policy")
+        assert config.run_dir == Path("/runs/first")
+        assert config.queue.kind == "redis"
+        assert config.security.token_file == Path("/run/secrets/token")
+        assert config.security.tls_ca == Path("/run/secrets/tls_ca")
+
+
+def test_a_host_has_several_engines_by_variables_of_the_shell() -> None:
+    services = resolve(
+        DEPLOY / "env" / "rollout.env",
+        "rollout-server",
+        files=FILES["gpu"],
+        shell={"NODE_NAME": "rollout-0-3", "ROLLOUT_GPUS": "3"},
+    )["services"]
+    assert parse(services["rollout-server"]["command"]).server_id == "rollout-0-3"
+    assert services["rollout-server"]["environment"]["CUDA_VISIBLE_DEVICES"] == "3"
+
+
 def test_the_learner_nodes_agree_on_their_ranks() -> None:
     configs, node_ranks = [], []
     for example in ("learner-0.env", "learner-1.env"):
