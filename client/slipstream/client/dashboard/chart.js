@@ -20,6 +20,12 @@ export function number(value) {
   return value.toLocaleString("en-US", { maximumSignificantDigits: 4 });
 }
 
+// As `number`, no wider than the margin of a chart.
+function tick(value) {
+  if (Math.abs(value) >= 1e5) return value.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 3 });
+  return number(value).replace(/\.?0+e/, "e");
+}
+
 // Round numbers that cover what is shown.
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
@@ -51,7 +57,6 @@ function range(values) {
 
 // series: [{name, points: [[x, y], ...], dots}]
 export function draw(figure, title, series) {
-
   const caption = element("figcaption");
   const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title }, null, NS);
   figure.replaceChildren(caption, svg);
@@ -72,10 +77,12 @@ export function draw(figure, title, series) {
   const Y = (y) => Math.max(0, HEIGHT - BOTTOM - ((y - ys[0]) / (ys[1] - ys[0])) * (HEIGHT - TOP - BOTTOM));
   for (const at of ticks(ys[0], ys[1], 5)) {
     svg.append(element("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: Y(at), y2: Y(at) }, null, NS));
-    svg.append(element("text", { x: LEFT - 6, y: Y(at) + 4, "text-anchor": "end" }, number(at), NS));
+    svg.append(element("text", { x: LEFT - 6, y: Y(at) + 4, "text-anchor": "end" }, tick(at), NS));
   }
-  for (const at of ticks(xs[0], xs[1], 5))
-    svg.append(element("text", { x: X(at), y: HEIGHT - 5, "text-anchor": "middle" }, number(at), NS));
+  for (const at of ticks(xs[0], xs[1], 5).filter(Number.isInteger)) {
+    const anchor = X(at) > WIDTH - 20 ? "end" : "middle";
+    svg.append(element("text", { x: X(at), y: HEIGHT - 5, "text-anchor": anchor }, tick(at), NS));
+  }
   series.forEach(({ points, dots }, place) => {
     const kind = `s${place % 4}`;
     if (!dots) {

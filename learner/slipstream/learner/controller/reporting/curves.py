@@ -18,6 +18,7 @@ def draw_curves(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     steps = [row["step"] + 1 for row in rows]
     figure, (rewards, lags, speeds) = pyplot.subplots(
@@ -44,6 +45,7 @@ def draw_curves(
     speeds.legend(loc="best")
     for panel in (rewards, lags, speeds):
         panel.grid(alpha=0.3)
+    speeds.xaxis.set_major_locator(MaxNLocator(integer=True))
     rewards.set_title(title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
