@@ -60,14 +60,15 @@ def test_findings_survive_their_line_of_json() -> None:
 
 
 def test_table_shows_the_remedy_below_its_finding() -> None:
-    lines = table([ok("gpu", "one"), problem("disk", "full", "make room")]).splitlines()
-    assert lines[0].split() == ["ok", "gpu", "one"]
+    lines = table([ok("a long area", "one"), problem("disk", "full", "make room")]).splitlines()
+    assert lines[0].split() == ["ok", "a", "long", "area", "one"]
     assert lines[1].split() == ["problem", "disk", "full"]
     assert lines[2].strip() == "-> make room"
+    assert lines[0].index("one") == lines[1].index("full") == lines[2].index("->")
 
 
 def test_conclusion_counts_problems_and_hints() -> None:
-    assert "1 in the way of a run, 2 hints" in conclusion(
+    assert "1 problem stands in the way of a run, 2 hints" in conclusion(
         [problem("a", "", "x"), advice("b", "", "y"), advice("c", "", "z")]
     )
     assert "nothing stands in the way" in conclusion([ok("a", "")])

@@ -76,6 +76,6 @@ def conclusion(findings: Sequence[Finding]) -> str:
     """The last line."""
     problems = sum(found.verdict is Verdict.PROBLEM for found in findings)
     hints = sum(found.verdict is Verdict.ADVICE for found in findings)
-    if problems:
-        return f"\n{problems} in the way of a run, {hints} hints"
-    return f"\nnothing stands in the way of a run, {hints} hints"
+    what = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing"
+    stands = "stand" if problems > 1 else "stands"
+    return f"\n{what} {stands} in the way of a run, {hints} hint{'s' * (hints != 1)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -55,11 +55,12 @@ def problem(area: str, seen: str, remedy: str = "") -> Finding:
     return Finding(area, Verdict.PROBLEM, seen, remedy)
 
 
-def table(findings: Iterable[Finding]) -> str:
+def table(findings: Sequence[Finding]) -> str:
     """For a terminal: a line for each finding, remedies below theirs."""
+    width = max((len(found.area) for found in findings), default=0)
     lines = []
     for found in findings:
-        lines.append(f"{found.verdict.value:8} {found.area:14} {found.seen}")
+        lines.append(f"{found.verdict.value:8} {found.area:{width}} {found.seen}")
         if found.remedy:
-            lines.append(f"{'':8} {'':14} -> {found.remedy}")
+            lines.append(f"{'':8} {'':{width}} -> {found.remedy}")
     return "\n".join(lines)

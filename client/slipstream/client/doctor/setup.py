@@ -64,7 +64,7 @@ def _controller(config: Config) -> Finding:
     try:
         check_port(address)
     except ConfigError as error:
-        return problem("controller", str(error), "stop what listens there, or choose another port")
+        return problem("controller", str(error))
     return ok("controller", f"{address} is of this machine and free")
 
 
