@@ -263,8 +263,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if due:
             members = sum(len(group.missing) for group in due)
             return (
-                f"{members} episodes of {len(due)} groups that step {self._book.step} cannot "
-                f"leave for later, the first of them {due[0].group_id}"
+                f"{members} episodes that step {self._book.step} cannot leave for later, the first "
+                f"of group {due[0].group_id}"
             )
         training = self._book.training_groups()
         if not training:
