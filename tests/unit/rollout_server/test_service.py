@@ -59,6 +59,8 @@ async def test_later_turns_append_only_new_tokens(start_server) -> None:
     assert trajectory.run_lengths == (4, 4, 2, 4)
     assert (trajectory.num_turns, trajectory.reward) == (2, 2.0)
     assert trajectory.metrics == {"turns": 2.0}
+    # People read all of it, as the model saw it.
+    assert trajectory.reply_text == "f f f </s> c <reply> f f f </s>"
 
 
 async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(start_server) -> None:

@@ -275,9 +275,10 @@ class Episode:
         task, recording, renderer = self._task, self._recording, self._services.renderer
         budget = _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * len(recording.token_ids)
         prompt = recording.token_ids[: recording.prompt_tokens]
-        reply_text = recording.last_text
-        if reply_text is None:
-            reply_text = renderer.decode(recording.last_reply)
+        if recording.num_turns > 1:
+            reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])
+        else:
+            reply_text = recording.last_text or renderer.decode(recording.last_reply)
         return Trajectory(
             run_id=task.run_id,
             group_id=task.group_id,
@@ -304,7 +305,7 @@ class Episode:
             num_turns=recording.num_turns,
             generation_s=recording.generation_s,
             environment_s=recording.environment_s,
-            prompt_text=_clip(renderer.decode_all(prompt), budget),
+            prompt_text=_clip(renderer.decode_prompt(prompt), budget),
             reply_text=_clip(reply_text, budget),
             routed_experts=self._routed_experts(status),
         )

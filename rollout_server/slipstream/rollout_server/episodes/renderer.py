@@ -46,7 +46,7 @@ class Renderer:
         # The members of a group begin alike.
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
         self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
-        self._whole_text = lru_cache(_CACHED_PROMPTS)(self._decode_whole)
+        self._prompt_text = lru_cache(_CACHED_PROMPTS)(self.decode_all)
         try:
             self._text((ChatMessage("user", "a"),))
         except RenderingFailed as error:
@@ -80,11 +80,12 @@ class Renderer:
         """The text of a reply, without special tokens."""
         return self._decode(token_ids, skip_special_tokens=True)
 
-    def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text of any tokens, for people who read along."""
-        return self._whole_text(tuple(token_ids))
+    def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """As `decode_all`, of tokens with which many episodes begin."""
+        return self._prompt_text(tuple(token_ids))
 
-    def _decode_whole(self, token_ids: tuple[int, ...]) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of any tokens, special ones too, for people who read along."""
         return self._decode(token_ids, skip_special_tokens=False)
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
