@@ -191,6 +191,11 @@ class Episode:
         reply_limit = task.sampling.max_reply_tokens
         if opening.max_reply_tokens:
             reply_limit = min(reply_limit, opening.max_reply_tokens)
+        if renderer.cannot_fit(history, task.sampling.max_episode_tokens):
+            raise _PromptTooLong(
+                f"a prompt of {sum(len(message.content) for message in history)} characters leaves "
+                f"no room within sampling.max_episode_tokens = {task.sampling.max_episode_tokens}"
+            )
         context = renderer.prompt(history)
         recording.prompt_tokens = len(context)
         self._check_prompt(len(context))
@@ -209,6 +214,8 @@ class Episode:
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
             if recording.num_turns >= task.sampling.max_turns:
+                return Status.TRUNCATED
+            if renderer.cannot_fit(verdict.messages, task.sampling.max_episode_tokens):
                 return Status.TRUNCATED
             history.append(REPLY)
             context = renderer.continuation(history, verdict.messages, recording.token_ids[-1])

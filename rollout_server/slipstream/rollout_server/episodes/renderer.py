@@ -16,6 +16,8 @@ from slipstream.protocol.errors import ConfigError
 
 _PLACEHOLDER = "slipstreamreplyplaceholder"
 _CACHED_PROMPTS = 4096
+# A token that stands for more characters than this is in no vocabulary that is not longer itself.
+_LONG_TOKEN = 128
 
 
 class ChatMessage(NamedTuple):
@@ -43,6 +45,7 @@ class Renderer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path: the tokenizer in {folder} has no chat template")
+        self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
         # The members of a group begin alike.
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
         self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
@@ -75,6 +78,14 @@ class Renderer:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
         tokens = list(self._tokens(tail))
         return tokens[1:] if tokens[:1] == [last_token] else tokens
+
+    def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
+        """Whether they surely have more than `num_tokens` tokens: too many characters for them.
+
+        Costs next to nothing, while tokenizing so long a text would hold up all other episodes.
+        """
+        characters = sum(len(message.content) for message in messages)
+        return characters > num_tokens * self._longest_token
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a reply, without special tokens."""
