@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import inspect
 import json
 import re
@@ -109,6 +110,34 @@ def test_every_link_leads_somewhere(page: Path):
         found = (page.parent / path) if path else page
         assert found.exists(), target
         assert not anchor or anchor in headings(found), target
+
+
+# The reader's own, and what must not be there.
+NOT_OURS = {"my_environments.py", "slipstream/__init__.py"}
+OUR_FOLDERS = (
+    "protos",
+    "client",
+    "rollout_server",
+    "learner",
+    "deploy",
+    "tests",
+    "benchmarks",
+    "docs",
+)
+INLINE_FILE = re.compile(r"`((?:\.\./)?[\w/*]+\.py)`")
+
+
+def test_every_file_of_ours_that_is_named_exists() -> None:
+    ours = [
+        f"/{path.relative_to(ROOT)}" for name in OUR_FOLDERS for path in (ROOT / name).rglob("*.py")
+    ]
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            # It tells of files as they were.
+            continue
+        for name in set(INLINE_FILE.findall(FENCE.sub("", page.read_text()))) - NOT_OURS:
+            file = name.removeprefix("../")
+            assert any(fnmatch.fnmatch(path, f"*/{file}") for path in ours), f"{page.name}: {name}"
 
 
 @for_all_pages
