@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -186,6 +187,25 @@ def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
     assert sender.communicator_id is None
     assert sender._shared is not None
     assert not any(Path("/dev/shm", name).exists() for name in sender._shared.handles)
+
+
+def test_a_new_communicator_needs_room_for_its_own_buffers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocate = os.posix_fallocate
+    num_mapped: list[int] = []
+
+    def count_then_allocate(descriptor: int, start: int, size: int) -> None:
+        maps = Path("/proc/self/maps").read_text()
+        num_mapped.append(maps.count("/dev/shm/slipstream-"))
+        allocate(descriptor, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", count_then_allocate)
+    sender = IpcWeightSender(WeightsSection(), torch.device("cpu"), num_bytes=1 << 16)
+    for name in ("first", "second"):
+        sender.connect(sender.announce(name, num_senders=1, world_size=1), 0)
+    sender.abort()
+    assert num_mapped[2:] == num_mapped[:2]
 
 
 def test_several_senders_are_refused() -> None:

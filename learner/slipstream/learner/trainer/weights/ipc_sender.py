@@ -176,5 +176,7 @@ class IpcWeightSender:
     def _make_buffers(self) -> None:
         """In main memory for each communicator anew: their names are gone after the last one."""
         card = self._device.index if self._device.type == "cuda" else None
+        # First the old ones go, as far as no receiver holds them: there may be room for one set.
+        self._shared, self._memory = None, []
         self._shared = make_buffers(NUM_BUFFERS, self._num_bytes, card)
         self._memory = [torch.as_tensor(each, device=self._device) for each in self._shared.arrays]
