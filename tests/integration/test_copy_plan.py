@@ -103,6 +103,32 @@ def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> N
     assert not any(by_plan for by_plan, _ in [*seen[:5], *seen[6:]])
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_sinks_that_attention_copies_go_through_the_loader(precision: str) -> None:
+    import torch
+    import vllm
+    from slipstream.rollout_server.weights.copy_plan import NotCopied
+    from slipstream.rollout_server.weights.vllm_layers import check_layers
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    class Backend(AttentionImplBase):
+        """In the place of FlashInfer's, which cannot be imported without a GPU."""
+
+    folder = Path(vllm.__file__).parent / "v1" / "attention" / "backends"
+    assert "self._sinks_source = sinks" in (folder / "flashinfer.py").read_text()
+    layer = Attention.__new__(Attention)
+    torch.nn.Module.__init__(layer)
+    layer.impl = object.__new__(Backend)
+    layer.impl._sinks_source = torch.zeros(4, dtype=getattr(torch, precision))
+    model = torch.nn.ModuleDict({"attention": layer})
+    if precision == "float32":
+        check_layers(model)
+        return
+    with pytest.raises(NotCopied, match="attention .* computes with a copy of its sinks"):
+        check_layers(model)
+
+
 def test_a_plan_is_not_made_where_experts_change_their_places(folder: Path) -> None:
     (seen,) = in_ranks(1, updates_while_experts_move, folder, "llama_tied")
     assert seen == [(False, True), (False, True)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from slipstream.rollout_server.weights.copy_plan import NotCopied
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -11,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.v1.attention.backend import AttentionImplBase
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 
@@ -23,8 +27,19 @@ def check_layers(model: torch.nn.Module) -> None:
             raise NotCopied(f"{name} ({type(module).__name__}) uses {type(method).__name__}")
         if isinstance(module, MLAAttention):
             raise NotCopied(f"{name} ({type(module).__name__}) computes matrices from its weights")
+        if isinstance(module, Attention) and _copies_sinks(module.impl):
+            raise NotCopied(f"{name} ({type(module).__name__}) computes with a copy of its sinks")
         if isinstance(module, RoutedExperts) and next(module.parameters()).device.type == "cpu":
             raise NotCopied(f"{name} ({type(module).__name__}) packs its weights on a CPU")
+
+
+def _copies_sinks(backend: AttentionImplBase[Any]) -> bool:
+    """Whether vLLM makes a float32 copy of the sinks after each load.
+
+    FlashInfer and b12x compute with one unless the parameter itself is float32 (0.32.0).
+    """
+    sources = [vars(each).get("_sinks_source") for each in backend.get_impl_variants()]
+    return any(sinks is not None and sinks.dtype != torch.float32 for sinks in sources)
 
 
 def loaded_name(parameter: str) -> str:
