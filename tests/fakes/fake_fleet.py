@@ -20,7 +20,7 @@ from slipstream.v1 import (
     weights_pb2,
 )
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 SAMPLING = fleet_pb2.SamplingSettings(
     temperature=1.0, top_p=1.0, max_reply_tokens=4, max_turns=4, max_episode_tokens=32

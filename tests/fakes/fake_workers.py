@@ -18,7 +18,7 @@ from slipstream.v1 import environment_pb2_grpc
 
 TOKEN = "t" * 32
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class WorkerStream:

@@ -35,7 +35,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
         resume_generation=never,
     )
     engine = VllmEngine(llm, [], stage=False, answer_limit_s=0.01)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.pause()
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
@@ -63,7 +63,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
         errored=False,
     )
     engine = VllmEngine(llm, [], stage=False, silence_limit_s=0.05)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         await engine.pause()
         request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))
         await asked.wait()
@@ -81,18 +81,19 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
                 await engine.watch()
 
 
-async def test_an_engine_that_tells_of_its_steps_is_alive() -> None:
+def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.rollout_server.inference.engine import _TokenCounter
     from slipstream.rollout_server.inference.silence import Silence
 
-    counter, silence = _TokenCounter(None), Silence(0.05)
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    counter, silence = _TokenCounter(None), Silence(10.0)
+    for _ in range(3):
+        now_s[0] += 6.0
         # A step in which no token was finished.
         counter.record(None, None)
+        now_s[0] += 6.0
         silence.look(heard_s=counter.heard_s, num_requests=3)
-        await asyncio.sleep(0)
-    with pytest.raises(EngineDied, match="with 3 open requests"):
-        while time.monotonic() < until + 10:
-            silence.look(heard_s=counter.heard_s, num_requests=3)
-            await asyncio.sleep(0)
+    now_s[0] += 5.0
+    with pytest.raises(EngineDied, match="did no step for 10 s, with 3 open requests"):
+        silence.look(heard_s=counter.heard_s, num_requests=3)

@@ -24,7 +24,7 @@ from slipstream.v1 import (
     trajectory_pb2,
 )
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 TOKEN = "k" * 32
 

@@ -13,6 +13,12 @@ from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 
 
+def draining_within(config, limit_s: float):
+    """The settings of a server that gives what runs so long when it is to leave."""
+    settings = config.rollout_server.model_copy(update={"drain_timeout_s": limit_s})
+    return config.model_copy(update={"rollout_server": settings})
+
+
 def by_member(trajectories):
     return sorted(trajectories, key=lambda t: (t.member, t.attempt))
 
@@ -580,10 +586,7 @@ async def test_a_server_that_is_told_to_stop_drains(start_server) -> None:
 async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(
     start_server, config
 ) -> None:
-    server_settings = config.rollout_server.model_copy(update={"drain_timeout_s": 20.0})
-    async with start_server(
-        config=config.model_copy(update={"rollout_server": server_settings})
-    ) as server:
+    async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
         connection = await server.join()
         for number in range(3):
@@ -604,9 +607,9 @@ async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(
 
 
 async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere(
-    start_server,
+    start_server, config
 ) -> None:
-    async with start_server() as server:
+    async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
         connection = await server.join()
         connection.lease("g1", members=[0])
@@ -623,10 +626,7 @@ async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere
 
 
 async def test_the_controller_can_drain_a_server_at_once(start_server, config) -> None:
-    server_settings = config.rollout_server.model_copy(update={"drain_timeout_s": 1000.0})
-    async with start_server(
-        config=config.model_copy(update={"rollout_server": server_settings})
-    ) as server:
+    async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
         connection = await server.join()
         connection.lease("g1")
@@ -640,8 +640,10 @@ async def test_the_controller_can_drain_a_server_at_once(start_server, config) -
     assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
 
 
-async def test_a_server_that_drains_still_receives_what_others_wait_for(start_server) -> None:
-    async with start_server() as server:
+async def test_a_server_that_drains_still_receives_what_others_wait_for(
+    start_server, config
+) -> None:
+    async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
         connection = await server.join(step=5)
         connection.lease("g1")
@@ -651,6 +653,7 @@ async def test_a_server_that_drains_still_receives_what_others_wait_for(start_se
         order = weights_pb2.PublishOrder(publish_id="p")
         connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
         await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
+        connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
         await server.task
 
 
@@ -706,6 +709,6 @@ async def test_a_refusal_is_final(start_server) -> None:
 
 async def test_nothing_at_the_address_is_one_clear_line() -> None:
     async with FakeFleet() as fleet:
-        await wait_for_controller(fleet.address, 5.0)
+        await wait_for_controller(fleet.address, 20.0)
     with pytest.raises(ConfigError, match=f"no controller answers at {fleet.address} within 0.3 s"):
-        await asyncio.wait_for(wait_for_controller(fleet.address, 0.3), 5.0)
+        await asyncio.wait_for(wait_for_controller(fleet.address, 0.3), 20.0)

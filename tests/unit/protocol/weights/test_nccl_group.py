@@ -206,13 +206,13 @@ def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait() -> None:
     (sender, receiver), _ = join_all(2)
     memory, there = buffer(b"data"), buffer(b"    ")
     for _ in range(6):
-        sender.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=1.0)
+        sender.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=2.0)
     started = time.monotonic()
     for _ in range(6):
-        time.sleep(0.3)
+        time.sleep(0.4)
         receiver.broadcast(ctypes.addressof(there), 4, 0, 0, deadline_s=LONG_S)
     sender.wait()
-    assert time.monotonic() - started > 1.5
+    assert time.monotonic() - started > 2.0
     assert there.raw == b"data"
     sender.abort()
     receiver.abort()
@@ -222,10 +222,10 @@ def test_idle_group_is_left_alone() -> None:
     groups, communicators = join_all(2)
     memory = [buffer(b"data"), buffer(b"    ")]
     for group, mine in zip(groups, memory, strict=True):
-        group.broadcast(ctypes.addressof(mine), 4, 0, 0, deadline_s=0.2)
+        group.broadcast(ctypes.addressof(mine), 4, 0, 0, deadline_s=1.0)
     for group in groups:
         group.wait()
-    time.sleep(0.4)
+    time.sleep(1.1)
     assert [communicator.num_aborts for communicator in communicators] == [0, 0]
     for group in groups:
         group.abort()

@@ -21,7 +21,7 @@ from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class NoClients:
@@ -115,10 +115,10 @@ async def test_a_worker_that_dies_while_loading_is_reported(hosted) -> None:
 async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -> None:
     hosted.load("Hanging")
     await hosted.report()
-    session = await hosted.open("Hanging", timeout_s=0.2)
+    session = await hosted.open("Hanging", timeout_s=2.0)
     await session.reset(0, 0)
     with pytest.raises(
-        EnvironmentFailed, match="no answer to step within 0.2 s, the environment's timeout_s"
+        EnvironmentFailed, match="no answer to step within 2 s, the environment's timeout_s"
     ) as caught:
         await session.step("x", truncated=False)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT

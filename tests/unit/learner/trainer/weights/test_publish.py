@@ -39,7 +39,10 @@ ONE_SENDER = {
     if spec.sender == 0
 }
 ONE_BUCKETS = plan_buckets(list(ONE_SENDER), BUCKET_BYTES)
-SOON = WeightsSection(join_deadline_s=1.0, bucket_deadline_s=0.5)
+PATIENT = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=30.0)
+# Of receivers that stay away, and of such as take no more.
+NO_MEETING = WeightsSection(join_deadline_s=0.5, bucket_deadline_s=30.0)
+NO_BUCKET = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=0.5)
 
 
 def digests_of(buckets: list[Bucket]) -> list[bytes]:
@@ -80,13 +83,18 @@ class Receivers:
         time.sleep(self._delay_s)
         try:
             store = dist.TCPStore(
-                where.store_host, where.store_port, is_master=False, wait_for_workers=False
+                where.store_host,
+                where.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                # Whoever comes late finds nobody.
+                timeout=timedelta(seconds=1 if self._delay_s else 60),
             )
             group = dist.ProcessGroupGloo(
                 dist.PrefixStore(where.communicator_id, store),
                 where.num_senders + number,
                 where.world_size,
-                timedelta(seconds=10),
+                timedelta(seconds=60),
             )
             for bucket in self._buckets:
                 data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
@@ -192,7 +200,7 @@ def test_transport_that_cannot_be_is_refused() -> None:
 
 
 def test_receiver_that_never_joins_costs_one_deadline() -> None:
-    sender = GlooWeightSender(SOON)
+    sender = GlooWeightSender(NO_MEETING)
     where = announce(sender, 1)
     with pytest.raises(WeightSyncError, match="1 others joining members-1"):
         sender.connect(where, 0)
@@ -214,7 +222,7 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
 
 
 def test_receiver_that_stops_taking_buckets_costs_one_deadline() -> None:
-    sender = GlooWeightSender(SOON)
+    sender = GlooWeightSender(NO_BUCKET)
     where = announce(sender, 1)
     receivers = Receivers(where, ONE_BUCKETS[:1])
     sender.connect(where, 0)
@@ -224,17 +232,18 @@ def test_receiver_that_stops_taking_buckets_costs_one_deadline() -> None:
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="a bucket of 67108864 bytes from rank 0"):
         sender.finish()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < PATIENT.bucket_deadline_s / 2
     receivers.join()
     with pytest.raises(WeightSyncError, match="no communicator"):
         sender.send(large, torch.zeros(large.num_bytes, dtype=torch.uint8))
 
 
 def test_new_communicator_works_after_a_failed_one() -> None:
-    sender = GlooWeightSender(SOON)
+    sender = GlooWeightSender(NO_MEETING)
     where = announce(sender, 1)
     with pytest.raises(WeightSyncError):
         sender.connect(where, 0)
+    sender._weights = PATIENT
     where = sender.announce("members-2", num_senders=1, world_size=2)
     receivers = Receivers(where, ONE_BUCKETS)
     sender.connect(where, 0)
@@ -260,7 +269,7 @@ def config(address: str) -> Config:
 class Publish:
     """A controller whose servers behave as `mode` says, and the ranks of a trainer."""
 
-    def __init__(self, num_senders: int = 1, weights: WeightsSection = SOON) -> None:
+    def __init__(self, num_senders: int = 1, weights: WeightsSection = PATIENT) -> None:
         self.mode = "receives"
         self.num_senders = num_senders
         self.tensors = TENSORS if num_senders == 2 else ONE_SENDER
@@ -268,6 +277,7 @@ class Publish:
         self.controller = FakeController([], on_start_publish=self._start)
         self.client = ControllerClient(config(self.controller.address))
         self.receivers: Receivers | None = None
+        self._all_receivers: list[Receivers] = []
         # That the trainer says it has, after a publish.
         self.communicator_id: str | None = None
         self.senders = [
@@ -293,21 +303,26 @@ class Publish:
 
         run_ranks(self.num_senders, on_rank)
 
+    def set_deadlines(self, weights: WeightsSection) -> None:
+        for senders in self.senders:
+            senders.of("gloo")._weights = weights
+
     def close(self) -> None:
         for sender in self.senders:
             sender.abort()
         self.client.close()
+        for receivers in self._all_receivers:
+            receivers.join()
 
     def _start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         if self.mode == "gives up":
             return []
         name = "another" if self.mode == "is replaced" else "server"
-        if self.mode == "receives":
-            self.receivers = Receivers(start.communicator, self.buckets)
-        if self.mode == "comes late":
-            self.receivers = Receivers(start.communicator, self.buckets, delay_s=2.5)
-        if self.mode == "stops":
-            self.receivers = Receivers(start.communicator, self.buckets[:1])
+        if self.mode not in ("is replaced", "is silent"):
+            taken = self.buckets[:1] if self.mode == "stops" else self.buckets
+            delay_s = 1.5 if self.mode == "comes late" else 0.0
+            self.receivers = Receivers(start.communicator, taken, delay_s=delay_s)
+            self._all_receivers.append(self.receivers)
         return [weights_pb2.Receiver(server_id=name, first_rank=1, num_workers=1)]
 
 
@@ -367,19 +382,23 @@ def test_publish_that_the_controller_gave_up_ends_there(publish: Publish) -> Non
 
 def test_publish_reports_once_a_server_that_did_not_join(publish: Publish) -> None:
     publish.mode = "is silent"
+    publish.set_deadlines(NO_MEETING)
     publish.run(new_communicator=True)
     assert len(publish.controller.results) == 1
     assert "others joining" in publish.controller.results[0].error
     publish.mode = "receives"
+    publish.set_deadlines(PATIENT)
     publish.run(new_communicator=True)
     assert publish.controller.results[1].error == ""
 
 
 def test_server_that_comes_too_late_does_not_stop_the_next_publish(publish: Publish) -> None:
     publish.mode = "comes late"
+    publish.set_deadlines(NO_MEETING)
     publish.run(new_communicator=True)
     assert "others joining" in publish.controller.results[0].error
     publish.mode = "receives"
+    publish.set_deadlines(PATIENT)
     publish.run(new_communicator=True)
     assert publish.controller.results[1].error == ""
 
@@ -388,6 +407,7 @@ def test_receiver_that_dies_in_the_middle_is_reported_once_and_all_senders_abort
     publish: Publish,
 ) -> None:
     publish.mode = "stops"
+    publish.set_deadlines(NO_BUCKET)
     filled: list[tuple[int, int]] = []
     publish.on_fill = lambda rank, place: filled.append((rank, place))
     publish.run(new_communicator=True)
@@ -398,6 +418,7 @@ def test_receiver_that_dies_in_the_middle_is_reported_once_and_all_senders_abort
     # Others may wait for the parts of a rank that cannot send any more.
     assert len(filled) == publish.num_senders * len(publish.buckets)
     publish.mode = "receives"
+    publish.set_deadlines(PATIENT)
     publish.run(new_communicator=True)
     assert publish.controller.results[1].error == ""
     assert list(publish.controller.results[1].bucket_digests) == digests_of(publish.buckets)
@@ -438,7 +459,7 @@ class LateFailure(GlooWeightSender):
 
 def test_problem_of_one_sender_is_known_to_all_and_reported_once() -> None:
     publish = Publish(2)
-    publish.senders[1]._made["gloo"] = LateFailure(SOON)
+    publish.senders[1]._made["gloo"] = LateFailure(PATIENT)
     with publish.controller:
         publish.run(new_communicator=True)
         (result,) = publish.controller.results
