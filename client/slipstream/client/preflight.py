@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import importlib.util
 import json
 import os
@@ -86,10 +87,12 @@ def check_settings(
 def check_run_folder(config: Config) -> bool:
     """Whether the folder holds a run that goes on now; ConfigError when it may not."""
     folder, resume = config.run_dir, config.run.resume
-    if not (folder / "journal" / "journal.log").exists():
+    journal = folder / "journal" / "journal.log"
+    if not journal.exists():
         if resume == "must":
             raise ConfigError(f"run.resume is must, but {folder} holds no run to go on with")
         return False
+    _check_not_written(journal, folder)
     if resume == "never":
         raise ConfigError(
             f"{folder} holds a run already; choose another run.name or remove the folder"
@@ -109,6 +112,21 @@ def check_run_folder(config: Config) -> bool:
                 "choose another run.name"
             )
     return True
+
+
+def _check_not_written(journal: Path, folder: Path) -> None:
+    """ConfigError while a controller has the journal: it and its ranks read this folder's settings.
+
+    The controller's own lock decides; this one is given back at once.
+    """
+    with journal.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder} is written by a run that goes on; wait for its end, or choose another "
+                "run.name"
+            ) from None
 
 
 def make_run_folder(config: Config) -> None:

@@ -11,7 +11,14 @@ import pytest
 import tomli_w
 from slipstream.client import preflight
 from slipstream.client.launcher import run_learner
-from slipstream.client.preflight import check_environments, free_port, make_run_folder
+from slipstream.client.preflight import (
+    check_environments,
+    check_run_folder,
+    free_port,
+    make_run_folder,
+)
+from slipstream.client.session import write_config
+from slipstream.learner.controller.records.journal import Journal
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config, EnvironmentSection
 from small_configs import config_of
@@ -152,3 +159,12 @@ async def test_an_environment_that_holds_its_process_is_given_up(
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(60):
             await check_environments(config, tmp_path / "logs" / "preflight.log")
+
+
+def test_a_folder_that_another_command_writes_is_refused_until_that_ends(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with Journal(config.run_dir / "journal"):
+        write_config(config, config.run_dir)
+        with pytest.raises(ConfigError, match="is written by a run that goes on"):
+            check_run_folder(config)
+    assert check_run_folder(config)
