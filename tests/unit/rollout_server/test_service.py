@@ -255,6 +255,38 @@ async def test_a_reward_that_is_no_number_is_the_environments_failure(start_serv
     assert trajectory.num_sampled_tokens == 4
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            env_pb.WorkerMessage(observation=env_pb.Observation()),
+            "Cannot apply chat template to an empty conversation",
+        ),
+        (
+            env_pb.WorkerMessage(failure=trajectory_pb2.Failure(kind=42, message="out of tasks")),
+            "out of tasks",
+        ),
+    ],
+)
+async def test_what_no_client_of_ours_would_answer_fails_its_episode_alone(
+    start_server, answer, said
+) -> None:
+    async with start_server() as server:
+        server.fleet.client.answer_instead = lambda command: (
+            env_pb.WorkerMessage.FromString(answer.SerializeToString())
+            if command.reset.episode_key.startswith("g1.")
+            else None
+        )
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=1)
+        (failed,) = await server.fleet.wait_trajectories(1)
+        connection.lease("g2", members=[0])
+        _, other = await server.fleet.wait_trajectories(2)
+    assert failed.failure.kind is FailureKind.ENVIRONMENT
+    assert said in failed.failure.message
+    assert other.status is Status.COMPLETED
+
+
 async def test_a_lost_client_fails_the_calls_it_had(start_server) -> None:
     async with start_server() as server:
         server.fleet.client = None

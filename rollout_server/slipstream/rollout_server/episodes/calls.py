@@ -95,8 +95,7 @@ class CallTable:
             self._open.pop(number, None)
         if message.WhichOneof("message") == "failure":
             failure = message.failure
-            kind = failure.kind or trajectory_pb2.FAILURE_KIND_ENVIRONMENT
-            raise EnvironmentFailed(kind, failure.message[:_MAX_MESSAGE_CHARACTERS])
+            raise EnvironmentFailed(_kind(failure), failure.message[:_MAX_MESSAGE_CHARACTERS])
         return message
 
     def notify(self, command: environment_pb2.WorkerCommand) -> int:
@@ -200,6 +199,12 @@ class StreamSession:
                 f"the worker answered {got} where {expected} was due",
             )
         return answer
+
+
+def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:
+    """Who does not say it, or says what nobody knows, has only the environment to blame."""
+    is_known = failure.kind in trajectory_pb2.FailureKind.values()
+    return (failure.kind if is_known else 0) or trajectory_pb2.FAILURE_KIND_ENVIRONMENT
 
 
 def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessage]:

@@ -115,7 +115,8 @@ class Renderer:
                     tokenize=False,
                 )
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
+            # A template is a program; the last is transformers' own, for no messages at all.
             raise RenderingFailed(f"{type(error).__name__}: {error}") from error
 
     def _render(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ CHAT = (
 )
 STRICT = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}"
-    "{{ raise_exception('no tools') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    "{{ raise_exception('no tools') }}{% endif %}"
+    "{% if m['role'] == 'number' %}{{ m['content'] / 2 }}{% endif %}{{ m['content'] }}{% endfor %}"
 )
 NO_REPLIES = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }} {% endfor %}"
 
@@ -70,10 +71,14 @@ def test_replies_are_decoded_without_special_tokens(renderer) -> None:
     assert renderer.decode([4, 5, EOS]) == "a b"
 
 
-def test_messages_that_the_template_refuses_fail(tmp_path: Path) -> None:
+def test_messages_that_the_template_refuses_or_cannot_take_fail(tmp_path: Path) -> None:
     renderer = with_template(tmp_path, STRICT)
     with pytest.raises(RenderingFailed, match="no tools"):
         renderer.prompt([ChatMessage("tool", "a")])
+    with pytest.raises(RenderingFailed, match="TypeError: unsupported operand"):
+        renderer.prompt([ChatMessage("number", "a")])
+    with pytest.raises(RenderingFailed, match="empty conversation"):
+        renderer.prompt([])
 
 
 def test_a_template_that_drops_replies_cannot_continue(tmp_path: Path) -> None:
