@@ -38,6 +38,8 @@ Answer = TypeVar("Answer")
 @dataclass
 class _Episode:
     environment: AnyEnvironment
+    # Whether `reset` has answered with messages.
+    has_begun: bool = False
     # Answers the reset or step that runs now.
     running: asyncio.Task[object] | None = None
     given_up: bool = False
@@ -110,8 +112,7 @@ class EpisodeHost:
             raise _misused("no environment is loaded")
         if command.episode_key in self._episodes:
             raise _misused(f"episode {command.episode_key} is open already")
-        tasks, environment = self._tasks, copy.copy(self._environment)
-        environment.seed, environment.truncated = command.seed, False
+        tasks, environment = self._tasks, _copy(self._environment, command.seed)
         episode = self._episodes[command.episode_key] = _Episode(environment)
 
         async def reset() -> pb.Observation:
@@ -121,18 +122,17 @@ class EpisodeHost:
                 max_reply_tokens=_reply_limit(environment.max_reply_tokens),
             )
 
-        try:
-            return await _run(episode, reset)
-        except EnvironmentFailed:
-            self._episodes.pop(command.episode_key, None)
-            raise
+        # One that fails is closed like any other: it may have taken something before.
+        observation = await _run(episode, reset)
+        episode.has_begun = True
+        return observation
 
     async def _step(self, command: pb.StepCommand) -> pb.Verdict:
         episode = self._episodes.get(command.episode_key)
-        if episode is None:
-            raise _misused(f"episode {command.episode_key} is not open")
-        if episode.running is not None:
+        if episode is not None and episode.running is not None:
             raise _misused(f"episode {command.episode_key} has not answered its last call")
+        if episode is None or not episode.has_begun:
+            raise _misused(f"episode {command.episode_key} is not open")
         environment = episode.environment
         environment.truncated = command.truncated
 
@@ -237,6 +237,17 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
 
 async def _result(value: Answer | Awaitable[Answer]) -> Answer:
     return await value if inspect.isawaitable(value) else value
+
+
+def _copy(environment: AnyEnvironment, seed: int) -> AnyEnvironment:
+    """The one of an episode."""
+    try:
+        copied = copy.copy(environment)
+        copied.seed, copied.truncated = seed, False
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        cause = f"it cannot be copied for an episode: {describe(error)}"
+        raise environment_failed(cause) from error
+    return copied
 
 
 def _task_source(environment: AnyEnvironment) -> TaskSource[object]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from fake_workers import Empty, Good, Misbehaving, Plain
@@ -116,6 +117,33 @@ async def test_what_goes_wrong_in_a_reset_is_a_failure_and_leaves_no_episode(
     assert failure.kind == ENVIRONMENT
     assert failure.message.startswith(cause)
     assert (await step(host, "fine")).failure.kind == INFRASTRUCTURE
+
+
+async def test_an_episode_whose_reset_failed_is_closed_too() -> None:
+    closed = []
+
+    class Tidy(Misbehaving):
+        async def close(self) -> None:
+            closed.append(self.seed)
+
+    host = EpisodeHost(Tidy())
+    assert (await reset(host, task_index=1, seed=3)).HasField("failure")
+    assert closed == []
+    await close(host)
+    await close(host)
+    assert closed == [3]
+
+
+async def test_an_environment_that_cannot_be_copied_fails_its_episodes() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Plain):
+        size: int = 3
+
+    failure = (await reset(EpisodeHost(Frozen()))).failure
+    assert failure.kind == ENVIRONMENT
+    assert failure.message.startswith(
+        "it cannot be copied for an episode: FrozenInstanceError: cannot assign to field 'seed'"
+    )
 
 
 async def test_numbers_of_other_libraries_are_rewards() -> None:
