@@ -203,8 +203,9 @@ class StreamSession:
 
 def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:
     """Who does not say it, or says what nobody knows, has only the environment to blame."""
-    is_known = failure.kind in trajectory_pb2.FailureKind.values()
-    return (failure.kind if is_known else 0) or trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+    if failure.kind and failure.kind in trajectory_pb2.FailureKind.values():
+        return failure.kind
+    return trajectory_pb2.FAILURE_KIND_ENVIRONMENT
 
 
 def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessage]:
