@@ -39,4 +39,5 @@ def kl_estimate(
         case "k2":
             return log_ratio.square() / 2
         case "k3":
-            return log_ratio.exp() - 1 - log_ratio
+            # exp(r) - 1 would round to nothing what is left of a small r.
+            return log_ratio.expm1() - log_ratio

@@ -24,6 +24,17 @@ def test_estimates_by_hand(estimator, expected: list[float]) -> None:
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 
+def test_k3_of_policies_that_hardly_differ_is_not_lost_in_rounding() -> None:
+    policy = torch.linspace(-3.0, -0.5, 100)
+    reference = policy + 1e-4
+    # r^2 / 2 + r^3 / 6, of what the numbers really are apart.
+    log_ratio = (reference - policy).double()
+    expected = log_ratio.square() / 2 + log_ratio**3 / 6
+    found = kl_estimate(policy, reference, "k3")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0.0)
+    assert (found > 0).all()
+
+
 def softmax_policies() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
