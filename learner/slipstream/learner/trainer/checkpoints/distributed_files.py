@@ -221,7 +221,7 @@ class _HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
     def write(self) -> None:
         try:
             self._results = self._write()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks
             self._results = _wrap_exception(error)
         self._items = []
 
