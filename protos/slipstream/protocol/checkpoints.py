@@ -149,8 +149,9 @@ def check_files(folder: Path, files: Iterable[FileEntry]) -> None:
 
 
 def publish_folder(partial: Path) -> Path:
-    """Gives a folder with its manifest its final name, durably."""
-    sync_folder(partial)
+    """Gives a folder with its manifest its final name, durably, with the names of its files."""
+    for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+        sync_folder(folder)
     path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
     partial.rename(path)
     sync_folder(path.parent)

@@ -137,6 +137,26 @@ def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
+def test_the_names_of_all_files_are_durable_before_the_checkpoint_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def noted_sync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    partial = tmp_path / "step-000001.partial"
+    (partial / "state" / "deep").mkdir(parents=True)
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "rename", lambda *names: (done.append("rename"), rename(*names)))
+    publish_folder(partial)
+    before = done[: done.index("rename")]
+    assert set(before) == {"state", "deep", "step-000001.partial"}
+    assert done[len(before) :] == ["rename", tmp_path.name]
+
+
 def crashing_at(change: int, act: Callable[[], object]) -> bool:
     """Runs `act` in a process that dies just before its n-th change of a name; whether it ended."""
     pid = os.fork()
