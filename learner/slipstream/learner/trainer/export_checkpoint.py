@@ -16,6 +16,18 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config, parse_config
 
 USAGE_ERROR = 2
+# Settings of learner, reference and critic that say how many ranks work and how they train: one
+# that only reads has no use for them, and many contradict its being alone.
+_OF_RANKS = {
+    "parallel",
+    "ranks_per_node",
+    "use_distributed_optimizer",
+    "ddp",
+    "optimizer",
+    "profile",
+}
+# In names of Megatron's settings of the model.
+_OF_LAYOUT = ("pipeline", "_vp_stage", "_comm", "context_parallel", "token_dispatcher")
 
 
 def main() -> int:
@@ -41,7 +53,7 @@ def export(config: Config, path: Path, out: Path) -> None:
 
     CheckpointError when the files or the weights are not those that were saved.
     """
-    from slipstream.learner.trainer.checkpoints.checkpoint import load_starting_weights
+    from slipstream.learner.trainer.checkpoints.starting_weights import load_starting_weights
     from slipstream.learner.trainer.model.lora import save_adapters
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
@@ -62,11 +74,24 @@ def export(config: Config, path: Path, out: Path) -> None:
     policy.ranks.close()
 
 
+def _is_of_layout(key: str) -> bool:
+    """Whether a setting of Megatron's model says how ranks share it."""
+    return any(part in key for part in _OF_LAYOUT)
+
+
 def on_one_rank(config: Config, path: Path) -> Config:
     """The settings of a run, for one rank; errors name the checkpoint."""
     table = config.model_dump(mode="json", exclude_none=True)
-    table["learner"] |= {"world_size": 1, "parallel": {}, "use_distributed_optimizer": False}
-    table["learner"].pop("ranks_per_node", None)
+    learner = table["learner"]
+    learner["world_size"] = 1
+    # An episode had the room of all that shared it.
+    learner["micro_batch_tokens"] *= config.learner.parallel.cp
+    for part in (learner, table.get("reference", {}), table.get("critic", {})):
+        for name in _OF_RANKS & part.keys():
+            del part[name]
+        settings = part.get("transformer", {})
+        for name in [name for name in settings if _is_of_layout(name)]:
+            del settings[name]
     # Where the run began; its checkpoint holds what became of that.
     table["checkpoint"].pop("load", None)
     return parse_config(table, source=str(path))

@@ -1,0 +1,77 @@
+"""The settings with which one rank exports what many trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from slipstream.learner.trainer.export_checkpoint import on_one_rank
+from slipstream.protocol.settings.config import Config, ParallelSection
+from slipstream.protocol.settings.config_file import parse_config
+
+STAGES = {
+    "num_layers_in_first_pipeline_stage": 1,
+    "microbatch_group_size_per_vp_stage": 2,
+    "tp_comm_overlap": True,
+    "cp_comm_type": "a2a",
+    "moe_token_dispatcher_type": "flex",
+    "hierarchical_context_parallel_sizes": [2, 2],
+}
+
+
+def config(learner: dict, **sections: dict) -> Config:
+    table = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+        "learner": learner,
+    }
+    for name, values in sections.items():
+        table.setdefault(name, {}).update(values)
+    return parse_config(table, source="test")
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [
+        {"world_size": 4, "parallel": {"tp": 2, "sequence_parallel": True}, "ranks_per_node": 2},
+        {"world_size": 4, "parallel": {"cp": 4}, "micro_batch_tokens": 16},
+        {"world_size": 4, "profile": {"start_step": 1, "ranks": [3]}},
+        {"world_size": 2, "parallel": {"pp": 2}, "transformer": STAGES},
+        {
+            "world_size": 2,
+            "use_distributed_optimizer": True,
+            "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            "optimizer": {"use_precision_aware_optimizer": True},
+        },
+    ],
+    ids=["sizes", "shared sequences", "profile", "stages", "distributed optimizer"],
+)
+def test_settings_of_many_ranks_do_not_keep_one_from_exporting(learner: dict) -> None:
+    alone = on_one_rank(config(learner), Path("step-000001"))
+    assert alone.learner.world_size == 1
+    assert alone.learner.parallel == ParallelSection()
+    assert alone.learner.transformer == {}
+    assert not alone.learner.use_distributed_optimizer
+
+
+def test_layouts_of_reference_and_critic_do_not_keep_one_rank_from_exporting() -> None:
+    before = config(
+        {"world_size": 4, "parallel": {"tp": 4}},
+        algorithm={"advantage": "gae", "kl": {"coefficient": 0.1}},
+        reference={"parallel": {"pp": 2}, "transformer": STAGES},
+        critic={"learning_rate": 1e-3, "parallel": {"tp": 2}, "ddp": {"overlap_grad_reduce": True}},
+    )
+    alone = on_one_rank(before, Path("step-000001"))
+    assert alone.reference is not None
+    assert alone.critic is not None
+    assert alone.reference.parallel is alone.critic.parallel is alone.critic.ddp is None
+
+
+def test_settings_of_the_model_are_those_of_the_run() -> None:
+    settings = {"moe_router_dtype": "fp64", "fp8": "e4m3", "fp8_param": True}
+    before = config({"world_size": 2, "transformer": settings}, lora={"rank": 4})
+    alone = on_one_rank(before, Path("step-000001"))
+    assert alone.learner.transformer == settings
+    assert (alone.lora, alone.weights, alone.model) == (before.lora, before.weights, before.model)
