@@ -41,6 +41,10 @@ _OWNED = {
     "rotary_base": "model.path",
     "share_embeddings_and_output_weights": "model.path",
     "lr": "algorithm.learning_rate",
+    # The policy that is trained must be the one that samples.
+    "attention_dropout": None,
+    "hidden_dropout": None,
+    "moe_input_jitter_eps": None,
     "calculate_per_token_loss": None,
     # The projection to the vocabulary is not Megatron's.
     "defer_embedding_wgrad_compute": None,
