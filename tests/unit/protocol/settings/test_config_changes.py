@@ -33,6 +33,9 @@ CHANGED = {
     "checkpoint.load": "somewhere",
     "weights.wire_dtype": "float32",
     "weights.bucket_mib": 1,
+    "lora.rank": 16,
+    "lora.alpha": 8.0,
+    "lora.target_modules": ["linear_qkv"],
     "lora.publish": "adapters",
 }
 # What a setting cannot be changed without.

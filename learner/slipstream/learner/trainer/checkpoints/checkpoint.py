@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
-from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.checkpoints import (
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.checkpoints.distributed_files import PendingSave
 
 logger = logging.getLogger(__name__)
-
-STATE_FOLDER = "state"
 
 Result = TypeVar("Result")
 
@@ -252,17 +250,6 @@ class Checkpointer:
             etp=sizes.etp or sizes.tp,
             distributed_optimizer=learner.use_distributed_optimizer,
         )
-
-
-def load_starting_weights(chunks: Sequence[Megatron], path: Path) -> None:
-    """The policy's weights from a checkpoint of a run, or from other torch_dist files; collective.
-
-    CheckpointError when the files do not hold this model.
-    """
-    from slipstream.learner.trainer.checkpoints.distributed_files import load_models
-
-    state = path / STATE_FOLDER
-    load_models([StoredModel(POLICY, chunks, None)], state if state.is_dir() else path)
 
 
 def _optimizer_settings(optimizer: Megatron | None) -> list[dict[str, object]]:

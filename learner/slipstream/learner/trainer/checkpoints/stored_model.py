@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one model."""
+"""What a checkpoint holds of one model, and where."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from slipstream.learner.trainer.model.settings import Megatron
 
 POLICY = "policy"
+# Of a checkpoint: Megatron's files.
+STATE_FOLDER = "state"
 
 
 @dataclass(frozen=True)

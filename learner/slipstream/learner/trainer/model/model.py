@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from slipstream.learner.trainer.checkpoints.checkpoint import load_starting_weights
+from slipstream.learner.trainer.checkpoints.starting_weights import (
+    check_no_adapters,
+    load_starting_weights,
+)
 from slipstream.learner.trainer.flops import model_sizes
 from slipstream.learner.trainer.model.logprobs import defer_projection, output_weight
 from slipstream.learner.trainer.model.offload import (
@@ -228,6 +231,7 @@ def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
 
 
 def _with_weights(chunks: list[Megatron], *, path: Path) -> list[Megatron]:
+    check_no_adapters(path)
     load_starting_weights(chunks, path)
     return chunks
 

@@ -1,0 +1,39 @@
+"""The weights that a run starts from, when they are those of distributed checkpoint files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
+from slipstream.learner.trainer.checkpoints.stored_model import POLICY, STATE_FOLDER, StoredModel
+from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.protocol.errors import ConfigError
+
+
+def load_starting_weights(chunks: Sequence[Megatron], path: Path) -> None:
+    """The policy's weights from a checkpoint of a run, or from other torch_dist files; collective.
+
+    CheckpointError when the files do not hold this model.
+    """
+    from slipstream.learner.trainer.checkpoints.distributed_files import load_models
+
+    load_models([StoredModel(POLICY, chunks, None)], _distributed_files(path))
+
+
+def check_no_adapters(path: Path) -> None:
+    """ConfigError when the files for `load_starting_weights` hold low-rank adapters.
+
+    A model without them would load the matrices below, and leave out all that was trained.
+    """
+    index = read_index(_distributed_files(path) / ".metadata")
+    if any(".adapter." in key for key in index.state_dict_metadata):
+        raise ConfigError(
+            f"checkpoint.load must hold no adapters, those of {path} would be left out: "
+            "`slipstream export` merges them into a folder for model.path"
+        )
+
+
+def _distributed_files(path: Path) -> Path:
+    state = path / STATE_FOLDER
+    return state if state.is_dir() else path
