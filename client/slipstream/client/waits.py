@@ -48,5 +48,5 @@ def wait_line(run: RunStatus) -> str:
     """What a run waits for, in one line."""
     busy = [f"{s.server_id} is {s.state}" for s in run.servers if s.state != "serving"]
     servers = "; ".join(busy) if run.servers else "no rollout server has joined yet"
-    waits = f"waits for {run.waiting_for}" if run.waiting_for else f"is {run.state}"
+    waits = f"waits for {run.waiting_for}" if run.waiting_for else f"the run is {run.state}"
     return waits + (f"; {servers}" if servers else "")

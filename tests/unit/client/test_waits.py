@@ -43,7 +43,7 @@ def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve() -> No
     run.servers.add(server_id="b", state=LOADING)
     assert wait_line(run_from_pb(run)) == "waits for the trainer; b is loading"
     run = status_pb2.RunStatus(state=status_pb2.RUN_STATE_STOPPING, servers=run.servers)
-    assert wait_line(run_from_pb(run)) == "is stopping; b is loading"
+    assert wait_line(run_from_pb(run)) == "the run is stopping; b is loading"
 
 
 async def test_silence_is_broken_again_and_again_less_often(

@@ -9,6 +9,7 @@ one. `GlooWeightSender` is for machines without a GPU, `NcclWeightSender` from G
 from __future__ import annotations
 
 import queue
+import re
 import socket
 import threading
 import time
@@ -36,6 +37,8 @@ Result = TypeVar("Result")
 # How long a call may outlast the deadline that was given to gloo itself before its thread is left
 # behind.
 _GRACE_S = 1.0
+# Where gloo's own source says so.
+_SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
 class WeightSender(Protocol):
@@ -235,9 +238,13 @@ class GlooWeightSender:
         if self._under_way is None:
             return
         (work, bucket), self._under_way = self._under_way, None
-        what = f"a bucket of {bucket.num_bytes} bytes from rank {bucket.root}"
+        deadline_s = self._weights.bucket_deadline_s
+        what = (
+            f"a bucket of {bucket.num_bytes} bytes from rank {bucket.root} "
+            f"(weights.bucket_deadline_s = {deadline_s:g})"
+        )
         started = time.monotonic()
-        self._within(self._weights.bucket_deadline_s, work.wait, what=what)
+        self._within(deadline_s, work.wait, what=what)
         seconds = self._wire.seconds + time.monotonic() - started
         self._wire = Wire(seconds, self._wire.num_bytes + bucket.num_bytes)
 
@@ -270,5 +277,5 @@ class GlooWeightSender:
             raise WeightSyncError(f"{what}: not done {reason(deadline_s, given_up)}") from None
         if isinstance(answer, RuntimeError):
             self.abort()
-            raise WeightSyncError(f"{what}: {answer}") from answer
+            raise WeightSyncError(f"{what}: {_SOURCE.sub('', str(answer))}") from answer
         return answer
