@@ -91,8 +91,10 @@ def read_model_sizes(folder: Path) -> ModelSizes:
     """Of a Hugging Face folder; ConfigError when there is none, or no readable config.json."""
     path = folder / "config.json"
     if not folder.is_dir():
+        # A run is exported or replayed in the folder in which it was started.
+        here = "" if folder.is_absolute() else f" below {Path.cwd()}"
         raise ConfigError(
-            f"model.path must be a Hugging Face folder, got {folder}, which does not exist"
+            f"model.path must be a Hugging Face folder, got {folder}, which does not exist{here}"
             f"{_download(folder)}"
         )
     if not path.is_file():

@@ -101,3 +101,13 @@ def test_a_name_on_the_hub_is_told_how_to_become_a_folder(
         with pytest.raises(ConfigError) as caught:
             read_model_sizes(Path(path))
         assert "hf download" not in str(caught.value)
+
+
+def test_a_relative_path_that_is_not_there_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=f"got models/tiny, which does not exist below {tmp_path}$"
+    ):
+        read_model_sizes(Path("models/tiny"))
