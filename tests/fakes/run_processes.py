@@ -21,12 +21,12 @@ from pathlib import Path
 import psutil
 import pytest
 import tomli_w
-from make_tiny_model import make_model, make_tokenizer
 from model_folders import write_loadable_files
 from slipstream.client import Client
 from slipstream.client.preflight import free_port
 from slipstream.client.status import Event, RunStatus
 from slipstream.protocol.access.security import Credentials, open_channel
+from tiny_models import make_model_folder
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "deploy" / "configs" / "quickstart.toml"
@@ -63,23 +63,6 @@ def nothing_survives() -> Iterator[None]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     assert not left, f"still running: {list(left.values())}"
-
-
-def make_model_folder(
-    folder: Path, *, num_attention_heads: int = 2, num_key_value_heads: int = 1
-) -> Path:
-    folder.mkdir(parents=True)
-    make_tokenizer(folder)
-    make_model(
-        folder,
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        tie_word_embeddings=False,
-        seed=0,
-    )
-    return folder
 
 
 def empty_model(folder: Path) -> Path:

@@ -12,11 +12,11 @@ from adapter_runs import LORA, check
 from run_processes import (
     check_ledger,
     copy_environments,
-    make_model_folder,
     rows_of,
     run_command,
     write_config,
 )
+from tiny_models import make_model_folder
 
 # Rehearses everything without a GPU: in shared memory, in float32.
 REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ

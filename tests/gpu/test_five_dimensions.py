@@ -15,12 +15,12 @@ from rank_pool import RankPool
 from run_processes import (
     check_ledger,
     copy_environments,
-    make_model_folder,
     rows_of,
     run_command,
     summary_of,
     write_config,
 )
+from tiny_models import make_model_folder
 
 # Rehearses everything without a GPU: on gloo, and in float32.
 REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
+from tiny_models import SMALLEST, make_model_folder  # noqa: E402
 
 BLOCK = 16
 PROMPT = list(range(4, 14))
@@ -31,17 +30,7 @@ LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
     from slipstream.rollout_server.inference.engine_arguments import engine_config
 
-    folder: Path = tmp_path_factory.mktemp("model")
-    make_tokenizer(folder)
-    make_model(
-        folder,
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        seed=0,
-    )
+    folder = make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(folder), "dtype": "float32"},

@@ -12,26 +12,15 @@ import transformers
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from slipstream.protocol.errors import ConfigError  # noqa: E402
 from slipstream.protocol.settings.config import Config  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
+from tiny_models import SMALLEST, make_model_folder  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tokenizer(folder)
-    make_model(
-        folder,
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        seed=0,
-    )
-    return folder
+    return make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)
 
 
 def config_with(

@@ -6,24 +6,16 @@ from pathlib import Path
 
 import publish_scenario
 import pytest
-from make_tiny_model import make_model, make_tokenizer
 from publish_scenario import Scenario
+from tiny_models import make_model_folder
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tokenizer(folder)
-    make_model(
-        folder,
-        num_layers=4,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        seed=0,
+    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
+    return make_model_folder(
+        tmp_path_factory.mktemp("model"), **sizes, num_key_value_heads=2, tie_word_embeddings=True
     )
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from run_processes import (  # noqa: E402
     descendants,
     is_alive,
     kill,
-    make_model_folder,
     rows_of,
     run_command,
     summary_of,
@@ -41,6 +40,7 @@ from run_processes import (  # noqa: E402
     write_config,
 )
 from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from tiny_models import make_model_folder  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

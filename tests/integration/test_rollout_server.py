@@ -19,12 +19,12 @@ pytest.importorskip("vllm")
 
 from fake_fleet import LIMIT_S, SAMPLING, Connection, FakeFleet  # noqa: E402
 from gloo_sender import GlooSender, layout_of  # noqa: E402
-from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.codec import pack_tokens, unpack_logprobs, version_to_pb  # noqa: E402
 from slipstream.protocol.settings.config_file import dump_config, parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion, Status  # noqa: E402
 from slipstream.v1 import environment_pb2, fleet_pb2, weights_pb2  # noqa: E402
+from tiny_models import make_model_folder  # noqa: E402
 
 START_LIMIT_S = 150.0
 
@@ -33,18 +33,7 @@ START_LIMIT_S = 150.0
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A resolved config file, with a model beside it."""
     folder = tmp_path_factory.mktemp("run")
-    model = folder / "model"
-    model.mkdir()
-    make_tokenizer(model)
-    make_model(
-        model,
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-        seed=0,
-    )
+    model = make_model_folder(folder / "model")
     table = {
         "run": {"name": "test", "steps": 1, "dir": str(folder)},
         "model": {"path": str(model), "dtype": "float32"},

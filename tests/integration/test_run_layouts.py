@@ -14,11 +14,11 @@ pytest.importorskip("vllm")
 from run_processes import (  # noqa: E402
     check_ledger,
     copy_environments,
-    make_model_folder,
     run_command,
     summary_of,
     write_config,
 )
+from tiny_models import make_model_folder  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import parity_ranks
@@ -25,14 +24,7 @@ from rank_pool import RankPool
 from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.context_parallel import zigzag
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads of such small models cost more than they bring, most so on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

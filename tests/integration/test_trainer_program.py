@@ -22,7 +22,6 @@ from fake_controller import (
     publish_order,
     stop_order,
 )
-from make_tiny_model import make_model, make_tokenizer
 from safetensors.torch import load_file
 from slipstream.client.preflight import free_port
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
@@ -30,6 +29,7 @@ from slipstream.protocol.settings.config_file import dump_config, parse_config
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
+from tiny_models import make_model_folder
 
 TIMEOUT_S = 300
 BATCHES = [
@@ -87,18 +87,7 @@ class Receiver:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tokenizer(folder)
-    make_model(
-        folder,
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-        seed=0,
-    )
-    return folder
+    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 def start_trainer(
