@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -43,6 +42,8 @@ pytestmark = [
 
 # A run that is killed has ended so long after.
 END_LIMIT_S = 30.0
+# Processes whose end was waited for, or whose parent has died, are gone so long after.
+GONE_LIMIT_S = 15.0
 # A run that goes on to its end, with a new engine on the way.
 RUN_LIMIT_S = 150.0
 
@@ -91,7 +92,7 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
             below = descendants(server.pid)
             assert run.engines()
             kill(server)
-            await until_gone([server, *below], limit_s=10.0)
+            await until_gone([server, *below], limit_s=GONE_LIMIT_S)
             await until_back(client, "server-0")
             assert (await client.status()).ledger.lost > 0
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
@@ -119,7 +120,7 @@ async def test_steps_go_on_while_one_of_two_servers_is_away(
             (server,) = run.find(ROLLOUT_SERVER, "server-1")
             below = descendants(server.pid)
             kill(server)
-            await until_gone([server, *below], limit_s=10.0)
+            await until_gone([server, *below], limit_s=GONE_LIMIT_S)
             meanwhile = await until_back(client, "server-1")
             assert sum(event.step > 0 for event in meanwhile) >= 3
             back = meanwhile[-1].number
@@ -146,7 +147,7 @@ async def test_a_server_that_is_drained_leaves_and_loses_nothing(
             below = descendants(server.pid)
             await client.drain("server-1", "test")
             left = await until_event(client, lambda e: e.text.endswith("server-1 has left"))
-            await until_gone([server, *below], limit_s=20.0)
+            await until_gone([server, *below], limit_s=GONE_LIMIT_S)
             await until_event(client, lambda event: event.number > left.number and event.step > 0)
             states = {s.server_id: s.state for s in (await client.status()).servers}
             assert states == {"server-0": "serving", "server-1": "dead"}
@@ -203,11 +204,8 @@ async def test_a_run_that_cannot_go_on_ends_at_once_with_the_cause(
         victims = [p for p in run.find(what) if p.environ().get("RANK", "0") == name[-1]]
         (victim,) = victims if what != CONTROLLER else run.find(what)
         kill(victim)
-        killed_s = time.monotonic()
         assert await run.wait(END_LIMIT_S) == 1
-        took_s = time.monotonic() - killed_s
-        assert took_s < END_LIMIT_S
-        await until_gone(everything, limit_s=1.0)
+        await until_gone(everything, limit_s=GONE_LIMIT_S)
     log = tmp_path / "run" / "logs" / f"{name}.log"
     assert run.err == f"slipstream: {name} was killed by SIGKILL (log: {log})\n"
 
@@ -225,7 +223,7 @@ async def test_a_signal_ends_the_run_in_order(
         # A terminal sends it to the whole group.
         os.killpg(run.process.pid, number)
         assert await run.wait(END_LIMIT_S) == 128 + number, run.out + run.err
-        await until_gone(everything, limit_s=1.0)
+        await until_gone(everything, limit_s=GONE_LIMIT_S)
     assert run.err == ""
     assert f"{number.name}: the run is stopped in order" in run.out
     summary = summary_of(tmp_path / "run")
@@ -241,7 +239,12 @@ async def test_a_signal_ends_the_run_in_order(
 async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: Path) -> None:
     # Its episodes take longer than anyone waits.
     slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 600.0}}
-    config = write_slow_run(tmp_path, tiny_model, environments=[{**slow, "timeout_s": 900.0}])
+    config = write_slow_run(
+        tmp_path,
+        tiny_model,
+        environments=[{**slow, "timeout_s": 900.0}],
+        rollout_server__drain_timeout_s=600.0,
+    )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with connection(config, run) as client:
             await until_in_flight(client, 50)
@@ -250,8 +253,8 @@ async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: 
             await until_event(client, lambda event: "stopping" in event.text)
         os.killpg(run.process.pid, signal.SIGINT)
         # Servers get no time for their episodes.
-        assert await run.wait(5.0) == 128 + signal.SIGINT, run.out + run.err
-        await until_gone(everything, limit_s=1.0)
+        assert await run.wait(END_LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
+        await until_gone(everything, limit_s=GONE_LIMIT_S)
     assert run.err == ""
     assert run.out.endswith("! the run is ended at once; the same command goes on\n")
 
@@ -299,5 +302,5 @@ async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Pat
         assert "valkey" in names
         assert run.engines()
         kill(psutil.Process(run.process.pid))
-        assert await run.wait(5.0) == -signal.SIGKILL
-        await until_gone(everything, limit_s=15.0)
+        assert await run.wait(END_LIMIT_S) == -signal.SIGKILL
+        await until_gone(everything, limit_s=GONE_LIMIT_S)
