@@ -213,14 +213,16 @@ class Draining(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class LeaseReport(_message.Message):
-    __slots__ = ("group_id", "closed", "unfinished")
+    __slots__ = ("group_id", "closed", "unfinished", "next_attempt")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     UNFINISHED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     closed: bool
     unfinished: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group_id: _Optional[str] = ..., closed: bool = ..., unfinished: _Optional[_Iterable[int]] = ...) -> None: ...
+    next_attempt: int
+    def __init__(self, group_id: _Optional[str] = ..., closed: bool = ..., unfinished: _Optional[_Iterable[int]] = ..., next_attempt: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "heartbeat_s", "heartbeat_timeout_s")

@@ -206,10 +206,7 @@ class Session:
             paused_s=self._publisher.paused_s,
         )
 
-    def _lease_closed(self, group_id: GroupId, unfinished: set[int]) -> None:
-        report = fleet_pb2.LeaseReport(
-            group_id=group_id, closed=True, unfinished=sorted(unfinished)
-        )
+    def _lease_closed(self, report: fleet_pb2.LeaseReport) -> None:
         self._outbox.put(fleet_pb2.ServerMessage(lease=report))
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:

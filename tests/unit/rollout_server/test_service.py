@@ -217,7 +217,8 @@ async def test_failed_members_run_again_and_every_attempt_is_delivered(start_ser
         connection = await server.join()
         connection.lease("g1", members=[0, 1], first_attempt=1, max_attempts=4)
         trajectories = by_member(await server.fleet.wait_trajectories(4))
-        await connection.wait_for("lease")
+        report = await connection.wait_for("lease")
+    assert report.next_attempt == 4
     assert [(t.member, t.attempt, t.status.name, t.will_retry) for t in trajectories] == [
         (0, 1, "COMPLETED", False),
         (1, 1, "FAILED", True),
@@ -306,7 +307,7 @@ async def test_a_cancelled_lease_delivers_what_was_sampled(start_server) -> None
         trajectories = await server.fleet.wait_trajectories(4)
         report = await connection.wait_for("lease")
         beat = await connection.wait_quiet()
-    assert list(report.unfinished) == [0, 1, 2, 3]
+    assert (list(report.unfinished), report.next_attempt) == ([0, 1, 2, 3], 1)
     assert {t.status for t in trajectories} == {Status.CANCELLED}
     assert {t.run_lengths for t in trajectories} == {(4, 2)}
     assert (beat.generated_tokens, beat.ended_tokens, beat.in_flight_tokens) == (8, 8, 0)

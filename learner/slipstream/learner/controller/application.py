@@ -246,7 +246,8 @@ class Controller:
         self._recorder.server_report(report)
 
     def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
-        self._book.closed(GroupId(report.group_id), session.key, report.unfinished)
+        group_id, unused = GroupId(report.group_id), report.next_attempt
+        self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
         self._progress.signal.notify()
 
     def _stepped(self, journal: Journal, trained: Trained, report: trainer_pb2.StepReport) -> None:

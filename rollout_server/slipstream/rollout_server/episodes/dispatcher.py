@@ -91,6 +91,8 @@ class _Group:
     lease: Lease
     # Members that nobody has judged yet.
     unfinished: set[int]
+    # The first attempt that no member has begun.
+    next_attempt: int
     cancelled: bool = False
     episodes: set[Episode] = field(default_factory=set)
 
@@ -106,12 +108,9 @@ class Dispatcher:
         sender: TrajectorySender,
         *,
         max_episodes: int,
-        closed: Callable[[GroupId, set[int]], None],
+        closed: Callable[[fleet_pb2.LeaseReport], None],
     ) -> None:
-        """Runs its tasks in `group`.
-
-        `closed` is told when all members of a lease have ended, and which of them unfinished.
-        """
+        """Runs its tasks in `group`. `closed` takes the report on each lease that is over."""
         self._tasks = group
         self._identity = identity
         self._services = services
@@ -130,7 +129,8 @@ class Dispatcher:
         if lease.group_id in self._groups:
             log.warning("group %s is leased twice", lease.group_id)
             return
-        group = self._groups[lease.group_id] = _Group(lease, set(lease.members))
+        group = _Group(lease, set(lease.members), lease.first_attempt)
+        self._groups[lease.group_id] = group
         self._idle.clear()
         self._tasks.create_task(self._run_group(group))
 
@@ -172,7 +172,14 @@ class Dispatcher:
             for member in group.lease.members:
                 members.create_task(self._run_member(group, member))
         del self._groups[group.lease.group_id]
-        self._closed(group.lease.group_id, group.unfinished)
+        self._closed(
+            fleet_pb2.LeaseReport(
+                group_id=group.lease.group_id,
+                closed=True,
+                unfinished=sorted(group.unfinished),
+                next_attempt=group.next_attempt,
+            )
+        )
         if not self._groups:
             self._idle.set()
 
@@ -209,6 +216,7 @@ class Dispatcher:
         try:
             if group.cancelled or self._draining:
                 return None
+            group.next_attempt = max(group.next_attempt, attempt + 1)
             task = EpisodeTask(
                 run_id=self._identity.run_id,
                 group_id=lease.group_id,

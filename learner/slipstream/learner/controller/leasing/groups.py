@@ -30,6 +30,9 @@ class Group:
     holder: ServerKey | None
     finished: dict[int, Trajectory] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    # The first attempt of the present lease, and the first that no closed lease has begun.
+    first_attempt: int = 0
+    unused_attempt: int = 0
     # How many times it was given to a server.
     num_leases: int = 1
     # Members that are missing and that the holder will not run again.
@@ -56,14 +59,16 @@ class Group:
         """The members that its holder still runs, or is to run."""
         return [member for member in self.missing if member not in self.ended]
 
-    def may_end(self, epoch: int) -> bool:
-        """Whether this life of a server may say that a member is over: no other one runs it."""
-        return self.holder is None or self.holder.epoch == epoch
+    def may_end(self, epoch: int, attempt: int) -> bool:
+        """Whether this attempt by this life of a server ends a member: no other one is made."""
+        if self.holder is None:
+            return True
+        return self.holder.epoch == epoch and attempt >= self.first_attempt
 
     @property
     def next_attempt(self) -> int:
         """The first attempt number that no holder has used."""
-        return max(self.attempts.values(), default=-1) + 1
+        return max(self.unused_attempt, max(self.attempts.values(), default=-1) + 1)
 
     def in_order(self) -> list[Trajectory]:
         """The trajectories by member."""

@@ -145,6 +145,7 @@ class LeaseBook:
         """Gives an orphan to another server."""
         group.holder, group.closed = holder, False
         group.num_leases += 1
+        group.first_attempt = group.next_attempt
         group.ended.clear()
 
     def orphan(self, holder: ServerKey) -> list[Group]:
@@ -165,17 +166,18 @@ class LeaseBook:
             return Fate.SUPERSEDED
         member = trajectory.member
         group.attempts[member] = max(group.attempts.get(member, -1), trajectory.attempt)
+        may_end = group.may_end(trajectory.server_epoch, trajectory.attempt)
         if trajectory.has_reward:
-            if member in group.running and not group.may_end(trajectory.server_epoch):
-                # Late, from a server that was lost: its holder runs the member for nothing.
+            if member in group.running and not may_end:
+                # Late, from a lease that is over: its holder runs the member for nothing.
                 self._keep_room(group, {member})
             group.finished[member] = trajectory
             self._hand_back(group)
             return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
         if trajectory.failure is not None and trajectory.will_retry:
             return Fate.RETRIED
-        if not group.may_end(trajectory.server_epoch):
-            # Late, from a server that was lost: another one runs the member by now.
+        if not may_end:
+            # Late, from a lease that is over: the member runs in another one by now.
             return Fate.CANCELLED if trajectory.failure is None else Fate.RETRIED
         group.ended.add(member)
         self._hand_back(group)
@@ -193,7 +195,7 @@ class LeaseBook:
             return None
         group.attempts[name.member] = max(group.attempts.get(name.member, -1), name.attempt)
         group.setbacks[name.member] += 1
-        if not will_retry and group.may_end(name.epoch):
+        if not will_retry and group.may_end(name.epoch, name.attempt):
             group.ended.add(name.member)
             self._hand_back(group)
         return group
@@ -205,10 +207,18 @@ class LeaseBook:
             self._keep_room(group, set(group.running))
         return group
 
-    def closed(self, group_id: GroupId, holder: ServerKey, unfinished: Iterable[int]) -> None:
+    def closed(
+        self,
+        group_id: GroupId,
+        holder: ServerKey,
+        unfinished: Iterable[int],
+        *,
+        next_attempt: int = 0,
+    ) -> None:
         """The server runs no member of this lease any more; these it did not finish.
 
-        As soon as everything else is back the group waits for another server.
+        As soon as everything else is back the group waits for another server. Attempts before
+        `next_attempt` may be on their way yet, so their numbers are not given again.
         """
         lease = self.closing.get(group_id)
         if lease is not None and lease.holder == holder:
@@ -216,6 +226,7 @@ class LeaseBook:
         group = self.groups.get(group_id)
         if group is not None and group.holder == holder:
             group.closed = True
+            group.unused_attempt = max(group.unused_attempt, next_attempt)
             group.ended.update(unfinished)
             self._hand_back(group)
 

@@ -33,6 +33,7 @@ class Message:
     group_id: GroupId
     trajectory: Trajectory | None = None
     unfinished: tuple[int, ...] = ()
+    next_attempt: int = 0
     # It arrives, but cannot be read.
     is_spoilt: bool = False
 
@@ -110,7 +111,14 @@ class World:
         if not lease.running:
             del self.servers[key][lease.group.group_id]
             unfinished = tuple(sorted(lease.unfinished))
-            self.travelling.append(Message(key, lease.group.group_id, unfinished=unfinished))
+            self.travelling.append(
+                Message(
+                    key,
+                    lease.group.group_id,
+                    unfinished=unfinished,
+                    next_attempt=lease.attempt + 1,
+                )
+            )
 
     def trajectory(self, key: ServerKey, lease: Lease, member: int, how: str) -> Trajectory:
         group = lease.group
@@ -138,7 +146,12 @@ class World:
         trajectory = message.trajectory
         if trajectory is None:
             if message.server in self.servers:
-                self.book.closed(message.group_id, message.server, message.unfinished)
+                self.book.closed(
+                    message.group_id,
+                    message.server,
+                    message.unfinished,
+                    next_attempt=message.next_attempt,
+                )
         elif message.is_spoilt:
             name = TrajectoryName.parse(trajectory.trajectory_id)
             assert name is not None

@@ -223,6 +223,22 @@ def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over():
     assert book.orphans() == [group]
 
 
+def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one():
+    book = make_book()
+    group = lease(book)
+    book.closed(group.group_id, A, [0, 1], next_attempt=1)
+    book.reassign(group, A)
+    # Not 0: two trajectories of one name would be taken for one that came twice.
+    assert group.next_attempt == 1
+    assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
+    assert book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False) is group
+    assert group.running == [0, 1]
+    assert book.open_episodes(A) == 2
+    for member in range(2):
+        book.add(reply(group, member, attempt=1))
+    assert group.is_complete
+
+
 def test_a_closed_lease_of_a_complete_group_is_over():
     book = make_book()
     group = lease(book)
