@@ -112,6 +112,8 @@ class RolloutServer:
     ) -> None:
         """One session after another, until one of them was drained."""
         following: _Joined | None = joined
+        # Their last trajectories wait for room in the queue, which a controller may still make.
+        waiting: list[Session] = []
         while following is not None:
             if following.welcome.run_id != joined.welcome.run_id:
                 raise RunFailed(
@@ -128,9 +130,10 @@ class RolloutServer:
                 end = await session.serve(following.call, stop)
             finally:
                 following.call.cancel()
-            if end is End.DRAINED:
-                return
-            following = await self._join(channel, stop)
+            waiting = [each for each in (*waiting, session) if not each.is_idle]
+            following = await self._join(channel, stop) if end is End.LOST else None
+        for session in waiting:
+            session.abandon()
 
     async def _join(self, channel: grpc.aio.Channel, stop: asyncio.Event) -> _Joined | None:
         """A stream that was welcomed, in a new epoch; None when told to stop meanwhile."""

@@ -139,6 +139,15 @@ class Session:
         reader.cancel()
         return End.DRAINED
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that it ran is in the queue."""
+        return self._dispatcher.is_idle
+
+    def abandon(self) -> None:
+        """Gives up what still waits for room in the queue: it is lost with this server."""
+        self._dispatcher.abandon()
+
     async def _let_finish(self, reader: asyncio.Task[None]) -> None:
         """Tells the controller; then what runs may end, within the limit."""
         draining = fleet_pb2.Draining(reason=self._reason)

@@ -6,6 +6,7 @@ import pytest
 from fake_fleet import FakeFleet
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
+from slipstream.rollout_server import session
 from slipstream.rollout_server.episodes.renderer import ChatMessage
 from slipstream.rollout_server.inference.generation import EngineDied
 from slipstream.rollout_server.service import wait_for_controller
@@ -688,6 +689,29 @@ async def test_a_server_that_drains_still_receives_what_others_wait_for(
         await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
         connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
         await server.task
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
+    start_server, config, monkeypatch, is_lost
+) -> None:
+    for name in ("_CANCEL_LIMIT_S", "_FLUSH_LIMIT_S", "_GOODBYE_LIMIT_S"):
+        monkeypatch.setattr(session, name, 0.1)
+    room = config.queue.model_copy(update={"max_bytes": config.max_trajectory_bytes * 4})
+    async with start_server(config=config.model_copy(update={"queue": room})) as server:
+        server.fleet.acknowledging = False
+        connection = await server.join()
+        for number in range(32):
+            connection.lease(f"g{number}")
+        # Sampled tokens of more trajectories than there is room for.
+        await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 4 * 4 * 32)
+        if is_lost:
+            connection.hang_up()
+            await server.fleet.joined()
+        server.stop.set()
+        async with asyncio.timeout(10):
+            await server.task
+    assert 0 < len({t.trajectory_id for t in server.fleet.trajectories}) < 4 * 32
 
 
 async def test_a_lost_stream_ends_what_runs_and_joins_in_a_new_epoch(start_server) -> None:

@@ -118,6 +118,7 @@ class Dispatcher:
         self._slots = asyncio.Semaphore(max_episodes)
         self._closed = closed
         self._groups: dict[GroupId, _Group] = {}
+        self._running: set[asyncio.Task[None]] = set()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -132,7 +133,9 @@ class Dispatcher:
         group = _Group(lease, set(lease.members), lease.first_attempt)
         self._groups[lease.group_id] = group
         self._idle.clear()
-        self._tasks.create_task(self._run_group(group))
+        task = self._tasks.create_task(self._run_group(group))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
     async def cancel(self, group_id: GroupId) -> None:
         """Ends the episodes of a lease, if it is still open; they are delivered as cancelled."""
@@ -151,6 +154,18 @@ class Dispatcher:
         """Ends all episodes."""
         for group_id in tuple(self._groups):
             await self.cancel(group_id)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no lease is open."""
+        return self._idle.is_set()
+
+    def abandon(self) -> None:
+        """Ends what still waits for room in the queue: it is lost."""
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            log.warning("trajectories of %d groups found no room and are lost", len(self._running))
 
     async def wait_idle(self) -> None:
         """Returns when no lease is open: all of its trajectories are in the queue."""
