@@ -100,6 +100,23 @@ async def start_child(
     return Child(name, process, log_path, log_start)
 
 
+async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
+    """The first one that ends with another exit code than those in `fine`; None without one.
+
+    It does not wait for the others then: they may wait for that one.
+    """
+
+    async def ended(child: Child) -> Child:
+        await child.process.wait()
+        return child
+
+    for ending in asyncio.as_completed([ended(child) for child in children]):
+        child = await ending
+        if child.process.returncode not in fine:
+            return child
+    return None
+
+
 def with_full_disk(cause: str, folder: Path) -> str:
     """`cause`, and that the disk of `folder` is full when it is: its own log may end before it."""
     if shutil.disk_usage(folder).free >= FULL_BYTES:

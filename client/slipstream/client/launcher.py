@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from slipstream.client.children import show_lines, start_child
+from slipstream.client.children import first_failed, show_lines, start_child
 from slipstream.client.dry_run import as_comments, describe_dry_run, place_dry
 from slipstream.client.placement import check_transport, place_here, share_memory
 from slipstream.client.preflight import (
@@ -190,14 +190,13 @@ async def run_replay(folder: Path) -> int:
     ended = asyncio.Event()
     show = asyncio.ensure_future(show_lines(ranks[0].log_path, "version ", ended))
     try:
-        await asyncio.gather(*(rank.process.wait() for rank in ranks))
+        failed = await first_failed(ranks, fine=(0, 1))
     finally:
         await asyncio.gather(*(rank.stop(GRACE_S) for rank in ranks))
         ended.set()
         await show
-    failed = [rank for rank in ranks if rank.process.returncode not in (0, 1)]
-    if failed:
-        raise RunFailed(failed[0].describe_end())
+    if failed is not None:
+        raise RunFailed(failed.describe_end())
     return int(any(rank.process.returncode for rank in ranks))
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from slipstream.client.children import last_complaint, show_lines, start_child, with_full_disk
+from slipstream.client.children import (
+    Child,
+    first_failed,
+    last_complaint,
+    show_lines,
+    start_child,
+    with_full_disk,
+)
 
 RAISE_TWO = """
 raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])
@@ -56,6 +63,26 @@ async def test_the_end_of_several_errors_at_once_is_one_of_them(tmp_path: Path) 
     assert await child.process.wait() == 1
     said = f"controller exited with code 1: ValueError: no way (log: {log})"
     assert child.describe_end() == said
+
+
+async def start_script(folder: Path, name: str, text: str) -> Child:
+    (folder / f"{name}.py").write_text(text)
+    environ = {"PYTHONPATH": str(folder)}
+    return await start_child(name, name, [], log_path=folder / f"{name}.log", environ=environ)
+
+
+async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(tmp_path: Path) -> None:
+    waiting = await start_script(tmp_path, "waiting", "import time\ntime.sleep(600)\n")
+    done = await start_script(tmp_path, "done", "raise SystemExit(1)\n")
+    failing = await start_script(tmp_path, "failing", "raise SystemExit(3)\n")
+    assert await first_failed([waiting, done, failing], fine=(0, 1)) is failing
+    assert waiting.is_running
+    await waiting.stop(0.0)
+
+
+async def test_nobody_failed_when_all_ended_well(tmp_path: Path) -> None:
+    done = await start_script(tmp_path, "done", "raise SystemExit(1)\n")
+    assert await first_failed([done], fine=(0, 1)) is None
 
 
 async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Path) -> None:

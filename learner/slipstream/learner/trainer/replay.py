@@ -8,6 +8,8 @@ version has the digest that the journal names.
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +22,10 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.v1 import trainer_pb2
 
+logger = logging.getLogger(__name__)
+
 USAGE_ERROR = 2
+FAILED = 3
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
 
 
 def main() -> int:
-    """0: every digest is the recorded one; 1: one differs; 2: the run cannot be replayed."""
+    """0: every digest is the recorded one; 1: one differs; 2: the run cannot be replayed.
+
+    3: a step failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
     arguments = parser.parse_args()
@@ -57,7 +65,13 @@ def main() -> int:
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR
-    return replay(config, steps)
+    try:
+        return replay(config, steps)
+    except Exception as error:
+        logger.exception("the replay failed")
+        print(f"slipstream: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # Python would end with 1, which says that a digest differs, and wait for other ranks.
+        os._exit(FAILED)
 
 
 def replay(config: Config, steps: list[RecordedStep]) -> int:
