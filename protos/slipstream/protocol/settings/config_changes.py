@@ -44,6 +44,14 @@ def check_resumable(before: Config, now: Config) -> None:
                 f"{key} must stay {old} when a run goes on, got {new}: {reason}; "
                 "choose another run.name for a new run"
             )
+    wanted = _stored_models(now)
+    for key, was_stored in _stored_models(before).items():
+        if was_stored != wanted[key]:
+            change, held = ("left out", "that") if was_stored else ("added", "no such")
+            raise ConfigError(
+                f"{key} cannot be {change} when a run goes on: its checkpoints hold {held} model; "
+                "choose another run.name for a new run"
+            )
     for key, reason in GROWING.items():
         old, new = _value(before, key), _value(now, key)
         assert isinstance(old, int)
@@ -52,6 +60,13 @@ def check_resumable(before: Config, now: Config) -> None:
             raise ConfigError(
                 f"{key} must be at least {old} when a run goes on, got {new}: {reason}"
             )
+
+
+def _stored_models(config: Config) -> dict[str, bool]:
+    """Setting -> whether a checkpoint holds a model because of it."""
+    reference = config.reference
+    is_refreshed = reference is not None and reference.refresh_every_steps > 0
+    return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
 
 
 def _value(config: Config, key: str) -> object:

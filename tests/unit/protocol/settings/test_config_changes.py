@@ -58,6 +58,33 @@ def test_a_bound_may_grow_and_not_shrink(key: str) -> None:
         check_resumable(large, small)
 
 
+CRITIC = {"algorithm__advantage": "gae", "critic__learning_rate": 1e-4}
+REFERENCE = {"algorithm__kl": {"coefficient": 0.1}, "reference__refresh_every_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("key", "beside", "beside_without"),
+    [
+        ("critic", CRITIC, {}),
+        ("reference.refresh_every_steps", REFERENCE, {}),
+        (
+            "reference.refresh_every_steps",
+            REFERENCE,
+            REFERENCE | {"reference__refresh_every_steps": 0},
+        ),
+    ],
+)
+def test_a_model_that_checkpoints_hold_stays_and_none_is_added(
+    key: str, beside: dict, beside_without: dict
+) -> None:
+    with_it, without = config(**beside), config(**beside_without)
+    with pytest.raises(ConfigError, match=f"{key} cannot be left out when a run goes on"):
+        check_resumable(with_it, without)
+    with pytest.raises(ConfigError, match=f"{key} cannot be added when a run goes on"):
+        check_resumable(without, with_it)
+    check_resumable(with_it, config(**beside, algorithm__learning_rate=1e-4))
+
+
 def test_other_settings_may_change() -> None:
     check_resumable(
         config(),
