@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -25,7 +26,6 @@ import pytest
 from slipstream.protocol.process import die_with_parent
 
 TAIL_CHARACTERS = 4000
-HOST = "127.0.0.1"
 
 
 class RankPool:
@@ -52,9 +52,11 @@ class RankPool:
 
         if self._process is None:
             self._process = _start()
+        host = _own_loopback()
         request = {
             "program": str(program),
-            "jobs": [[job, free_port(HOST)] for job in jobs],
+            "host": host,
+            "jobs": [[job, free_port(host)] for job in jobs],
             "world_size": world_size,
             "folder": str(folder),
             "limit_s": limit_s,
@@ -81,6 +83,12 @@ def rank_pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def _own_loopback() -> str:
+    """An address of this host on which the ranks of other pools take no port meanwhile."""
+    draw = random.SystemRandom()
+    return ".".join(["127", *(str(draw.randrange(1, 255)) for _ in range(3))])
 
 
 def _start() -> subprocess.Popen[str]:
@@ -168,7 +176,7 @@ def _environment(request: dict, rank: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(request["world_size"]),
         "LOCAL_WORLD_SIZE": str(request["world_size"]),
-        "MASTER_ADDR": HOST,
+        "MASTER_ADDR": request["host"],
     }
 
 
