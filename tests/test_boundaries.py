@@ -29,6 +29,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.adapter_slot",
         "slipstream.rollout_server.inference.chunking_scheduler",
         "slipstream.rollout_server.inference.pausing_scheduler",
+        "slipstream.rollout_server.inference.standstill",
         "slipstream.rollout_server.inference.steady_decoding",
         "slipstream.rollout_server.inference.cpu_worker",
         "slipstream.rollout_server.inference.engine",

@@ -133,8 +133,7 @@ class Publisher:
             self._note_pause()
             loaded = await self._engine.receive_weights(publish_id)
         except WeightSyncError as error:
-            await self._stand_still()
-            self._fail(publish_id, str(error))
+            await self._give_back(publish_id, str(error))
             return
         self._loaded_publish, self._digests = publish_id, list(loaded.bucket_digests)
         self._stages = fleet_pb2.PublishStages(
@@ -181,14 +180,16 @@ class Publisher:
             return
         if publish_id in self._aborted:
             # Nobody vouches for it any more, though its abort may lie behind this in the queue.
-            self._fail(publish_id, "the publish was given up")
+            await self._give_back(publish_id, "the publish was given up")
             return
         if self._loaded_publish != publish_id:
-            self._fail(publish_id, f"commit of {publish_id!r}, loaded is {self._loaded_publish!r}")
+            cause = f"commit of {publish_id!r}, loaded is {self._loaded_publish!r}"
+            await self._give_back(publish_id, cause)
             return
         self._loaded_publish = ""
         if list(order.bucket_digests) != self._digests:
-            self._fail(publish_id, "the digests of the loaded buckets are not those that were sent")
+            cause = "the digests of the loaded buckets are not those that were sent"
+            await self._give_back(publish_id, cause)
             return
         version = version_from_pb(order.version)
         if order.HasField("probe"):
@@ -260,6 +261,11 @@ class Publisher:
             paused_s = time.monotonic() - self._paused_at_s
             self._paused_s, self._paused_at_s = self._paused_s + paused_s, None
         return paused_s
+
+    async def _give_back(self, publish_id: str, message: str) -> None:
+        """What was loaded is nobody's: the engine lets requests in again, but runs none."""
+        await self._stand_still()
+        self._fail(publish_id, message)
 
     async def _score(self, probe: weights_pb2.Probe) -> bytes:
         token_ids = unpack_tokens(probe.token_ids)

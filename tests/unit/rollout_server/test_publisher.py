@@ -117,6 +117,30 @@ async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_momen
         await rig.end()
 
 
+@pytest.mark.parametrize(
+    ("publish_id", "digests"), [("p1", [b"other"]), ("p2", DIGESTS)], ids=["digests", "publish"]
+)
+async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committed(
+    publish_id: str, digests: list[bytes]
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.engine.arrived.set()
+        rig.receive("p1")
+        await rig.until("p1", LOADED)
+        pauses = rig.engine.pauses
+        version = version_to_pb(PolicyVersion(0, 1))
+        commit = fleet_pb2.CommitPublish(publish_id=publish_id, version=version)
+        commit.bucket_digests.extend(digests)
+        rig.order(commit=commit)
+        await rig.until(publish_id, FAILED)
+        assert rig.publisher.state is ServingState.STALE
+        # Once more: an engine may have been let go on while nothing was let in.
+        assert rig.engine.pauses == pauses + 1
+        assert rig.engine.resumed == 0
+        await rig.end()
+
+
 async def test_a_server_says_that_a_verdict_came_too_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -30,6 +30,7 @@ from slipstream.rollout_server.inference.generation import (
     Sampling,
 )
 from slipstream.rollout_server.inference.silence import SILENCE_LIMIT_S, Silence
+from slipstream.rollout_server.inference.standstill import Standstill
 from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
@@ -99,19 +100,18 @@ class VllmEngine:
         self._llm = llm
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
         self._processes = processes
-        self._answer_limit_s, self._silence_limit_s = answer_limit_s, silence_limit_s
+        self._silence_limit_s = silence_limit_s
         (self._counter,) = (
             logger
             for logger in llm.logger_manager.stat_loggers
             if isinstance(logger, _TokenCounter)
         )
         self._clock = UseClock()
-        self._updates = WeightUpdate(self._ask, self.pause, stage=stage)
+        self._standstill = Standstill(llm, answer_limit_s=answer_limit_s)
+        self._updates = WeightUpdate(self._ask, self._standstill.freeze, stage=stage)
         self._returned_tokens = 0
         # Open requests; True: to be cancelled as soon as the engine knows them.
         self._open: dict[str, bool] = {}
-        # Between the order to stand still and the answer to the one to go on.
-        self._stands_still = False
 
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
@@ -203,20 +203,11 @@ class VllmEngine:
 
     async def pause(self) -> None:
         """See `Engine`."""
-        # What `pause_generation` does, without its 20 ms of sleep for the look of things: late
-        # tokens carry the version that the engine process stamped on them.
-        self._stands_still = True
-        core = self._llm.engine_core
-        await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
+        await self._standstill.pause()
 
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
-        stamp = f"{version.incarnation}:{version.step}"
-        # Taken in this order; the second does not wait for the answer to the first.
-        await self._call(
-            asyncio.gather(self._llm.update_weight_version(stamp), self._llm.resume_generation())
-        )
-        self._stands_still = False
+        await self._standstill.resume(version)
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
@@ -226,7 +217,12 @@ class VllmEngine:
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """See `Engine`."""
-        return await self._updates.receive(publish_id)
+        if self._open:
+            return await self._updates.receive(publish_id)
+        # Nothing runs, and nothing is let in before the update was judged: it is nobody's pause
+        # that ends with it, and one way to the engine and back does for everything.
+        self._standstill.hold_back()
+        return await self._updates.receive(publish_id, self._standstill.go_on_ahead)
 
     async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
         """See `Engine`."""
@@ -259,7 +255,7 @@ class VllmEngine:
         silence = Silence(self._silence_limit_s)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
-            num_requests = 0 if self._stands_still else len(self._open)
+            num_requests = 0 if self._standstill.is_on else len(self._open)
             silence.look(heard_s=self._counter.heard_s, num_requests=num_requests)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
@@ -281,6 +277,7 @@ class VllmEngine:
     async def _request(
         self, request_id: str, prompt_token_ids: Sequence[int], parameters: SamplingParams
     ) -> RequestOutput:
+        await self._standstill.let_in()
         try:
             collector = await self._llm.add_request(
                 request_id,
@@ -309,17 +306,6 @@ class VllmEngine:
         except Exception as error:
             # vLLM gives every failed call the same class.
             raise WeightSyncError(_last_line(error)) from error
-
-    async def _call(self, call: Any) -> None:  # noqa: ANN401 - a coroutine of vLLM's
-        try:
-            async with asyncio.timeout(self._answer_limit_s):
-                await call
-        except TimeoutError:
-            raise EngineDied(
-                f"vLLM's engine neither paused nor resumed within {self._answer_limit_s:g} s"
-            ) from None
-        except EngineDeadError as error:
-            raise EngineDied(str(error)) from error
 
 
 def _generation(output: RequestOutput) -> Generation:

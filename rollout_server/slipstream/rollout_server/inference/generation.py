@@ -148,7 +148,10 @@ class Engine(Protocol):
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a generation, paused or not: it returns what was handed out, if it is still open."""
+        """Ends a generation, paused or not: it returns what was handed out, if it is still open.
+
+        One that was asked for while weights came returns when these are served or given back.
+        """
         ...
 
     async def pause(self) -> None:
@@ -166,10 +169,10 @@ class Engine(Protocol):
         ...
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
-        """Pauses, and loads what `prepare_weights` announced.
+        """Pauses, and loads what `prepare_weights` announced; nothing is sampled until `resume`.
 
-        WeightSyncError when it failed: the weights are then unusable, but the next publish may try
-        again.
+        Weights that nobody vouches for are given back by `pause`. WeightSyncError when it failed:
+        the weights are then unusable, but the next publish may try again.
         """
         ...
 

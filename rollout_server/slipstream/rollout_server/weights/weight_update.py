@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.inference.generation import EngineDied, LoadedWeights
 from slipstream.v1 import weights_pb2
@@ -26,6 +28,8 @@ Result = TypeVar("Result")
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 # Freezes all requests between two tokens; EngineDied.
 Pause = Callable[[], Awaitable[None]]
+# Ends a pause, with these weights; EngineDied.
+GoOn = Callable[[PolicyVersion], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,14 @@ class LoadResult:
 @dataclass(frozen=True)
 class _Announced:
     publish_id: str
+    version: PolicyVersion
     limit_s: float
     # Of the communicator and the deadlines: an update like the one before finds all in its place.
     terms: tuple[str, float]
+
+
+async def _stay(version: PolicyVersion) -> None:
+    """The pause lasts."""
 
 
 class WeightUpdate:
@@ -97,10 +106,15 @@ class WeightUpdate:
             announcement = (order.SerializeToString(), described, first_rank, stage)
             limit_s = order.join_deadline_s + self._limit_s(order)
             await _within(limit_s, self._get_ready(announcement))
-        self._announced = _Announced(order.publish_id, self._limit_s(order), terms)
+        version = version_from_pb(order.version)
+        self._announced = _Announced(order.publish_id, version, self._limit_s(order), terms)
 
-    async def receive(self, publish_id: str) -> LoadedWeights:
-        """Pauses the engine, and takes the update that was prepared."""
+    async def receive(self, publish_id: str, go_on: GoOn = _stay) -> LoadedWeights:
+        """Pauses the engine, and takes the update that was prepared.
+
+        `go_on`: called at once where the update is copied by plans, so that the pause ends with it,
+        whatever became of it; for an engine that gets no request before somebody has judged it.
+        """
         announced, self._announced = self._announced, None
         if announced is None or announced.publish_id != publish_id:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
@@ -108,9 +122,9 @@ class WeightUpdate:
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
         if by_plan:
             # Copies wait on the device for the steps before them, and an engine that was told to
-            # pause begins no other: it gets both calls at once, and takes them in this order.
-            pause_s, results = await asyncio.gather(
-                self._stand_still(), self._take(announced.limit_s)
+            # pause begins no other: it gets all calls at once, and takes them in this order.
+            pause_s, results, _ = await asyncio.gather(
+                self._stand_still(), self._take(announced.limit_s), go_on(announced.version)
             )
         else:
             # vLLM's loader takes layers apart: no step may be under way.

@@ -7,7 +7,9 @@ import contextlib
 from typing import Any
 
 import pytest
+from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
@@ -194,6 +196,24 @@ async def test_weights_are_copied_again_after_adapters_alone() -> None:
         await update.prepare(order(publish_id), layout, 1)
         await update.receive(publish_id)
     assert workers.started == ["prepare", "pause", "receive", "paused"]
+
+
+async def test_only_an_update_that_is_copied_ends_its_pause_of_its_own() -> None:
+    loaded = both({**result(), "by_plan": False})
+    workers = Workers(both(True), loaded, both(True), both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+
+    async def go_on(version: PolicyVersion) -> None:
+        workers.started.append(f"go on with {version}")
+
+    for step in (1, 2):
+        version = version_to_pb(PolicyVersion(3, step))
+        await update.prepare(order(f"p{step}", version=version), LAYOUT, 1)
+        await update.receive(f"p{step}", go_on)
+    assert workers.started[:4] == ["prepare", "pause", "paused", "receive"]
+    assert workers.started[4:6] == ["prepare", "pause"]
+    assert set(workers.started[6:8]) == {"receive", f"go on with {PolicyVersion(3, 2)}"}
+    assert workers.started[8:] == ["paused"]
 
 
 async def test_it_is_asked_until_every_worker_is_ready() -> None:

@@ -1,0 +1,79 @@
+"""Whether vLLM's engine runs its requests, and what it is told for that.
+
+Consumes: orders to stand still and to go on. Waits for: the engine's answers; requests wait to be
+let in. Unblocked by: the answers, or their limit: then the engine hangs; `resume` or `pause`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from slipstream.protocol.types import PolicyVersion
+from slipstream.rollout_server.inference.generation import EngineDied
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+
+class Standstill:
+    """Of one engine."""
+
+    def __init__(self, llm: AsyncLLM, *, answer_limit_s: float) -> None:
+        self._llm, self._answer_limit_s = llm, answer_limit_s
+        # Between the order to stand still and the answer to the one to go on.
+        self.is_on = False
+        self._lets_in = asyncio.Event()
+        self._lets_in.set()
+        # The version that the engine goes on with already, while nothing is let in.
+        self._ahead: PolicyVersion | None = None
+
+    async def pause(self) -> None:
+        """See `Engine`; requests that were held back wait in the engine then."""
+        await self.freeze()
+        self._lets_in.set()
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """See `Engine`."""
+        if self._ahead != version:
+            await self._tell(version)
+        self.is_on = False
+        self._lets_in.set()
+
+    async def freeze(self) -> None:
+        """Freezes what runs, and forgets every cached prefix."""
+        # What `pause_generation` does, without its 20 ms of sleep for the look of things: late
+        # tokens carry the version that the engine process stamped on them.
+        self._ahead, self.is_on = None, True
+        core = self._llm.engine_core
+        await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
+
+    def hold_back(self) -> None:
+        """Lets no request in any more; for an engine that is about to be frozen."""
+        self._lets_in.clear()
+
+    async def go_on_ahead(self, version: PolicyVersion) -> None:
+        """Goes on with nothing to do: for an idle engine that is held back until `resume`."""
+        self._ahead = version
+        await self._tell(version)
+
+    async def let_in(self) -> None:
+        """Returns when a request may be handed to the engine."""
+        await self._lets_in.wait()
+
+    async def _tell(self, version: PolicyVersion) -> None:
+        stamp = f"{version.incarnation}:{version.step}"
+        # Taken in this order; the second does not wait for the answer to the first.
+        await self._call(
+            asyncio.gather(self._llm.update_weight_version(stamp), self._llm.resume_generation())
+        )
+
+    async def _call(self, call: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(self._answer_limit_s):
+                await call
+        except TimeoutError:
+            raise EngineDied(
+                f"vLLM's engine neither paused nor resumed within {self._answer_limit_s:g} s"
+            ) from None
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error

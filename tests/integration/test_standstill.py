@@ -1,0 +1,173 @@
+"""What an engine is told around an update, and when it lets requests in; vLLM only notes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from slipstream.protocol.codec import version_to_pb  # noqa: E402
+from slipstream.protocol.errors import WeightSyncError  # noqa: E402
+from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
+from slipstream.rollout_server.inference.generation import Sampling  # noqa: E402
+from slipstream.v1 import weights_pb2  # noqa: E402
+
+SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
+LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
+RESULT = {"digests": ["0a"], "by_plan": True, "has_plan": True}
+RESULT |= {"receive_s": 0.0, "load_s": 0.0, "wire_s": 0.0}
+
+
+class NotedCalls:
+    """Stands for AsyncLLM: notes when it is called; `arrived` lets an update's buckets come."""
+
+    def __init__(self) -> None:
+        from slipstream.rollout_server.inference.engine import _TokenCounter
+
+        self.noted: list[str] = []
+        self.arrived = asyncio.Event()
+        self.arrived.set()
+        self.answer: dict[str, Any] = {"value": RESULT}
+        self.vllm_config = SimpleNamespace(lora_config=None)
+        self.logger_manager = SimpleNamespace(stat_loggers=[_TokenCounter(None)])
+        self.engine_core = self
+
+    async def pause_scheduler_async(self, **_: object) -> None:
+        self.noted.append("pause")
+
+    async def update_weight_version(self, stamp: str) -> None:
+        self.noted.append(f"version {stamp}")
+
+    async def resume_generation(self) -> None:
+        self.noted.append("resume")
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
+        if method == "slipstream_prepare":
+            return [{"value": True}]
+        self.noted.append("receive")
+        await self.arrived.wait()
+        return [self.answer]
+
+    async def add_request(self, request_id: str, *_: object, **__: object) -> object:
+        self.noted.append(f"request {request_id}")
+        return SimpleNamespace(get=asyncio.Event().wait)
+
+    async def abort(self, request_id: str) -> None:
+        self.noted.append(f"abort {request_id}")
+
+
+class Rig:
+    """An engine that has a plan for its copies and serves version 1."""
+
+    def __init__(self) -> None:
+        from slipstream.rollout_server.inference.engine import VllmEngine
+
+        self.llm = NotedCalls()
+        self.engine = VllmEngine(self.llm, [], stage=False)
+        self.requests: list[asyncio.Task[Any]] = []
+
+    async def start(self) -> None:
+        await self.prepare(1)
+        await self.engine.receive_weights("p1")
+        await self.engine.resume(PolicyVersion(0, 1))
+        del self.llm.noted[:]
+
+    async def prepare(self, step: int) -> None:
+        order = weights_pb2.PublishOrder(
+            publish_id=f"p{step}",
+            version=version_to_pb(PolicyVersion(0, step)),
+            bucket_deadline_s=5.0,
+            join_deadline_s=5.0,
+        )
+        await self.engine.prepare_weights(order, LAYOUT, 1)
+
+    async def ask(self, request_id: str) -> None:
+        """A request that comes as far as it can."""
+        asked = asyncio.create_task(self.engine.generate(request_id, [1], SAMPLING, 4))
+        self.requests.append(asked)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    found = Rig()
+    await found.start()
+    yield found
+    for request in found.requests:
+        request.cancel()
+    await asyncio.gather(*found.requests, return_exceptions=True)
+
+
+async def test_the_first_update_ends_no_pause_of_its_own() -> None:
+    rig = Rig()
+    await rig.prepare(1)
+    await rig.engine.receive_weights("p1")
+    assert rig.llm.noted == ["pause", "receive"]
+    await rig.engine.resume(PolicyVersion(0, 1))
+    assert rig.llm.noted[2:] == ["version 0:1", "resume"]
+
+
+async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_before_the_verdict(
+    rig: Rig,
+) -> None:
+    await rig.prepare(2)
+    rig.llm.arrived.clear()
+    receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
+    await rig.ask("early")
+    all_calls = ["pause", "receive", "version 0:2", "resume"]
+    assert rig.llm.noted == all_calls
+    rig.llm.arrived.set()
+    await receiving
+    await rig.ask("later")
+    assert rig.llm.noted == all_calls
+    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.ask("last")
+    assert rig.llm.noted == [*all_calls, "request early", "request later", "request last"]
+
+
+async def test_requests_that_run_go_on_only_when_the_update_was_judged(
+    rig: Rig,
+) -> None:
+    await rig.ask("running")
+    await rig.prepare(2)
+    await rig.engine.receive_weights("p2")
+    assert rig.llm.noted == ["request running", "pause", "receive"]
+    await rig.engine.resume(PolicyVersion(0, 2))
+    assert rig.llm.noted[3:] == ["version 0:2", "resume"]
+
+
+async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_anything_in(
+    rig: Rig,
+) -> None:
+    rig.llm.answer = {"error": "a bucket did not arrive"}
+    await rig.prepare(2)
+    with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
+        await rig.engine.receive_weights("p2")
+    await rig.ask("waiting")
+    del rig.llm.noted[:]
+    await rig.engine.pause()
+    await rig.ask("later")
+    assert rig.llm.noted == ["pause", "request waiting", "request later"]
+    # The pause before was ended by nobody.
+    await rig.engine.resume(PolicyVersion(0, 2))
+    assert rig.llm.noted[3:] == ["version 0:2", "resume"]
+
+
+async def test_a_request_that_was_cancelled_while_it_was_held_back_ends_in_the_engine(
+    rig: Rig,
+) -> None:
+    await rig.prepare(2)
+    await rig.engine.receive_weights("p2")
+    await rig.ask("held")
+    await rig.engine.cancel("held")
+    del rig.llm.noted[:]
+    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.ask("other")
+    assert rig.llm.noted[:2] == ["request held", "abort held"]
