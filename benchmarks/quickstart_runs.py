@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "deploy" / "configs" / "quickstart.toml"
+# A run takes a minute or two; its processes end with the command.
+RUN_LIMIT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ def make_model(folder: Path) -> Path:
 
 
 def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
-    """One whole run in `folder`, which holds the model; RuntimeError with its last words."""
+    """One whole run in `folder`, which holds the model; RuntimeError with its last words.
+
+    subprocess.TimeoutExpired after RUN_LIMIT_S.
+    """
     slipstream = shutil.which("slipstream", path=Path(sys.executable).parent)
     assert slipstream is not None
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -57,6 +62,7 @@ def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        timeout=RUN_LIMIT_S,
     )
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")

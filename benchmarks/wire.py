@@ -94,7 +94,7 @@ async def measure(arguments: argparse.Namespace, logs: Path, found: dict[str, An
         announced = await ends.join()
         num_bytes = announced["num_bytes"]
         found |= {"num_bytes": num_bytes, "num_buckets": announced["num_buckets"]}
-        progress(f"all have met; {found}")
+        progress(f"all have met; {num_bytes} bytes in {announced['num_buckets']} buckets")
         for repeat in range(arguments.repeats + 1):
             answers = {"ours": await ends.all(do="publish", delay_s=DELAY_S)}
             check(answers["ours"])

@@ -16,7 +16,8 @@ FOLDERS = ("protos", "client", "rollout_server", "learner", "tests/fakes", "depl
 def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dict[str, Any]]]:
     """The lines of its report by their kind; fails with its output when it fails."""
     root = RIG.parents[2]
-    paths = os.pathsep.join(str(root / name) for name in FOLDERS)
+    # Packages may lie in a folder that is only named there.
+    paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(RIG), str(folder), *arguments],
         env=os.environ | {"PYTHONPATH": paths},
