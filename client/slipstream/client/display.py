@@ -98,6 +98,16 @@ class Display:
         self._out.flush()
 
 
+def loading_line(config: Config, num_servers: int) -> str:
+    """What goes on before the first step; `num_servers`: those that the same command starts."""
+    into = _counted(config.learner.world_size, "trainer rank")
+    if not num_servers:
+        then = f"rollout servers join at {config.controller.address}"
+        return f"loading {config.model.path} into {into}; {then}"
+    servers = _counted(num_servers, "rollout server")
+    return f"loading {config.model.path} into {into} and {servers}; that takes a while"
+
+
 def step_line(event: status_pb2.Event, num_steps: int) -> str:
     """Progress of one step in one line."""
     metrics = event.metrics
@@ -153,6 +163,10 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         ("busy", ", ".join(f"{name} {share:.0%}" for name, share in busy.items())),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
     ]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _number(value: object, form: str = ".3f") -> str:

@@ -73,7 +73,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
         session = await stack.enter_async_context(Session(config, credentials, placement))
         if queue is not None:
             session.keep_queue(queue)
-        session.start_controller()
+        session.start_controller(num_servers=config.rollout_server.count)
         await session.start_trainers(first_rank=0, num_ranks=config.learner.world_size)
         for number in range(config.rollout_server.count):
             session.keep_rollout_server(number)
@@ -117,7 +117,7 @@ async def run_learner(
         await check_environments(config, config.run_dir / "logs" / "preflight.log")
     async with Session(config, credentials, placement, node_rank=node_rank) as session:
         if has_controller:
-            session.start_controller()
+            session.start_controller(num_servers=0)
         await session.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
         return await session.wait()
 

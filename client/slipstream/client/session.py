@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc.aio
 from slipstream.client.children import Child, start_child, with_full_disk
-from slipstream.client.display import Display
+from slipstream.client.display import Display, loading_line
 from slipstream.client.placement import Placement, describe_sharing
 from slipstream.client.preflight import make_folder
 from slipstream.client.trainer_ranks import TrainerRanks
@@ -96,14 +96,10 @@ class Session:
             await self._trainers.stop(grace_s)
         await asyncio.gather(*(child.stop(grace_s) for child in self._children))
 
-    def start_controller(self) -> None:
-        """Starts the controller."""
+    def start_controller(self, *, num_servers: int) -> None:
+        """Starts the controller; this command starts so many rollout servers beside it."""
         self._display.tell(f"the run starts; its logs are in {self._logs}/")
-        model, learner = self._config.model.path, self._config.learner
-        ranks = (
-            "1 trainer rank" if learner.world_size == 1 else f"{learner.world_size} trainer ranks"
-        )
-        self._display.tell(f"{ranks} and the rollout servers load {model}; that takes a while")
+        self._display.tell(loading_line(self._config, num_servers))
         for line in describe_sharing(self._config, self._placement):
             self._display.tell(line)
         self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.client.display import Display
+from slipstream.client.display import Display, loading_line
 from slipstream.protocol.settings.config import Config
 from small_configs import config_of
 
@@ -79,3 +79,10 @@ def test_a_task_that_is_solved_is_no_early_end(tmp_path: Path) -> None:
 def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path), suspended_environments={"a": "KeyError", "b": "x"})
     assert "suspended            a, b: none of their newest groups succeeded\n" in text
+
+
+def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    begin = "loading model into 1 trainer rank"
+    assert loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
+    assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:7070"
