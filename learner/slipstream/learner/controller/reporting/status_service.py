@@ -60,7 +60,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             ledger=self._ledger.snapshot(),
             leased_groups=len(training),
             complete_groups=sum(group.is_complete for group in training),
-            queued_bytes=sum(s.report.queued_bytes for s in self._fleet.sessions.values()),
+            queued_bytes=self._fleet.queued_bytes,
             uptime_s=time.monotonic() - progress.started_s,
             metrics=self._newest_metrics(),
             lease_wait="" if progress.is_over else self._scheduler.lease_wait,

@@ -121,9 +121,18 @@ class Fleet:
             "servers_draining": float(sum(s.state == DRAINING for s in self.sessions.values())),
             "open_episodes": float(sum(report.open_episodes for report in reports)),
             "waiting_episodes": float(sum(report.waiting_episodes for report in reports)),
-            "queued_bytes": float(sum(report.queued_bytes for report in reports)),
+            "queued_bytes": float(self.queued_bytes),
             "rollout_rss_bytes": float(max((r.resident_bytes for r in reports), default=0)),
         }
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits in the queue, as the servers told last."""
+        told = [session.report.queued_bytes for session in self.sessions.values()]
+        if self._progress.config.queue.kind == "redis":
+            # There is one for all, and each of them tells the whole.
+            return max(told, default=0)
+        return sum(told)
 
     def find(self, key: ServerKey | None) -> ServerSession | None:
         """The session of that very life of a server."""
