@@ -163,6 +163,10 @@ class ClientEnvironments:
                 )
             self._tables.clear()
             self._calls = asyncio.Queue(_MAX_QUEUED_CALLS)
+            this = asyncio.current_task()
+            if this is not None and this.cancelling():
+                # A stream that fails while it is cancelled swallows the cancellation.
+                return
 
     def _sender(self, environment: str) -> Callable[[environment_pb2.WorkerCommand], None]:
         queue = self._calls

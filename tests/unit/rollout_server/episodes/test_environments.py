@@ -8,14 +8,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import grpc.aio
 import psutil
 import pytest
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes import workers
-from slipstream.rollout_server.episodes.environments import Environments
+from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
@@ -254,6 +255,43 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
     # Its token is gone when the environment is loaded, and never stood on the command line.
     assert arguments[1:2] == ["--connect"]
     assert len(arguments) == 3
+
+
+class _FailingCall:
+    """A stream that fails at the moment in which its reader is cancelled."""
+
+    def __init__(self) -> None:
+        self.is_read = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
+        self.is_read.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), None)
+        yield
+
+    def cancel(self) -> None:
+        pass
+
+
+class _FailingChannel:
+    def __init__(self, call: _FailingCall) -> None:
+        self._call = call
+
+    def stream_stream(self, *_: object, **__: object) -> Callable[..., _FailingCall]:
+        return lambda *_, **__: self._call
+
+
+async def test_calls_to_clients_end_though_their_stream_fails_at_that_moment() -> None:
+    call = _FailingCall()
+    clients = ClientEnvironments(_FailingChannel(call), ())
+    running = asyncio.create_task(clients.run())
+    clients.open("served", "episode", 1.0)
+    await call.is_read.wait()
+    running.cancel()
+    done, _ = await asyncio.wait([running], timeout=LIMIT_S)
+    running.cancel()
+    assert done == {running}
 
 
 def test_a_worker_sees_no_secrets() -> None:
