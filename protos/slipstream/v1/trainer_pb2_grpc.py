@@ -105,7 +105,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishPublish(self, request, context):
-        """Answers when every receiver serves the version or is stale.
+        """Answers when every receiver has loaded the version or failed, or is left behind to load on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -120,7 +120,7 @@ class ControllerClient:
         return len(answer.receivers) >= count
 
     def finish_publish(self, result: pb.PublishResult) -> pb.PublishReceipt:
-        """Hands over the proofs; answers when every receiver serves the version or is stale."""
+        """Hands over the proofs; answers when every receiver has loaded, failed or is late."""
         receipt: pb.PublishReceipt = self._call(
             "FinishPublish", self._stub.FinishPublish, result, self._long_timeout_s
         )

@@ -293,9 +293,9 @@ class WeightsSection(Section):
     # Engines receive weights beside those that serve and pause for the copy alone: shorter pauses
     # for as much more memory as the weights take on the wire.
     stage_on_server: bool = False
-    # Limit of one bucket.
+    # Limit of one bucket; the trainer waits as long for a server that is not ready, or loads.
     bucket_deadline_s: Seconds = 2.0
-    # Limit of preparing and of joining the communicator.
+    # Limit of preparing, of joining the communicator and of loading what has come.
     join_deadline_s: Seconds = 20.0
     # Publish after every n-th step.
     publish_every_steps: Positive = 1

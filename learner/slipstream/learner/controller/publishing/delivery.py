@@ -51,6 +51,11 @@ class Publish:
     # Receivers that failed in it.
     failed: set[ServerKey] = field(default_factory=set)
 
+    @property
+    def communicator_id(self) -> str:
+        """What it travels through; a later publish may have another one."""
+        return self.order.communicator.communicator_id
+
 
 SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
@@ -122,7 +127,7 @@ class Deliveries:
                 )
             )
         if problem:
-            self.membership.forget()
+            self.membership.forget(publish.communicator_id)
             # Nobody knows which part was wrong.
             publish.holders.discard(session.key)
             self.make_stale(session, problem)
@@ -143,7 +148,7 @@ class Deliveries:
         if session.key in publish.failed:
             return
         publish.failed.add(session.key)
-        self.membership.forget()
+        self.membership.forget(publish.communicator_id)
         self.make_stale(session, cause, publish.publish_id)
         self._reports.give_up(publish.publish_id, session.key, cause)
 
@@ -168,8 +173,19 @@ class Deliveries:
             f"rollout server {session.name} is stale: {cause}", Severity.WARNING
         )
         if session.failed_publishes >= MAX_FAILED_PUBLISHES:
-            session.disconnect()
-            self._fleet.remove(session, f"{session.failed_publishes} publishes failed: {cause}")
+            self._disconnect(session, f"{session.failed_publishes} publishes failed: {cause}")
+        self._note_in_vain(session, cause)
+
+    def send_away(self, session: ServerSession, cause: str) -> None:
+        """No publish reaches it: what it runs goes on elsewhere, and it may join again."""
+        self._disconnect(session, cause)
+        self._note_in_vain(session, cause)
+
+    def _disconnect(self, session: ServerSession, cause: str) -> None:
+        session.disconnect()
+        self._fleet.remove(session, cause)
+
+    def _note_in_vain(self, session: ServerSession, cause: str) -> None:
         self._vain[session.key.server_id] += 1
         times = self._vain[session.key.server_id]
         if times >= MAX_VAIN_PUBLISHES and not (self._fleet.serving() or self._progress.is_over):

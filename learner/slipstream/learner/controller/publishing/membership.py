@@ -20,9 +20,10 @@ class Membership:
         self._members: tuple[ServerKey, ...] = ()
         self._epoch, self._name = 0, ""
 
-    def forget(self) -> None:
-        """The communicator broke."""
-        self._members = ()
+    def forget(self, communicator_id: str | None = None) -> None:
+        """The communicator broke; with an id, only if that is the newest one."""
+        if communicator_id in (None, self._name):
+            self._members = ()
 
     def server_lost(self, key: ServerKey) -> None:
         """It broke if this server was a member."""

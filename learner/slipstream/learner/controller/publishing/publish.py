@@ -1,8 +1,9 @@
 """New weights in two phases; no server serves what was not loaded whole and proved.
 
 Consumes: publish reports of servers, start and result of the trainer. Produces: publish orders.
-Waits for: each phase of each receiver, with a deadline. Unblocked by: its report, its loss, or the
-deadline: then it is stale, serves nothing and is sent the weights again between later steps.
+Waits for: each phase of each receiver, with a deadline; the trainer only as long as a bucket may
+take. Unblocked by: its report, its loss, or the deadline: then it is stale, serves nothing and is
+sent the weights again between later steps.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.phases import PhaseReports
+from slipstream.learner.controller.publishing.readiness import Readiness
 from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.servers.server_states import JOINING, STALE, ServerEvent
@@ -22,7 +25,6 @@ from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
-READY = fleet_pb2.PUBLISH_PHASE_READY
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
 
 
@@ -34,13 +36,12 @@ class Publisher:
         self._progress = progress
         self._settings = progress.config.weights
         self._apart = progress.config.lora.publishes_adapters
-        self._reports = PhaseReports()
+        self._tasks, self._reports = tasks, PhaseReports()
         self._deliveries = Deliveries(fleet, progress, tasks, self._reports)
+        self._readiness = Readiness(progress, tasks, self._reports, self._deliveries)
         self._membership = self._deliveries.membership
         self._count = 0
         self._current: Publish | None = None
-        # Who was asked if it is ready for the next publish, and under which id.
-        self._asked: tuple[str, list[ServerSession]] | None = None
         # Servers with the matrices of this trainer, proved: they may be sent adapters alone.
         self._holders: set[ServerKey] = set()
         # Whether the last publish was of adapters alone: one that begins has the same layout.
@@ -57,6 +58,7 @@ class Publisher:
             session
             for session in self._fleet.sessions.values()
             if time.monotonic() >= session.retry_publish_s
+            and not self._readiness.is_late(session)
             and (
                 (
                     session.is_serving
@@ -94,9 +96,7 @@ class Publisher:
 
     def ask_ahead(self, version: PolicyVersion) -> None:
         """The trainer makes `version` now: asks the servers that will be due then."""
-        targets = self.due(version)
-        if targets:
-            self._ask(targets, version)
+        self._readiness.ask(self.due(version), self._new_id(), version)
 
     async def prepare(
         self, trainer: trainer_pb2.NextRequest | None = None
@@ -113,15 +113,10 @@ class Publisher:
         targets = self.due()
         if not targets:
             return None
-        version, limit = self._progress.version, self._settings.join_deadline_s
-        if self._asked is None or self._asked[1] != targets:
-            self._ask(targets, version)
-        assert self._asked is not None
-        (publish_id, _), self._asked = self._asked, None
-        problems = await asyncio.gather(
-            *(self._problem(publish_id, session, READY, limit) for session in targets)
-        )
-        ready = self._drop(targets, problems)
+        version, publish_id = self._progress.version, self._new_id()
+        problems = await self._readiness.of(targets, publish_id, version)
+        answered = [session for session in targets if session.key in problems]
+        ready = self._drop(answered, [problems[session.key] for session in answered])
         transport, misfits = choose_for(self._progress, {s.name: s.hello.place for s in ready})
         # One that began to drain meanwhile need not be waited for.
         ready = [s for s in self._drop(ready, misfits) if not s.is_leaving]
@@ -133,7 +128,7 @@ class Publisher:
         order.verify = self._wants_proof(ready)
         order.adapters_alone = self._may_send_adapters(ready)
         order.bucket_deadline_s = self._settings.bucket_deadline_s
-        order.join_deadline_s = limit
+        order.join_deadline_s = self._settings.join_deadline_s
         self._current = publish = Publish(
             publish_id, version, order.verify, ready, order, holders=self._holders
         )
@@ -176,7 +171,11 @@ class Publisher:
         return [r for r in publish.order.receivers if r.server_id in there]
 
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
-        """The trainer has sent all or failed: commits where the digests agree, aborts elsewhere."""
+        """The trainer has sent all or failed: commits where the digests agree, aborts elsewhere.
+
+        Answers when all have loaded, or after the time that a bucket may take: who loads for longer
+        is followed to its end while the trainer goes on.
+        """
         publish, self._current = self._current, None
         if publish is None or publish.publish_id != result.publish_id:
             # A call that was repeated: its trainer leaves the communicator now.
@@ -192,28 +191,41 @@ class Publisher:
         if not publish.digests:
             for session in publish.receivers:
                 self._deliveries.commit(publish, session, digests, result.probe)
+        loads = [
+            self._tasks.create_task(self._follow_load(publish, session, digests))
+            for session in publish.receivers
+        ]
         try:
-            problems = await asyncio.gather(
-                *(self._load_problem(publish, session, digests) for session in publish.receivers)
-            )
+            await asyncio.wait(loads, timeout=self._settings.bucket_deadline_s)
         except asyncio.CancelledError:
             # The trainer that waited is gone: nobody else would ever take them out of LOADING.
             self._give_up(publish, "the trainer was lost")
             raise
-        for session, problem in zip(publish.receivers, problems, strict=True):
-            if problem:
-                self._deliveries.fail(publish, session, problem)
+        self.totals.sent(result)
+        return self._receipt(publish, [load.done() for load in loads])
+
+    def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
+        """`is_settled`: of each receiver, whether it has loaded or failed by now."""
+        settled: list[ServerSession] = []
+        late: list[ServerSession] = []
+        for session, is_done in zip(publish.receivers, is_settled, strict=True):
+            (settled if is_done else late).append(session)
         loaded = [
             session
-            for session in publish.receivers
+            for session in settled
             if session.key not in publish.failed and self._fleet.find(session.key) is session
         ]
-        failed = len(loaded) < len(publish.receivers)
-        if failed:
-            self._membership.forget()
-        self.totals.sent(result)
+        for session in late if loaded else ():
+            self._progress.events.add(
+                f"rollout server {session.name} still loads version {publish.version.step}: "
+                "the others and the trainer go on",
+                Severity.WARNING,
+            )
+        is_broken = len(loaded) < len(settled)
+        if is_broken:
+            self._membership.forget(publish.communicator_id)
         return trainer_pb2.PublishReceipt(
-            serving=[session.name for session in loaded], discard_communicator=failed
+            serving=[session.name for session in loaded], discard_communicator=is_broken
         )
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
@@ -230,6 +242,7 @@ class Publisher:
         self._membership.server_lost(session.key)
         self._holders.discard(session.key)
         self._reports.fail_all(session.key, "the server is gone")
+        self._readiness.server_lost(session)
 
     def _wants_proof(self, targets: Sequence[ServerSession]) -> bool:
         fresh = any(not session.is_serving for session in targets)
@@ -239,26 +252,16 @@ class Publisher:
     def _may_send_adapters(self, targets: Sequence[ServerSession]) -> bool:
         return self._apart and all(session.key in self._holders for session in targets)
 
-    def _ask(self, targets: list[ServerSession], version: PolicyVersion) -> None:
-        """Asks them if they are ready; their answers are kept, those to an earlier question not."""
-        if self._asked is not None:
-            for session in self._asked[1]:
-                self._reports.forget(self._asked[0], session.key, READY)
+    def _new_id(self) -> str:
         self._count += 1
-        publish_id = f"p{self._count:06d}"
-        message = fleet_pb2.ControllerMessage(
-            prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version_to_pb(version))
-        )
-        for session in targets:
-            self._reports.expect(publish_id, session.key, READY)
-            session.send(message)
-        self._asked = publish_id, targets
+        return f"p{self._count:06d}"
 
-    async def _problem(
-        self, publish_id: str, session: ServerSession, phase: int, limit_s: float
-    ) -> str:
-        report = await self._reports.wait(publish_id, session.key, phase, limit_s)
-        return "" if report.phase == phase else report.message or "it failed"
+    async def _follow_load(
+        self, publish: Publish, session: ServerSession, digests: list[bytes]
+    ) -> None:
+        problem = await self._load_problem(publish, session, digests)
+        if problem:
+            self._deliveries.fail(publish, session, problem)
 
     async def _load_problem(
         self, publish: Publish, session: ServerSession, digests: list[bytes]
@@ -291,7 +294,7 @@ class Publisher:
         if self._current is publish:
             # One that is being finished may have a successor.
             self._current = None
-        self._membership.forget()
+        self._membership.forget(publish.communicator_id)
         if not publish.is_announced:
             # They know nothing of it.
             return

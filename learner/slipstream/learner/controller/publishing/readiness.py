@@ -1,0 +1,142 @@
+"""Who is ready for a publish: servers are asked ahead, and nobody waits for one that is late.
+
+Consumes: the servers' answers. Produces: questions, the end of a server that never answers.
+Waits for: answers. Unblocked by: them, the loss of the server, or the deadline of the question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.delivery import Deliveries
+from slipstream.learner.controller.publishing.phases import PhaseReports
+from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2
+
+READY = fleet_pb2.PUBLISH_PHASE_READY
+
+
+@dataclass(eq=False)
+class _Question:
+    publish_id: str
+    session: ServerSession
+    asked_s: float
+    answer: asyncio.Future[fleet_pb2.PublishReport]
+    # A publish went on without it.
+    is_late: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self.answer.done()
+
+
+class Readiness:
+    """One question at a time to each server; its answer counts until the next publish to it."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        tasks: asyncio.TaskGroup,
+        reports: PhaseReports,
+        deliveries: Deliveries,
+    ) -> None:
+        self._progress, self._settings = progress, progress.config.weights
+        self._tasks, self._reports, self._deliveries = tasks, reports, deliveries
+        self._questions: dict[ServerKey, _Question] = {}
+
+    def is_late(self, session: ServerSession) -> bool:
+        """Whether a publish went on without this server, and it has still not answered."""
+        question = self._questions.get(session.key)
+        return question is not None and question.is_late and question.is_open
+
+    def ask(
+        self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
+    ) -> None:
+        """Asks these servers, but for those of which an answer is still to come."""
+        message = fleet_pb2.ControllerMessage(
+            prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version_to_pb(version))
+        )
+        for session in targets:
+            earlier = self._questions.get(session.key)
+            if earlier is not None and earlier.is_open:
+                continue
+            self._forget(session)
+            answer = self._reports.expect(publish_id, session.key, READY)
+            now_s = time.monotonic()
+            self._questions[session.key] = _Question(publish_id, session, now_s, answer)
+            session.send(message)
+
+    async def of(
+        self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
+    ) -> dict[ServerKey, str]:
+        """Of each server that has answered why it cannot take part, empty if it can.
+
+        Who was not asked before is asked now. Answers are waited for as long as a bucket may take,
+        counted from the question; who has not answered by then is left out of this publish.
+        """
+        unasked = [session for session in targets if session.key not in self._questions]
+        self.ask(unasked, publish_id, version)
+        questions = [self._questions[session.key] for session in targets]
+        await self._wait_for([question for question in questions if question.is_open])
+        problems = {}
+        for question in questions:
+            if question.is_open:
+                self._leave_out(question, version)
+                continue
+            if self._questions.get(question.session.key) is question:
+                self._forget(question.session)
+            report = question.answer.result()
+            ready = report.phase == READY
+            problems[question.session.key] = "" if ready else report.message or "it failed"
+        return problems
+
+    def server_lost(self, session: ServerSession) -> None:
+        """It answers nothing any more."""
+        self._forget(session)
+
+    async def _wait_for(self, questions: Sequence[_Question]) -> None:
+        if questions:
+            until_s = max(q.asked_s for q in questions) + self._settings.bucket_deadline_s
+            limit_s = max(0.0, until_s - time.monotonic())
+            await asyncio.wait([question.answer for question in questions], timeout=limit_s)
+
+    def _leave_out(self, question: _Question, version: PolicyVersion) -> None:
+        session, question.is_late = question.session, True
+        keeps = "it serves nothing yet"
+        if session.is_serving and session.version is not None:
+            keeps = f"it goes on with version {session.version.step}"
+        self._progress.events.add(
+            f"rollout server {session.name} is left out of the publish of version {version.step}: "
+            f"not ready {time.monotonic() - question.asked_s:.1f} s after it was asked; {keeps}",
+            Severity.WARNING,
+        )
+        self._tasks.create_task(self._follow(question))
+
+    async def _follow(self, question: _Question) -> None:
+        """To its answer, which makes the server due, or to the deadline of the question."""
+        limit_s = self._settings.join_deadline_s
+        left_s = question.asked_s + limit_s - time.monotonic()
+        await asyncio.wait([question.answer], timeout=max(0.0, left_s))
+        if not question.is_open:
+            self._progress.signal.notify()
+            return
+        self._forget(question.session)
+        if not question.session.is_leaving:
+            self._deliveries.send_away(
+                question.session,
+                f"it did not say within {limit_s:g} s (weights.join_deadline_s) "
+                "that it is ready for new weights",
+            )
+
+    def _forget(self, session: ServerSession) -> None:
+        question = self._questions.pop(session.key, None)
+        if question is not None:
+            self._reports.forget(question.publish_id, session.key, READY)

@@ -1,0 +1,224 @@
+"""Servers that are ready, or have loaded, after the others: who waits for them, and how long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from publishing_scene import DIGESTS, LOADED, READY, SERVING, Scene, next_order, progress_of
+from slipstream.learner.controller.publishing.delivery import MAX_VAIN_PUBLISHES
+from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.servers.server_states import ServerEvent
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
+
+
+def texts(scene: Scene) -> list[str]:
+    return [event.text for event in scene.progress.events._events]
+
+
+def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> None:
+    digests = DIGESTS if phase == LOADED else []
+    scene.publisher.report(
+        session,
+        fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, bucket_digests=digests),
+    )
+
+
+async def two_that_serve(scene: Scene) -> ServerSession:
+    """Beside the scene's own server another one with version 0; version 1 is due for both."""
+    await scene.serve()
+    other = scene.joined("b")
+    other.version = PolicyVersion(0, 0)
+    other.on(ServerEvent.RECEIVE)
+    other.on(ServerEvent.PUBLISHED)
+    return other
+
+
+async def order_without(scene: Scene, late: ServerSession) -> str:
+    """The question to `late`, which it has not answered when all others are sent weights."""
+    preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
+    question = (await next_order(late)).prepare.publish_id
+    say(scene, scene.session, (await next_order(scene.session)).prepare.publish_id, READY)
+    order = await preparing
+    assert order is not None
+    assert [receiver.server_id for receiver in order.receivers] == ["a"]
+    return question
+
+
+async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_is() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.05}), tasks)
+        late = await two_that_serve(scene)
+        question = await order_without(scene, late)
+        # It goes on as it is.
+        assert (late.is_serving, late.version) == (True, PolicyVersion(0, 0))
+        (told,) = [text for text in texts(scene) if "left out" in text]
+        assert told.startswith("rollout server b is left out of the publish of version 1: not rea")
+        assert told.endswith("it goes on with version 0")
+        assert late not in scene.publisher.due()
+        # Nor is it asked again while its answer is to come.
+        scene.publisher.ask_ahead(PolicyVersion(0, 2))
+        assert late.outbox.pop() is None
+        changed = asyncio.create_task(scene.progress.signal.wait(10))
+        await asyncio.sleep(0)
+        say(scene, late, question, READY)
+        await changed
+        assert late in scene.publisher.due()
+        order = await scene.publisher.prepare(scene.trainer)
+        assert order is not None
+        assert [receiver.server_id for receiver in order.receivers] == ["b"]
+        scene.publisher.trainer_lost()
+
+
+async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not_wait() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(
+            progress_of(weights={"bucket_deadline_s": 0.01, "join_deadline_s": 0.2}), tasks
+        )
+        late = await two_that_serve(scene)
+        await order_without(scene, late)
+        assert scene.fleet.find(late.key) is late
+        scene.publisher.trainer_lost()
+    assert scene.fleet.find(late.key) is None
+    assert not late.outbox.put(fleet_pb2.ControllerMessage())
+    assert texts(scene)[-1] == (
+        "rollout server b is gone: it did not say within 0.2 s (weights.join_deadline_s) that it "
+        "is ready for new weights"
+    )
+
+
+async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
+    progress = progress_of(weights={"bucket_deadline_s": 0.001, "join_deadline_s": 0.002})
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        for number in range(MAX_VAIN_PUBLISHES):
+            assert not progress.is_over
+            if number:
+                scene.joined("a")
+            assert await scene.publisher.prepare() is None
+            while scene.fleet.sessions:
+                await asyncio.sleep(0)
+    assert progress.state == status_pb2.RUN_STATE_FAILED
+    assert "16 publishes in a row to a failed, the last one: it did not say" in progress.cause
+
+
+async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(
+            progress_of(weights={"bucket_deadline_s": 0.01, "join_deadline_s": 0.05}), tasks
+        )
+        assert await scene.publisher.prepare() is None
+        scene.fleet.drains(scene.session, "SIGTERM")
+    assert scene.fleet.find(scene.session.key) is scene.session
+
+
+async def sent_to_both(
+    scene: Scene, other: ServerSession
+) -> tuple[str, trainer_pb2.PublishReceipt]:
+    """A publish that the scene's own server has loaded and the other one not yet."""
+    preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
+    for session in (scene.session, other):
+        say(scene, session, (await next_order(session)).prepare.publish_id, READY)
+    order = await preparing
+    assert order is not None
+    publish_id = order.publish_id
+    scene.trainer.communicator_id = order.communicator.communicator_id
+    assert scene.publisher.start(scene.start_of(order))
+    finishing = scene.finish(publish_id)
+    say(scene, scene.session, publish_id, LOADED)
+    receipt = await finishing
+    say(scene, scene.session, publish_id, SERVING)
+    await scene.until_serving()
+    return publish_id, receipt
+
+
+async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_has() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.05}), tasks)
+        late = await two_that_serve(scene)
+        publish_id, receipt = await sent_to_both(scene, late)
+        assert list(receipt.serving) == ["a"]
+        assert not receipt.discard_communicator
+        assert late.state == fleet_pb2.SERVER_STATE_LOADING
+        assert texts(scene)[-1] == (
+            "rollout server b still loads version 1: the others and the trainer go on"
+        )
+        # What it has loaded is proved as ever, and then it serves.
+        say(scene, late, publish_id, LOADED)
+        say(scene, late, publish_id, SERVING)
+        while not late.is_serving:
+            await asyncio.sleep(0)
+        assert late.version == PolicyVersion(0, 1)
+        # The communicator is as good as before.
+        scene.make_version(2)
+        scene.sent()
+        while late.outbox.pop() is not None:
+            pass
+        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        for session in (scene.session, late):
+            say(scene, session, (await next_order(session)).prepare.publish_id, READY)
+        order = await preparing
+        assert order is not None
+        assert not order.new_communicator
+        assert order.begun
+        scene.publisher.trainer_lost()
+
+
+@pytest.mark.parametrize("digests", [[], [b"another"]])
+async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_newer_communicator(
+    digests: list[bytes],
+) -> None:
+    settings = {"bucket_deadline_s": 0.05, "join_deadline_s": 1.0}
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress_of(weights=settings), tasks)
+        late = await two_that_serve(scene)
+        publish_id, _ = await sent_to_both(scene, late)
+        scene.make_version(2)
+        scene.sent()
+        # The others go on in a communicator of their own.
+        order = await scene.ordered()
+        assert order.new_communicator
+        scene.trainer.communicator_id = order.communicator.communicator_id
+        assert scene.publisher.start(scene.start_of(order))
+        finishing = scene.finish(order.publish_id)
+        say(scene, scene.session, order.publish_id, LOADED)
+        await finishing
+        say(scene, scene.session, order.publish_id, SERVING)
+        await scene.until_serving()
+        assert late.state == fleet_pb2.SERVER_STATE_LOADING
+        if digests:
+            report = fleet_pb2.PublishReport(
+                publish_id=publish_id, phase=LOADED, bucket_digests=digests
+            )
+            scene.publisher.report(late, report)
+        while late.state != fleet_pb2.SERVER_STATE_STALE:
+            await asyncio.sleep(0.01)
+        assert late.cause == (
+            "the digests of the loaded buckets are not those that were sent"
+            if digests
+            else "no answer within 1 s"
+        )
+        scene.make_version(3)
+        scene.sent()
+        assert not (await scene.ordered()).new_communicator
+        scene.publisher.trainer_lost()
+
+
+async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.05}), tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        receipt = await scene.finish(order.publish_id)
+        assert not receipt.discard_communicator
+        # Nobody else is there to go on.
+        assert "still loads" not in " ".join(texts(scene))
+        scene.say(order.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="torn")
+        while scene.session.state != fleet_pb2.SERVER_STATE_STALE:
+            await asyncio.sleep(0)
+        scene.session.retry_publish_s = 0.0
+        scene.sent()
+        again: weights_pb2.PublishOrder = await scene.ordered()
+        assert again.new_communicator
+        scene.publisher.trainer_lost()
