@@ -121,23 +121,20 @@ class FakeTrainer:
         self.digest = trained(self.digest, batch, self.noise)
         rewards = [t.reward for t in batch]
         tokens = sum(t.num_sampled_tokens for t in batch)
-        receipt = await self.stub.ReportStep(
-            trainer_pb2.StepReport(
-                step=header.step,
-                batch_id=header.batch_id,
-                version=version_to_pb(self.version),
-                weight_digest=self.digest,
-                metrics={
-                    "reward_mean": float(np.mean(rewards)),
-                    "lag_mean": float(np.mean(lags)),
-                    "lag_max": max(lags),
-                    "trained_tokens": tokens,
-                },
-                wall_s=self.step_s,
-            ),
-            timeout=10,
-            metadata=self.epoch,
+        report = trainer_pb2.StepReport(
+            step=header.step,
+            batch_id=header.batch_id,
+            version=version_to_pb(self.version),
+            weight_digest=self.digest,
+            metrics={
+                "reward_mean": float(np.mean(rewards)),
+                "lag_mean": float(np.mean(lags)),
+                "lag_max": max(lags),
+                "trained_tokens": tokens,
+            },
+            wall_s=self.step_s,
         )
+        receipt = await self.report(report)
         self.version = version_from_pb(receipt.version)
         if self.checkpoint_every and self.version.step % self.checkpoint_every == 0:
             self.newest_checkpoint = (self.version, self.digest)
@@ -148,6 +145,9 @@ class FakeTrainer:
                 timeout=10,
                 metadata=self.epoch,
             )
+
+    async def report(self, report: trainer_pb2.StepReport) -> trainer_pb2.StepReceipt:
+        return await self.stub.ReportStep(report, timeout=10, metadata=self.epoch)
 
     async def _publish(self, order: weights_pb2.PublishOrder) -> None:
         if not order.begun:

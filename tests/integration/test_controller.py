@@ -21,7 +21,7 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Failure, FailureKind, PolicyVersion
-from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
+from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
 
 
 async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tmp_path):
@@ -509,6 +509,44 @@ async def test_a_task_that_never_makes_progress_is_set_aside(tmp_path):
     limit = "no episode ended in 1.5 s of serving (controller.lease_timeout_s)"
     assert causes == {"g000001": limit}
     assert summary["ledger"]["difference"] == 0
+
+
+class RepeatingTrainer(FakeTrainer):
+    """Reports each step again, as if the answer was lost, and then something else of it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.refusals: list[str] = []
+
+    async def report(self, report: trainer_pb2.StepReport) -> trainer_pb2.StepReceipt:
+        receipt = await super().report(report)
+        assert await super().report(report) == receipt
+        for changed in ({"weight_digest": b"other"}, {"step": report.step + 5}):
+            other = trainer_pb2.StepReport()
+            other.MergeFrom(report)
+            other.MergeFrom(trainer_pb2.StepReport(**changed))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await super().report(other)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            self.refusals.append(caught.value.details() or "")
+        return receipt
+
+
+async def test_a_step_that_is_reported_twice_counts_once_and_is_answered_alike(tmp_path):
+    config = make_config(tmp_path, run__steps=2)
+    address = config.controller.address
+    trainer = RepeatingTrainer(address)
+    summary = await play(config, FakeServer(address), trainer=trainer)
+    assert summary["code"] == 0
+    assert summary["ledger"]["difference"] == 0
+    steps = [r["step"] for r in read_records(config.run_dir / "journal") if r["kind"] == "step"]
+    assert steps == [0, 1]
+    different, unknown = trainer.refusals[:2]
+    assert different.startswith("step 0 was reported as version 1 with digest ")
+    assert different.endswith(f"digest {b'other'.hex()} from batch b000000")
+    assert unknown == (
+        "a report of batch b000000 of step 5, but the batch that the trainer was given is none"
+    )
 
 
 async def test_stop_ends_the_run_in_order(tmp_path):

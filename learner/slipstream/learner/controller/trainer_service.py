@@ -26,6 +26,7 @@ from slipstream.protocol.codec import (
     version_from_pb,
     version_to_pb,
 )
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
@@ -89,7 +90,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if self._progress.pace is not None:
             self._progress.pace.trainer_lost()
         self._progress.learner_places = tuple(map(place_from_pb, request.places))
-        self._former.training = None
+        self._former.trainer_joined()
         self._epoch += 1
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())
         behind = self._progress.version.step - version.step
@@ -130,8 +131,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportStep(  # noqa: N802
         self, request: trainer_pb2.StepReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.StepReceipt:
-        """A version was made."""
+        """A version was made; a report that came before is answered as it was then."""
         await self._check_epoch(context)
+        try:
+            answered = self._former.answered(request)
+        except ProtocolError as error:
+            await abort(
+                context, grpc.StatusCode.FAILED_PRECONDITION, str(error), Reason.WRONG_STATE
+            )
+        if answered is not None:
+            return trainer_pb2.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
         self._trainer_version = trained.version
         if trained.version.step >= self._progress.version.step:

@@ -20,6 +20,7 @@ from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb, version_from_pb
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import TrajectoryReceiver
 from slipstream.protocol.staleness import lag
 from slipstream.protocol.types import GroupId, PolicyVersion, Trajectory
@@ -79,14 +80,22 @@ class BatchFormer:
         self._newest_incarnation = 0
         # The step of the newest checkpoint: the one after it makes its older batches needless.
         self._covered_step = 0
+        # Older batches were removed by this controller.
+        self._first_kept = 0
         # The one that the trainer has.
         self.training: Batch | None = None
+        # Its last report, and the version that it was answered: the answer may be lost on the way.
+        self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
 
     def restore(self, history: RunHistory) -> None:
         """Goes on where the journal ends."""
         self._batches, self._steps = dict(history.batches), dict(history.steps)
         self._newest_incarnation = history.incarnation
         self._covered_step = history.checkpoint.step
+
+    def trainer_joined(self) -> None:
+        """Another one: it has no batch, and has reported nothing."""
+        self.training = self._reported = None
 
     def first_missing(self, step: int) -> int | None:
         """The first step from `step` on whose batch is not there any more; None: all are."""
@@ -138,11 +147,35 @@ class BatchFormer:
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
 
+    def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
+        """What the same report was answered before; None when it is the first one of its batch.
+
+        ProtocolError when the trainer was not given that batch, or has reported it differently.
+        """
+        if self.training is not None and _batch_of(self.training) == _batch_of(report):
+            return None
+        if self._reported is not None:
+            earlier, version = self._reported
+            if _what(earlier) == _what(report):
+                return version
+            if earlier.step == report.step:
+                raise ProtocolError(
+                    f"step {report.step} was reported as {_describe(earlier)}, "
+                    f"and now as {_describe(report)}"
+                )
+        given = "none"
+        if self.training is not None:
+            given = f"{self.training.batch_id} of step {self.training.step}"
+        raise ProtocolError(
+            f"a report of batch {report.batch_id} of step {report.step}, "
+            f"but the batch that the trainer was given is {given}"
+        )
+
     def trained(self, report: trainer_pb2.StepReport) -> Trained:
-        """The trainer has made a version from the batch that it was given."""
+        """The trainer has made a version from the batch that it was given: see `answered`."""
         batch, self.training = self.training, None
         assert batch is not None
-        assert (batch.step, batch.batch_id) == (report.step, report.batch_id)
+        assert _batch_of(batch) == _batch_of(report)
         earlier = self._steps.get(batch.step)
         version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
         if earlier is None or earlier.version != version:
@@ -159,11 +192,12 @@ class BatchFormer:
             self._journal.sync()
         if earlier is None:
             self._ledger.end(End.TRAINED, sampled_tokens(batch.trajectories))
+        self._reported = report, version
         return Trained(batch, version, again=earlier is not None)
 
     def saved(self, report: trainer_pb2.CheckpointReport) -> None:
         """A checkpoint covers the batches of all steps before its version."""
-        step = report.version.step
+        step, covered_step = report.version.step, self._covered_step
         self._journal.append(
             "checkpoint",
             version=[report.version.incarnation, step],
@@ -171,11 +205,28 @@ class BatchFormer:
             path=report.path,
         )
         self._journal.sync()
-        if not self._keep_batches:
-            # Those since the checkpoint before it stay: it may have to be gone back to.
-            for covered in range(self._covered_step):
-                self._journal.remove_batch(covered)
         self._covered_step = step
+        # Those since the checkpoint before it stay: it may have to be gone back to. A report that
+        # is repeated, or of a trainer that went back to an older checkpoint, covers nothing new.
+        if not self._keep_batches and step > covered_step:
+            for covered in range(self._first_kept, covered_step):
+                self._journal.remove_batch(covered)
+            self._first_kept = covered_step
+
+
+def _batch_of(said: Batch | trainer_pb2.StepReport) -> tuple[str, int]:
+    return said.batch_id, said.step
+
+
+def _what(report: trainer_pb2.StepReport) -> tuple[object, ...]:
+    """Two reports in which it is the same are one report that was sent twice."""
+    version = version_from_pb(report.version)
+    return *_batch_of(report), version, report.weight_digest
+
+
+def _describe(report: trainer_pb2.StepReport) -> str:
+    version, digest = version_from_pb(report.version), report.weight_digest.hex()
+    return f"version {version} with digest {digest} from batch {report.batch_id}"
 
 
 def record(batch: Batch) -> trainer_pb2.RecordedBatch:
