@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
+from slipstream.learner.trainer.ranks.meeting import Words
 from slipstream.protocol.settings.config import OffloadSection
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
 
@@ -17,6 +19,7 @@ class Meeting:
         self.world_size = world_size
         self.barrier = threading.Barrier(world_size, timeout=30)
         self.given: list[bytes] = [b""] * world_size
+        self.store = dist.HashStore()
 
 
 class ThreadRanks:
@@ -27,6 +30,7 @@ class ThreadRanks:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self.rank = meeting, rank
         self.world_size = meeting.world_size
+        self.words = Words(meeting.store)
 
     @property
     def is_main(self) -> bool:

@@ -6,6 +6,7 @@ what does not answer.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -55,6 +56,31 @@ def meeting_place(rank: int, world_size: int, timeout: timedelta) -> Store:
     place = f"{host}:{port}"
     store = _connected(host, port, descriptor, timeout)
     return _all_here(store, (rank, world_size), place, timeout)
+
+
+class Words:
+    """What one rank says to all others outside of the order of collectives, from any thread."""
+
+    def __init__(self, store: Store) -> None:
+        """`store`: that in which all ranks have met."""
+        self._store = store
+
+    def say(self, word: str) -> None:
+        """From now on every rank hears that it was said."""
+        with contextlib.suppress(RuntimeError):
+            # Whoever is left hears that rank 0 is gone, with all words.
+            self._store.set(f"word/{word}", "said")
+
+    def was_said(self, word: str) -> bool:
+        """True as well when rank 0 is gone, which keeps the words."""
+        try:
+            return bool(self._store.check([f"word/{word}"]))
+        except RuntimeError:
+            return True
+
+    def forget(self, word: str) -> None:
+        """On one rank, when nobody listens for it any more."""
+        self._store.delete_key(f"word/{word}")
 
 
 def _connected(host: str, port: int, descriptor: int | None, timeout: timedelta) -> Store:

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.grid import Grids
-from slipstream.learner.trainer.ranks.meeting import meeting_place, missing_variable
+from slipstream.learner.trainer.ranks.meeting import Words, meeting_place, missing_variable
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import LearnerSection, ParallelSection
 from slipstream.protocol.settings.rank_layout import RankLayout
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 _INT64 = torch.int64
 
@@ -53,7 +54,9 @@ class Ranks:
             )
         self.rank = launch.rank
         self.world_size = launch.world_size
-        self.device = _start(launch, learner)
+        self.device, store = _start(launch, learner)
+        # Their use is not collective.
+        self.words = Words(store)
         self._parallel = learner.parallel
         self._grids = Grids(learner.parallel, timeout_s=learner.timeout_s, seed=seed)
         self._grid = self._grids.home
@@ -196,7 +199,7 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def _start(launch: Launch, learner: LearnerSection) -> torch.device:
+def _start(launch: Launch, learner: LearnerSection) -> tuple[torch.device, Store]:
     if learner.threads:
         torch.set_num_threads(learner.threads)
     has_cuda = torch.cuda.is_available()
@@ -205,11 +208,13 @@ def _start(launch: Launch, learner: LearnerSection) -> torch.device:
         torch.cuda.set_device(launch.local_rank)
         if learner.gpu_memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction)
+    timeout = timedelta(seconds=learner.timeout_s)
+    store = meeting_place(launch.rank, launch.world_size, timeout)
     dist.init_process_group(
         "nccl" if has_cuda else "gloo",
-        store=meeting_place(launch.rank, launch.world_size, timedelta(seconds=learner.timeout_s)),
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(seconds=learner.timeout_s),
+        timeout=timeout,
     )
-    return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu")
+    return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu"), store

@@ -26,7 +26,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# How often the controller is asked whether all members of a communicator are still there.
+# How often controller and other senders are asked whether all members are still there.
 _ASK_PERIOD_S = 0.5
 
 
@@ -148,25 +148,40 @@ class WeightPublisher:
         place, problem = self._published.sender, ""
         if place is not None:
             try:
-                with self._asking(order) as given_up:
+                with self._listening(order) as given_up:
                     sender.connect(announced, place, given_up)
             except WeightSyncError as error:
-                problem = str(error)
-        return self._first_problem(problem)
+                # Who only heard of it has nothing to add; the other senders wait for who has.
+                if not self._ranks.words.was_said(_in_vain(order)):
+                    problem = str(error)
+                    self._ranks.words.say(_in_vain(order))
+        problem = self._first_problem(problem)
+        if problem and self._ranks.is_main:
+            self._ranks.words.forget(_in_vain(order))
+        return problem
 
     @contextlib.contextmanager
-    def _asking(self, order: weights_pb2.PublishOrder) -> Iterator[threading.Event]:
-        """Set on rank 0 when a receiver is lost: nobody needs to wait for it until the deadline."""
+    def _listening(self, order: weights_pb2.PublishOrder) -> Iterator[threading.Event]:
+        """Set when a member is lost: nobody needs to wait for it until the deadline.
+
+        Rank 0 asks the controller; NCCL tells no sender that another one has given up.
+        """
         given_up, is_over = threading.Event(), threading.Event()
 
-        def ask() -> None:
+        def is_in_vain() -> bool:
+            if self._ranks.words.was_said(_in_vain(order)):
+                return True
+            return self._ranks.is_main and not self._client.has_all_receivers(
+                order.publish_id, len(order.receivers)
+            )
+
+        def listen() -> None:
             while not is_over.wait(_ASK_PERIOD_S):
-                if not self._client.has_all_receivers(order.publish_id, len(order.receivers)):
+                if is_in_vain():
                     given_up.set()
                     return
 
-        if self._ranks.is_main:
-            threading.Thread(target=ask, name="publish-question", daemon=True).start()
+        threading.Thread(target=listen, name="publish-question", daemon=True).start()
         try:
             yield given_up
         finally:
@@ -241,6 +256,11 @@ class _Sends:
                 release()
             except WeightSyncError as error:
                 self.problem = f"bucket {place}: {error}"
+
+
+def _in_vain(order: weights_pb2.PublishOrder) -> str:
+    """The word that a sender could not join; the communicator's own name is a secret."""
+    return f"in-vain/{order.publish_id}"
 
 
 def _nothing() -> None:

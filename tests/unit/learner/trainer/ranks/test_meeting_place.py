@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.ranks import meeting
-from slipstream.learner.trainer.ranks.meeting import meeting_place
+from slipstream.learner.trainer.ranks.meeting import Words, meeting_place
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.errors import ConfigError
 
@@ -101,3 +101,23 @@ def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyP
         match=f"rank 0 at 127.0.0.1:{port} does not know rank 1 .*of another run, or has another",
     ):
         meeting_place(1, 2, LONG)
+
+
+def test_a_word_is_heard_until_it_is_forgotten() -> None:
+    store = dist.HashStore()
+    ours, theirs = Words(store), Words(store)
+    assert not theirs.was_said("stop")
+    ours.say("stop")
+    assert theirs.was_said("stop")
+    assert not theirs.was_said("go")
+    theirs.forget("stop")
+    assert not ours.was_said("stop")
+
+
+def test_without_rank_0_every_word_counts_as_said(port: int) -> None:
+    leader = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=SHORT)
+    words = Words(dist.TCPStore(HOST, port, is_master=False, timeout=SHORT))
+    assert not words.was_said("stop")
+    del leader
+    assert words.was_said("stop")
+    words.say("go")

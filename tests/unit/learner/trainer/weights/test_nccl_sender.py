@@ -70,7 +70,9 @@ class SlowMemory(HostMemory):
 class Fleet:
     """Two senders, a controller, and one receiver that takes `num_buckets` of each publish."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightsSection = PATIENT) -> None:
+        self._weights = weights
+        self.is_silent = False
         self.meetings: dict[bytes, Meeting] = {}
         self.num_ids = 0
         self.num_buckets = len(BUCKETS)
@@ -96,10 +98,10 @@ class Fleet:
         self._group: NcclGroup | None = None
 
     def _sender(self) -> WeightSenders:
-        senders = WeightSenders(PATIENT, torch.device("cpu"), largest_bucket=1)
+        senders = WeightSenders(self._weights, torch.device("cpu"), largest_bucket=1)
         stream = HostStream()
         sender = NcclWeightSender(
-            PATIENT, FakeNccl(self.meetings), stream, make_unique_id=self._unique_id
+            self._weights, FakeNccl(self.meetings), stream, make_unique_id=self._unique_id
         )
         stream.wait = lambda: sender._group.wait()
         senders._made["nccl"] = sender
@@ -112,9 +114,10 @@ class Fleet:
     def _start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         if self.is_empty:
             return []
-        thread = threading.Thread(target=self._receive, args=(start.communicator,))
-        thread.start()
-        self._threads.append(thread)
+        if not self.is_silent:
+            thread = threading.Thread(target=self._receive, args=(start.communicator,))
+            thread.start()
+            self._threads.append(thread)
         return [weights_pb2.Receiver(server_id="server", first_rank=2, num_workers=1)]
 
     def _receive(self, where: weights_pb2.Communicator) -> None:
@@ -208,6 +211,41 @@ def test_receiver_that_stops_costs_one_deadline_and_a_new_communicator(fleet: Fl
     assert fleet.num_ids == 2
     assert fleet.controller.results[1].error == ""
     assert fleet.received[-1] == EXPECTED
+
+
+def test_receiver_that_dies_while_all_meet_costs_no_sender_the_deadline() -> None:
+    """NCCL wakes nobody when another sender gives up."""
+    fleet = Fleet(WeightsSection(join_deadline_s=60.0))
+    fleet.is_silent, fleet.controller.still_there = True, list
+    with fleet.controller:
+        started = time.monotonic()
+        fleet.publish(new_communicator=True)
+        assert time.monotonic() - started < 15
+        (result,) = fleet.controller.results
+        assert "did not meet before one of them was lost" in result.error
+        # The threads that were left in it end.
+        (meeting,) = fleet.meetings.values()
+        with meeting.lock:
+            meeting.members.add(2)
+            meeting.lock.notify_all()
+        fleet.close()
+
+
+def test_sender_that_cannot_join_costs_no_other_one_the_deadline() -> None:
+    fleet = Fleet(WeightsSection(join_deadline_s=60.0))
+    fleet.is_silent = True
+    vars(fleet.senders[1].of("nccl"))["_backend"] = FakeNccl({b"id-1": Meeting(2)})
+    with fleet.controller:
+        started = time.monotonic()
+        fleet.publish(new_communicator=True)
+        assert time.monotonic() - started < 15
+        (result,) = fleet.controller.results
+        assert result.error == "the members disagree on their number"
+        (meeting,) = fleet.meetings.values()
+        with meeting.lock:
+            meeting.members |= {1, 2}
+            meeting.lock.notify_all()
+        fleet.close()
 
 
 def test_parameters_come_back_from_the_host_before_a_bucket_is_waited_for(fleet: Fleet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -221,6 +222,28 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
         time.sleep(0.01)
 
 
+def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
+    """Its meeting place is gone; nobody has to tell them."""
+    leader, other = (GlooWeightSender(WeightsSection(join_deadline_s=60.0)) for _ in range(2))
+    where = leader.announce("members-1", num_senders=2, world_size=3)
+    failures: queue.Queue[WeightSyncError] = queue.Queue()
+
+    def follow() -> None:
+        try:
+            other.connect(where, 1)
+        except WeightSyncError as error:
+            failures.put(error)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    given_up = threading.Event()
+    threading.Timer(0.5, given_up.set).start()
+    with pytest.raises(WeightSyncError, match="before one of them was lost"):
+        leader.connect(where, 0, given_up)
+    assert "2 others joining members-1" in str(failures.get(timeout=20))
+    thread.join(20)
+
+
 def test_receiver_that_stops_taking_buckets_costs_one_deadline() -> None:
     sender = GlooWeightSender(NO_BUCKET)
     where = announce(sender, 1)
@@ -438,8 +461,9 @@ def test_publish_through_a_lost_communicator_asks_for_a_new_one(publish: Publish
     assert "members-1 is gone" in publish.controller.results[0].error
 
 
-def test_server_that_dies_while_all_meet_does_not_cost_the_deadline() -> None:
-    publish = Publish(weights=WeightsSection(join_deadline_s=60.0))
+@pytest.mark.parametrize("num_senders", [1, 2])
+def test_server_that_dies_while_all_meet_does_not_cost_the_deadline(num_senders: int) -> None:
+    publish = Publish(num_senders, weights=WeightsSection(join_deadline_s=60.0))
     publish.mode = "is silent"
     publish.controller.still_there = list
     with publish.controller:
