@@ -107,7 +107,8 @@ class Config(Section):
         """Largest gap of a probe that passes."""
         if self.weights.probe_tolerance is not None:
             return self.weights.probe_tolerance
-        return 1e-3 if self.model.dtype == "float32" else 0.16
+        rounds = "bfloat16" in (self.model.dtype, self.weights.wire_dtype)
+        return 0.16 if rounds else 1e-3
 
     @property
     def max_trajectory_bytes(self) -> int:

@@ -303,7 +303,8 @@ class WeightsSection(Section):
     # always.
     verify_every: Positive = 10
     # Largest gap of a probe, in nats: the typical error of a logit that its log-probabilities show.
-    # None: 1e-3 in float32, and 0.16 in bfloat16, where rounding alone shows 0.06.
+    # None: 1e-3 in float32, and 0.16 where model.dtype or wire_dtype is bfloat16: rounding alone
+    # shows 0.06.
     probe_tolerance: float | None = Field(None, gt=0)
 
 
