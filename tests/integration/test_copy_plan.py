@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,23 @@ def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(
 def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> None:
     (seen,) = in_ranks(1, updates, folder, "qwen3_moe", False)
     assert not any(by_plan for by_plan, _ in [*seen[:5], *seen[6:]])
+
+
+def test_a_number_that_the_loader_reads_from_a_checkpoint_is_no_constant() -> None:
+    import torch
+    from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
+    from slipstream.rollout_server.weights.copy_plan import NotCopied, record
+
+    parameters = {"scale": torch.nn.Parameter(torch.ones(1))}
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            parameters[name].data.fill_(2 * weight.float().item())
+
+    buckets = plan_buckets([TensorSpec("scale", "bfloat16", (1,))], bucket_bytes=1024)
+    with pytest.raises(NotCopied, match="reads the value of an element"):
+        record(load_weights, parameters, buckets, torch.device("cpu"))
+    assert parameters["scale"].item() == 1.0
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])

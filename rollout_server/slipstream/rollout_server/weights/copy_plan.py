@@ -140,6 +140,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         """Sees every operation below autograd."""
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            # What is written with it would look like a constant.
+            raise NotCopied("the loader reads the value of an element")
         written = self._written(func, args, kwargs or {})
         if written is None:
             if func is torch.ops.aten.copy_.default and _storage(args[1]) == self._room:
