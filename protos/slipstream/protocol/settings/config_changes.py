@@ -26,7 +26,6 @@ FIXED = {
     "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
     "checkpoint.load": "the run began with these weights",
     "weights.wire_dtype": "recorded digests are of this element type",
-    "weights.bucket_mib": "recorded digests are of buckets of this size",
 }
 # Setting -> why it only grows.
 GROWING = {
