@@ -8,11 +8,13 @@ FOLDER/JOB.pt afterwards.
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
 import torch
 from fake_controller import make_batch
+from slipstream.protocol.checkpoints import checkpoint_path
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
@@ -98,6 +100,17 @@ def optimizer_tensors(policy) -> dict[str, torch.Tensor]:
     }
 
 
+def damage_written(path: Path) -> None:
+    """Waits until the thread of a save is done with this rank's file, and changes a byte of it."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    (file,) = path.with_name(f"{path.name}.partial").glob("state/*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
@@ -154,6 +167,8 @@ def run_rank(folder: Path, name: str) -> None:
         if step in job.get("save", []):
             result["saved"].append(checkpointer.save(PolicyVersion(0, step), digest))
             result["saved_optimizer"] = optimizer_tensors(policy)
+            if job.get("damage"):
+                damage_written(checkpoint_path(config.run_dir / "checkpoints", step))
     result["saved"].append(checkpointer.finish())
     result["saved"] = [saved.manifest.step for saved in result["saved"] if saved is not None]
     result["weights"] = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}

@@ -15,10 +15,12 @@ pytest.importorskip("megatron.core")
 import checkpoint_ranks  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 from slipstream.protocol.checkpoints import (  # noqa: E402
+    check_files,
     checkpoint_path,
     complete_steps,
     read_manifest,
 )
+from slipstream.protocol.errors import CheckpointError  # noqa: E402
 
 PROGRAM = Path(checkpoint_ranks.__file__)
 TP2 = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
@@ -90,6 +92,8 @@ def results(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
     first, second = {}, {}
     for name, changes in SAVED.items():
         first[name] = changes | {"run": name, "save": [2], "until": 3}
+    damaged = {"run": "damaged-before", "save": [1], "until": 1, "damage": True}
+    first["damaged-before"] = {"learner": {}, **damaged}
     for name, (run, learner) in LOADED.items():
         second[name] = SAVED[run] | {"run": run, "learner": learner, "resume": True, "until": 3}
         second[name]["late"] = name in ("one-again", "tp2-again", "distopt-again")
@@ -226,6 +230,16 @@ def test_the_other_kind_of_optimizer_has_the_same_state_bit_for_bit(
     assert {key.split(".")[2] for key in saved.keys() ^ loaded.keys()} <= {"param"}
     assert all(torch.equal(saved[key], loaded[key]) for key in shared)
     assert all(group["step"] == 3 for group in results[job]["groups"])
+
+
+def test_digests_are_taken_by_the_thread_that_writes(
+    folder: Path, results: dict[str, dict]
+) -> None:
+    # The file was changed after the thread was done and before the checkpoint was published.
+    assert results["damaged-before"]["saved"] == [1]
+    path = checkpoint_path(folder / "runs" / "damaged-before" / "checkpoints", 1)
+    with pytest.raises(CheckpointError, match="__0_0.distcp: its bytes are not those"):
+        check_files(path, read_manifest(path).files)
 
 
 @pytest.fixture

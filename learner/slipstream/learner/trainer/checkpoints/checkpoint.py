@@ -72,6 +72,8 @@ class _Write:
     partial: Path
     pending: PendingSave
     thread: threading.Thread | None = None
+    # What the thread wrote, or why it cannot say.
+    entries: list[FileEntry] | OSError | None = None
     started_s: float = field(default_factory=time.monotonic)
 
 
@@ -145,7 +147,12 @@ class Checkpointer:
         save_file(_random_state(), partial / _random_name(self._ranks.rank))
         self._last_step = version.step
         self._write = _Write(version, weight_digest.hex(), partial, pending)
-        self._write.thread = threading.Thread(target=pending.write, name="checkpoint", daemon=True)
+        self._write.thread = threading.Thread(
+            target=_write_files,
+            args=(self._write, self._ranks.rank),
+            name="checkpoint",
+            daemon=True,
+        )
         self._write.thread.start()
         return published if self._settings.asynchronous else self.finish()
 
@@ -165,7 +172,8 @@ class Checkpointer:
         assert write.thread is not None
         write.thread.join()
         write.pending.finish()
-        entries = self._ranks.gather_bytes(self._describe_own(write.partial))
+        own = self._together(lambda: self._describe_own(write))
+        entries = self._ranks.gather_bytes(own)
         return self._together(lambda: self._publish(write, entries))
 
     def _check(self, path: Path) -> Manifest:
@@ -184,15 +192,17 @@ class Checkpointer:
                 shutil.rmtree(partial)
             (partial / STATE_FOLDER).mkdir(parents=True)
 
-    def _describe_own(self, partial: Path) -> bytes:
-        """The entries of the files that this rank wrote."""
-        rank = self._ranks.rank
-        paths = [partial / _random_name(rank)]
-        paths += (partial / STATE_FOLDER).glob(f"__{rank}_*.distcp")
+    def _describe_own(self, write: _Write) -> bytes:
+        """The entries of the files that this rank wrote; rank 0 also wrote the index."""
+        if isinstance(write.entries, OSError):
+            raise write.entries
+        entries = write.entries
+        assert entries is not None, "the thread that writes a checkpoint died"
         if self._ranks.is_main:
-            paths += [p for p in (partial / STATE_FOLDER).iterdir() if p.suffix != ".distcp"]
-        names = sorted(str(path.relative_to(partial)) for path in paths)
-        return json.dumps([describe_file(partial, name).model_dump() for name in names]).encode()
+            state = write.partial / STATE_FOLDER
+            paths = [path for path in state.iterdir() if path.suffix != ".distcp"]
+            entries = entries + _described(write.partial, paths)
+        return json.dumps([entry.model_dump() for entry in entries]).encode()
 
     def _publish(self, write: _Write, entries: list[bytes]) -> Saved | None:
         if not self._ranks.is_main:
@@ -250,6 +260,21 @@ class Checkpointer:
             etp=sizes.etp or sizes.tp,
             distributed_optimizer=learner.use_distributed_optimizer,
         )
+
+
+def _write_files(write: _Write, rank: int) -> None:
+    """What a thread does beside training: digests take as long as the bytes that they are of."""
+    write.pending.write()
+    paths = [write.partial / _random_name(rank)]
+    paths += (write.partial / STATE_FOLDER).glob(f"__{rank}_*.distcp")
+    try:
+        write.entries = _described(write.partial, paths)
+    except OSError as error:
+        write.entries = error
+
+
+def _described(partial: Path, paths: Sequence[Path]) -> list[FileEntry]:
+    return [describe_file(partial, str(path.relative_to(partial))) for path in paths]
 
 
 def _optimizer_settings(optimizer: Megatron | None) -> list[dict[str, object]]:
