@@ -3,6 +3,7 @@ from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.queue.redis_connection import RedisConnection
 from slipstream.protocol.settings.config import QueueSection
+from slipstream.protocol.settings.config_file import parse_config
 
 
 def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):
@@ -94,3 +95,45 @@ def test_a_url_that_lets_anybody_answer_is_refused(option):
         redis_url_of(QueueSection(redis_url=f"rediss://queue/0?{option}"), "controller")
     here = f"rediss://127.0.0.1/0?{option}"
     assert redis_url_of(QueueSection(redis_url=here), "controller") == here
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "rediss://:hun/ter2@queue:6379/0",
+        "rediss://user:12/hunter2@queue:6379/0",
+        "rediss://:hun?ter2@queue/0",
+        "rediss://:hun#ter2@queue/0",
+        "unix://:hun/ter2@/run/v.sock",
+        "rediss://:hunter2@queue:port/0",
+        "http://:hunter2@queue",
+        "redis://",
+    ],
+)
+def test_an_address_that_cannot_be_read_is_refused_without_its_password(url):
+    with pytest.raises(ConfigError, match=r"redis_url must be redis://HOST:PORT/DB, ") as caught:
+        parse_config(
+            {
+                "run": {"name": "r", "steps": 1},
+                "model": {"path": "model"},
+                "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+                "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+                "queue": {"kind": "redis", "redis_url": url},
+            },
+            source="test",
+        )
+    for part in ("hun", "ter2", "12"):
+        assert part not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1",
+        "redis://[::1]:6379/0?protocol=2",
+        "rediss://user:p%2Fw:@x@queue.example:6380/1?ssl_ca_certs=a/b.pem",
+        "unix://user:word@/run/v.sock?db=1",
+    ],
+)
+def test_addresses_of_redis_are_taken(url):
+    assert QueueSection(redis_url=url).redis_url == url

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -240,6 +241,13 @@ class QueueUserSection(Section):
     password_file: Path
 
 
+# A password with one of /?# in it would be cut in two, and shown as host or path.
+_REDIS_URL = re.compile(
+    r"rediss?://([^/?#]*@)?(\[[\da-fA-F:.]+\]|[^/?#@:\[\]]+)(:\d{1,5})?(/\d*)?(\?[^#@]*)?"
+    r"|unix://([^/?#]*@)?/[^?#]*(\?[^#]*)?"
+)
+
+
 class QueueSection(Section):
     """Where finished trajectories wait for the journal."""
 
@@ -260,6 +268,17 @@ class QueueSection(Section):
     def user_of(self, end: QueueEnd) -> QueueUserSection | None:
         """The table of one end."""
         return self.controller if end == "controller" else self.rollout_server
+
+    @model_validator(mode="after")
+    def _url(self) -> QueueSection:
+        if self.redis_url is not None and not _REDIS_URL.fullmatch(self.redis_url):
+            # Nothing of it is shown: it may hold a password.
+            raise ValueError(
+                "redis_url must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH, "
+                "with USER:PASSWORD@ before the host if need be: a password with one of /?# in it "
+                "is percent-encoded there, or stands in redis_password_file"
+            )
+        return self
 
     @model_validator(mode="after")
     def _users(self) -> QueueSection:
