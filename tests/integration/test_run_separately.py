@@ -97,33 +97,29 @@ async def test_services_that_are_started_by_hand_finish_a_run(
     check_run(tmp_path, *await run_both(tmp_path, config))
 
 
-async def test_services_finish_a_run_over_tls_with_a_token(
-    tmp_path: Path, tiny_model: Path, certificates: Path
-) -> None:
-    config = write_config(
-        copy_environments(tmp_path),
-        tiny_model,
+def write_secured_config(folder: Path, model: Path, certificates: Path) -> Path:
+    return write_config(
+        copy_environments(folder),
+        model,
         **SIZES,
         security__tls_certificate=str(certificates / "server.pem"),
         security__tls_key=str(certificates / "server.key"),
         security__tls_ca=str(certificates / "ca.pem"),
         security__token_file=str(certificates / "token"),
     )
+
+
+async def test_services_finish_a_run_over_tls_with_a_token(
+    tmp_path: Path, tiny_model: Path, certificates: Path
+) -> None:
+    config = write_secured_config(tmp_path, tiny_model, certificates)
     check_run(tmp_path, *await run_both(tmp_path, config))
 
 
 async def test_callers_without_the_right_secrets_are_refused_in_one_line(
     tmp_path: Path, tiny_model: Path, certificates: Path
 ) -> None:
-    config = write_config(
-        copy_environments(tmp_path),
-        tiny_model,
-        **SIZES,
-        security__tls_certificate=str(certificates / "server.pem"),
-        security__tls_key=str(certificates / "server.key"),
-        security__tls_ca=str(certificates / "ca.pem"),
-        security__token_file=str(certificates / "token"),
-    )
+    config = write_secured_config(tmp_path, tiny_model, certificates)
     address = address_of(config)
     ca = ("--tls-ca", certificates / "ca.pem")
     async with command(tmp_path / "learner", "learner", config, cwd=tmp_path) as learner:

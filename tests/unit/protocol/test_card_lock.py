@@ -48,6 +48,19 @@ def test_wait_has_a_limit_that_is_said(tmp_path: Path) -> None:
         pytest.fail("it had its turn")
 
 
+def started(program: str, folder: Path, *, until: str) -> subprocess.Popen[str]:
+    """The program that is to say a line; it has said it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{until}\n"
+    return process
+
+
 def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
     program = (
         "import os, sys, pathlib; from slipstream.protocol.card_lock import fill_cards\n"
@@ -56,14 +69,7 @@ def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
         "    if child == 0: sys.stdin.read(); os._exit(0)\n"
         "print('left', flush=True); os.waitpid(child, 0)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "left\n"
+    process = started(program, tmp_path, until="left")
     assert may_fill(tmp_path, "a", alone=True)
     process.communicate("", timeout=20)
 
@@ -74,14 +80,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
         "with fill_cards(pathlib.Path(sys.argv[1]), ['a'], alone=True, limit_s=1):\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    process = started(program, tmp_path, until="held")
     assert not may_fill(tmp_path, "a", alone=True)
     process.kill()
     process.communicate(timeout=20)
