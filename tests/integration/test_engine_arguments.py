@@ -107,6 +107,11 @@ def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
             "set rollout_server.max_episodes",
         ),
         (
+            {"offload_group_size": 4},
+            "rollout_server.engine.offload_group_size cannot be passed through: layers that are "
+            "fetched from main memory would stay those of the start",
+        ),
+        (
             {"distributed_executor_backend": "ray"},
             "rollout_server.engine.distributed_executor_backend must be one of mp, uni, got 'ray'",
         ),

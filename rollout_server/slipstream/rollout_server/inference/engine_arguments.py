@@ -27,6 +27,7 @@ _WORKER_EXTENSION = "slipstream.rollout_server.weights.worker_extension.WorkerEx
 
 _WEIGHTS = "the learner's weights could not be loaded into such an engine"
 _ADAPTERS = "set lora.publish"
+_OFFLOADED = "layers that are fetched from main memory would stay those of the start"
 _REPLICAS = "set rollout_server.count for more engines"
 _TOKENS = "prompts and replies are token ids, text is made elsewhere"
 _PROCESSED = "the learner needs the log-probabilities of the distribution that was sampled from"
@@ -69,6 +70,10 @@ _OWNED = {
     "worker_extension_cls": _WEIGHTS,
     "weight_transfer_config": _WEIGHTS,
     "enable_sleep_mode": _WEIGHTS,
+    "offload_group_size": _OFFLOADED,
+    "offload_num_in_group": _OFFLOADED,
+    "offload_prefetch_step": _OFFLOADED,
+    "offload_params": _OFFLOADED,
     "scheduler_cls": "it is ours",
     "enable_return_routed_experts": "set algorithm.router_replay",
     "aux_output_config": "set algorithm.router_replay",
