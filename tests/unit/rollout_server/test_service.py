@@ -7,7 +7,6 @@ from fake_fleet import FakeFleet
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server import session
-from slipstream.rollout_server.episodes.renderer import ChatMessage
 from slipstream.rollout_server.inference.generation import EngineDied
 from slipstream.rollout_server.service import wait_for_controller
 from slipstream.v1 import environment_pb2 as env_pb
@@ -165,14 +164,13 @@ async def test_a_prompt_that_is_too_long_fails_at_once_and_is_not_tried_again(
 
 
 @pytest.mark.parametrize("call", ["reset", "step"])
-async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, renderer, call) -> None:
-    messages = [env_pb.ChatMessage(role="user", content="c " * 5_000)]
+async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, call) -> None:
+    # Tokenized it would fit: this tokenizer passes over white space.
+    messages = [env_pb.ChatMessage(role="user", content="c" + " " * 9_999)]
     answers = {
         "reset": env_pb.WorkerMessage(observation=env_pb.Observation(messages=messages)),
         "step": env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=0.5, messages=messages)),
     }
-    renderer.prompt([ChatMessage("user", "a b")])
-    tokenized = renderer._tokens.cache_info().misses + renderer._prompt.cache_info().misses
     async with start_server() as server:
         server.fleet.client.answer_instead = lambda command: (
             answers[call] if command.HasField(call) else None
@@ -180,7 +178,6 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, renderer, c
         connection = await server.join()
         connection.lease("g1", members=[0])
         (trajectory,) = await server.fleet.wait_trajectories(1)
-    assert renderer._tokens.cache_info().misses + renderer._prompt.cache_info().misses == tokenized
     if call == "reset":
         assert trajectory.failure.kind is FailureKind.PROMPT_TOO_LONG
         assert trajectory.failure.message.startswith("a prompt of 10000 characters leaves no room")

@@ -15,7 +15,10 @@ import numpy as np
 from slipstream.protocol.errors import ConfigError
 
 _PLACEHOLDER = "slipstreamreplyplaceholder"
-_CACHED_PROMPTS = 4096
+# The members of a group begin at one time; of a long prompt each costs a megabyte.
+_CACHED_PROMPTS = 128
+# Longer texts between two replies are hardly said twice: what tools found, mostly.
+_CACHED_CHARACTERS = 1000
 # A token that stands for more characters than this is in no vocabulary that is not longer itself.
 _LONG_TOKEN = 128
 
@@ -76,7 +79,8 @@ class Renderer:
         _, found, tail = self._text((*history, *messages)).rpartition(_PLACEHOLDER)
         if not found:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
-        tokens = list(self._tokens(tail))
+        tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
+        tokens = list(tokenise(tail))
         return tokens[1:] if tokens[:1] == [last_token] else tokens
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:

@@ -102,6 +102,14 @@ def test_the_members_of_a_group_are_rendered_once_and_get_lists_of_their_own(ren
     assert second == renderer.prompt([user("c d")]) == [1, 6, 7, 3]
 
 
+def test_a_long_text_between_two_replies_is_not_kept(renderer) -> None:
+    history = [user("a"), REPLY]
+    renderer.continuation(history, [user("d")], EOS)
+    kept = renderer._tokens.cache_info().currsize
+    assert len(renderer.continuation(history, [user("d " * 600)], EOS)) > 600
+    assert renderer._tokens.cache_info().currsize == kept
+
+
 def test_a_text_for_readers_has_the_special_tokens(renderer) -> None:
     assert renderer.decode_all(renderer.prompt([user("a b")])) == "<s> a b <reply>"
     assert renderer.decode_all([]) == renderer.decode([]) == ""
