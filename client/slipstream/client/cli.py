@@ -64,7 +64,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     overrides = [text for text in rest if "=" in text and not text.startswith("-")]
     if rest and (overrides != rest or "overrides" not in arguments):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = "; a setting is section.key=value" if "overrides" in arguments else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *overrides]
     return arguments

@@ -54,3 +54,18 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"slipstream {importlib.metadata.version('slipstream-rl')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run", "a.toml", "--steps", "3"], "--steps 3; a setting is section.key=value; see"),
+        (["status", "--steps"], "--steps; see"),
+    ],
+)
+def test_an_option_that_is_no_setting_yet_says_how_settings_are_written(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert f"slipstream: unrecognized arguments: {says}" in capsys.readouterr().err
