@@ -41,7 +41,7 @@ def make_config(tmp_path, **changes) -> Config:
 async def play(config: Config, *servers: FakeServer, trainer: FakeTrainer, during=None) -> dict:
     """Runs a whole run with fakes; returns its summary."""
     controller = Controller(config, OPEN)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         tasks = [asyncio.ensure_future(s.run()) for s in servers]
         training = asyncio.ensure_future(trainer.run())
         running = asyncio.ensure_future(controller.run())

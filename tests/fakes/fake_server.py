@@ -314,7 +314,7 @@ class FakeServer:
         await asyncio.shield(self._put(trajectory.trajectory_id, data))
 
     async def _put(self, trajectory_id: str, data: bytes) -> None:
-        await self.sender.put(trajectory_id, data, timeout_s=10)
+        await self.sender.put(trajectory_id, data, timeout_s=60)
         self.delivered.append((trajectory_id, data))
 
 

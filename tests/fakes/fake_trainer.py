@@ -72,7 +72,7 @@ class FakeTrainer:
                 version=version_to_pb(self.version),
                 weight_digest=self.digest,
             )
-            welcome = await self.stub.Register(hello, wait_for_ready=True, timeout=10)
+            welcome = await self.stub.Register(hello, wait_for_ready=True, timeout=60)
             self.version = version_from_pb(welcome.version)
             self.epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
             while not self.stop_reason:
@@ -85,7 +85,7 @@ class FakeTrainer:
                 directives = [d async for d in answer]
                 await self._follow(directives)
             goodbye = trainer_pb2.TrainerGoodbye(weight_digest=self.digest)
-            await self.stub.Finish(goodbye, timeout=10, metadata=self.epoch)
+            await self.stub.Finish(goodbye, timeout=60, metadata=self.epoch)
 
     async def _follow(self, directives: list[trainer_pb2.Directive]) -> None:
         first = directives[0]
@@ -142,19 +142,19 @@ class FakeTrainer:
                 trainer_pb2.CheckpointReport(
                     version=version_to_pb(self.version), weight_digest=self.digest
                 ),
-                timeout=10,
+                timeout=60,
                 metadata=self.epoch,
             )
 
     async def report(self, report: trainer_pb2.StepReport) -> trainer_pb2.StepReceipt:
-        return await self.stub.ReportStep(report, timeout=10, metadata=self.epoch)
+        return await self.stub.ReportStep(report, timeout=60, metadata=self.epoch)
 
     async def _publish(self, order: weights_pb2.PublishOrder) -> None:
         if not order.begun:
             start = trainer_pb2.PublishStart(
                 publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
             )
-            started = await self.stub.StartPublish(start, timeout=30, metadata=self.epoch)
+            started = await self.stub.StartPublish(start, timeout=60, metadata=self.epoch)
             if not started.receivers:
                 return
         self.communicator_id = order.communicator.communicator_id

@@ -598,7 +598,7 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
             spec.purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
             request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
             try:
-                await stub.SubmitEnvironment(request, timeout=10, wait_for_ready=True)
+                await stub.SubmitEnvironment(request, timeout=60, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
                 seen.append((error.code(), error.details(), error_info(error.trailing_metadata())))
         trainer.gate.set()
@@ -649,11 +649,11 @@ async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
         async with open_channel(address, OPEN) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="slipstream.v1.FleetService")
-            answer = await health.Check(request, timeout=10, wait_for_ready=True)
+            answer = await health.Check(request, timeout=60, wait_for_ready=True)
             seen["health"] = answer.status
             reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
             asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
-            async for message in reflection.ServerReflectionInfo(iter(asked), timeout=10):
+            async for message in reflection.ServerReflectionInfo(iter(asked), timeout=60):
                 seen["services"] = {s.name for s in message.list_services_response.service}
         trainer.gate.set()
 

@@ -57,7 +57,7 @@ def strangers(ports: list[int]) -> Iterator[list[socket.socket]]:
         for port in ports:
             for words in noise():
                 with contextlib.suppress(OSError):
-                    connection = socket.create_connection((HOST, port), timeout=5)
+                    connection = socket.create_connection((HOST, port), timeout=30)
                     stack.enter_context(connection)
                     opened.append(connection)
                     connection.sendall(words)
@@ -139,11 +139,11 @@ async def test_a_controller_answers_beside_three_hundred_strangers(tmp_path: Pat
         port = int(address.rpartition(":")[2])
         with contextlib.ExitStack() as stack:
             for number in range(300):
-                connection = stack.enter_context(socket.create_connection((HOST, port), 10))
+                connection = stack.enter_context(socket.create_connection((HOST, port), 30))
                 connection.sendall(noise()[number % 3])
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = status_pb2_grpc.StatusServiceStub(channel)
                 status = await stub.GetStatus(
-                    status_pb2.GetStatusRequest(), metadata=token, timeout=20, wait_for_ready=True
+                    status_pb2.GetStatusRequest(), metadata=token, timeout=60, wait_for_ready=True
                 )
         assert status.run_id
