@@ -84,6 +84,11 @@ SETTINGS = {
         "learner.ddp={overlap_grad_reduction=true}",
         "unknown key learner.ddp.overlap_grad_reduction; did you mean 'overlap_grad_reduce'?",
     ),
+    "unknown name for vLLM": (
+        "rollout_server.engine={max_num_batched_token=4096}",
+        "unknown key rollout_server.engine.max_num_batched_token; "
+        "did you mean 'max_num_batched_tokens'?",
+    ),
     "architecture": ('model.path="mixture"', "OlmoeForCausalLM", "cannot be loaded"),
     "episode too long": ("sampling.max_episode_tokens=1000", "max_position_embeddings"),
     "queue too small": ("queue.max_bytes=1000", "queue.max_bytes must hold"),
@@ -266,6 +271,13 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
         "# Only sizes were checked. Before a run can start:",
         "# model.path must hold safetensors weights, but weightless has none",
     ]
+
+
+@pytest.mark.parametrize("command", ["run", "learner", "rollout-server"])
+def test_a_dry_run_knows_the_names_of_vllms_arguments(command: str, folder: Path) -> None:
+    override = "rollout_server.engine={blok_size=16}"
+    result = run_command(command, "config.toml", override, "--dry-run", cwd=folder)
+    check_refused(result, "unknown key rollout_server.engine.blok_size; did you mean 'block_size'?")
 
 
 @pytest.mark.parametrize("command", ["learner", "rollout-server"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +12,15 @@ import pytest
 import transformers
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+vllm = pytest.importorskip("vllm")
 
 from slipstream.protocol.errors import ConfigError  # noqa: E402
 from slipstream.protocol.settings.config import Config  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
+from slipstream.protocol.settings.engine_table import OWNED  # noqa: E402
+from slipstream.protocol.settings.vllm_source import VllmSource, check_engine  # noqa: E402
 from tiny_models import SMALLEST, make_model_folder  # noqa: E402
+from vllm import AsyncEngineArgs  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +66,6 @@ def test_logits_have_the_type_that_the_learners_have(
     assert settings.model_config.head_dtype == dtype
 
 
-def test_the_type_of_logits_cannot_be_passed_by(model: Path) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
-
-    config = config_with(model, {"hf_overrides": {"head_dtype": "float16"}})
-    with pytest.raises(ConfigError, match="decided by model.head_dtype"):
-        engine_config(config, seed=3)
-
-
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
 def test_the_scheduler_is_ours_with_and_without_async_scheduling(
     async_scheduling: bool, name: str
@@ -97,25 +94,9 @@ def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
             "did you mean 'max_num_batched_tokens'?",
         ),
         (
-            {"logprobs_mode": "raw_logprobs"},
-            "rollout_server.engine.logprobs_mode cannot be passed through: the learner needs the "
-            "log-probabilities of the distribution that was sampled from",
+            {"max_num_batched_tokens": 32, "enable_chunked_prefill": False},
+            "vLLM refuses its settings: ",
         ),
-        (
-            {"max_num_seqs": 4},
-            "rollout_server.engine.max_num_seqs cannot be passed through: "
-            "set rollout_server.max_episodes",
-        ),
-        (
-            {"offload_group_size": 4},
-            "rollout_server.engine.offload_group_size cannot be passed through: layers that are "
-            "fetched from main memory would stay those of the start",
-        ),
-        (
-            {"distributed_executor_backend": "ray"},
-            "rollout_server.engine.distributed_executor_backend must be one of mp, uni, got 'ray'",
-        ),
-        ({"max_num_batched_tokens": 2}, "vLLM refuses its settings: "),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_one_line(
@@ -129,13 +110,49 @@ def test_settings_that_cannot_be_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_the_source_has_the_names_of_the_class_itself() -> None:
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs) if field.init}
+    source = VllmSource(Path(vllm.__file__).parent)
+    assert set(source.arguments()) == {name for name in fields if not name.startswith("_")}
+    # Those whose type only vLLM knows are few.
+    known = [name for name, place in source.arguments().items() if source.forms(place)]
+    assert len(known) > 0.9 * len(fields)
+
+
 def test_every_name_that_is_refused_is_one_of_vllm() -> None:
-    import dataclasses
+    assert set(OWNED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
-    from slipstream.rollout_server.inference.engine_arguments import _OWNED
-    from vllm import AsyncEngineArgs
 
-    assert set(_OWNED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        ({"block_sise": 16}, "unknown key rollout_server.engine.block_sise; did you mean 'block_"),
+        ({"kv_cache_dtype": "fp9"}, "rollout_server.engine.kv_cache_dtype must be one of auto, "),
+        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens must be an integer, got"),
+        (
+            {"compilation_config": {"cudagraph_mod": "none"}},
+            "engine.compilation_config.cudagraph_mod; did you mean 'cudagraph_mode'?",
+        ),
+        (
+            {
+                "kv_cache_dtype": "fp8_e4m3",
+                "max_num_batched_tokens": 8192,
+                "compilation_config": {"cudagraph_mode": "none", "pass_config": {}},
+                "attention_backend": "FLASH_ATTN",
+                "async_scheduling": False,
+                "hf_overrides": {"rope_theta": 5000.0},
+            },
+            "",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_tables_are_checked_against_the_source_that_is_installed(
+    model: Path, engine: dict[str, object], line: str
+) -> None:
+    with pytest.raises(ConfigError) if line else contextlib.nullcontext() as caught:
+        check_engine(config_with(model, engine))
+    assert not line or line in str(caught.value)
 
 
 def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:

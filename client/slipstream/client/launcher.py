@@ -39,8 +39,9 @@ from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import dump_config, load_config, parse_config
-from slipstream.protocol.settings.sections import QueueEnd
+from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.tracking import check_trackers
+from slipstream.protocol.settings.vllm_source import check_engine
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
@@ -55,6 +56,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_trackers(config.tracking)
     check_run_folder(config)
     check_port(config.controller.address)
+    check_engine(config)
     await check_passed_settings(config)
     local = {"ranks": config.learner.world_size, "servers": config.rollout_server.count}
     if dry_run:
@@ -106,6 +108,7 @@ async def run_learner(
         check_trackers(config.tracking)
         check_run_folder(config)
         check_port(config.controller.address)
+    check_engine(config)
     if dry_run or has_controller:
         await check_passed_settings(config)
     if dry_run:
@@ -137,6 +140,7 @@ async def run_rollout_server(
     config = load_config(path, overrides)
     credentials = check_settings(config, queue_ends=("rollout_server",))
     check_installed("vllm", *_queue_packages(config))
+    check_engine(config)
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:

@@ -37,8 +37,8 @@ from slipstream.protocol.settings.config_file import (
     dump_config,
     load_config,
 )
+from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.roles import role_settings
-from slipstream.protocol.settings.sections import QueueEnd
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 SETTINGS_CHECK = "slipstream.learner.trainer.check"
@@ -149,6 +149,10 @@ def make_folder(path: Path, *, mode: int = 0o777) -> Path:
 def check_port(address: str) -> None:
     """ConfigError when something listens on `address`."""
     host, port = address_parts(address)
+    if port == 0:
+        raise ConfigError(
+            f"controller.address must name a port that others can know, got {address}"
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -201,8 +205,7 @@ async def check_passed_settings(config: Config) -> None:
 
     Takes the time that its imports take, and no GPU.
     """
-    learners = [config.learner, *(role.learner for role in role_settings(config).values())]
-    if not any(learner.ddp or learner.optimizer or learner.transformer for learner in learners):
+    if not passes_to_megatron(config):
         return
     checked = await run_module(
         [SETTINGS_CHECK], limit_s=SETTINGS_LIMIT_S, given=dump_config(config).encode()
@@ -215,6 +218,12 @@ async def check_passed_settings(config: Config) -> None:
     if checked.code != 0:
         said = checked.lines[-1] if checked.lines else "it says nothing"
         raise ConfigError(said.removeprefix("slipstream: "))
+
+
+def passes_to_megatron(config: Config) -> bool:
+    """Whether any setting is passed through to Megatron."""
+    learners = [config.learner, *(role.learner for role in role_settings(config).values())]
+    return any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
 
 
 async def check_environments(config: Config, log_path: Path) -> None:

@@ -6,15 +6,26 @@ import re
 
 from slipstream.protocol.errors import ConfigError
 
-_FORM = re.compile(r"(?P<host>[^\s]+):(?P<port>\d{1,5})")
+_FORM = re.compile(r"(?P<host>[^\s/]+):(?P<port>\d{1,5})")
 
 
 def address_parts(address: str) -> tuple[str, int]:
     """Host and port of "host:port"; ConfigError for another form or a port above 65535."""
     match = _FORM.fullmatch(address)
-    if match is None or int(match["port"]) > 65535:
+    if match is None or int(match["port"]) > 65535 or not is_host(match["host"]):
         raise ConfigError(f"an address is host:port with a port up to 65535, got {address!r}")
     return match["host"].strip("[]"), int(match["port"])
+
+
+def is_host(text: str) -> bool:
+    """Whether a text can be the name or the address of a host; an IPv6 address may have []."""
+    if (text[0], text[-1]) == ("[", "]"):
+        text = text[1:-1]
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(text) and not set(text) & set("[]/ ")
 
 
 def check_address_form(address: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 import sys
@@ -16,7 +17,7 @@ from slipstream.client.doctor import machine, packages
 from slipstream.client.doctor.examine import ask_program, conclusion
 from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, problem, table
 from slipstream.client.doctor.queue import check_queue
-from slipstream.client.doctor.setup import check_setup
+from slipstream.client.doctor.setup import check_passed, check_setup
 from slipstream.client.preflight import free_port
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.settings.config import Config
@@ -131,6 +132,26 @@ def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None
     finding = found(config, "model")
     assert finding.verdict is Verdict.PROBLEM
     assert "got 3" in finding.seen
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("engine", "verdict", "seen"),
+    [
+        (
+            {"blok_size": 16},
+            Verdict.PROBLEM,
+            "unknown key rollout_server.engine.blok_size; did you",
+        ),
+        ({"block_size": 16}, Verdict.OK, "vLLM has the arguments that are passed through: block_s"),
+    ],
+)
+async def test_what_is_passed_to_vllm_is_looked_up(
+    tmp_path: Path, engine: dict, verdict: Verdict, seen: str
+) -> None:
+    (finding,) = await check_passed(config_of(tmp_path, rollout_server={"engine": engine}))
+    assert finding.verdict is verdict
+    assert finding.seen.startswith(seen)
 
 
 def test_port_in_use_is_a_problem(tmp_path: Path) -> None:

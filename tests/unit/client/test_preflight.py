@@ -13,6 +13,7 @@ from slipstream.client import preflight
 from slipstream.client.launcher import run_learner
 from slipstream.client.preflight import (
     check_environments,
+    check_port,
     check_run_folder,
     free_port,
     make_run_folder,
@@ -42,6 +43,13 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(ConfigError, match=r"no free port on 127\.0\.0\.1"),
     ):
         free_port("127.0.0.1")
+
+
+def test_the_controller_has_a_port_that_others_can_know() -> None:
+    with pytest.raises(
+        ConfigError, match=r"must name a port that others can know, got 127\.0\.0\.1:0"
+    ):
+        check_port("127.0.0.1:0")
 
 
 @pytest.mark.parametrize(("node_rank", "is_refused"), [(0, True), (1, False)])

@@ -13,7 +13,7 @@ from slipstream.client.doctor.gpus import check_gpus
 from slipstream.client.doctor.machine import check_machine
 from slipstream.client.doctor.packages import check_packages
 from slipstream.client.doctor.queue import check_queue
-from slipstream.client.doctor.setup import check_setup
+from slipstream.client.doctor.setup import check_passed, check_setup
 from slipstream.protocol.gpus import list_gpus
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config
@@ -45,6 +45,7 @@ async def examine(config: Config | None) -> list[Finding]:
         findings += await ask_program(LEARNER_PROGRAM)
     if config is not None:
         findings += await asyncio.to_thread(lambda: list(check_setup(config, gpus)))
+        findings += await check_passed(config)
         findings += await check_queue(config)
     return findings
 

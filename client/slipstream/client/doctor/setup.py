@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from collections.abc import Iterator, Sequence
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.fit import check_fit
-from slipstream.client.preflight import check_port
+from slipstream.client.preflight import check_passed_settings, check_port, passes_to_megatron
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import Credentials, check_address
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import check_model
+from slipstream.protocol.settings.vllm_source import check_engine
 
 CONNECT_LIMIT_S = 3.0
 
@@ -28,6 +30,29 @@ def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
         yield _master(config)
     yield _exposure(config)
     yield from check_fit(config, gpus)
+
+
+async def check_passed(config: Config) -> list[Finding]:
+    """What is passed through to vLLM and Megatron, by those of them that are installed here."""
+    findings = []
+    if config.rollout_server.engine and importlib.util.find_spec("vllm") is not None:
+        findings.append(_of_engine(config))
+    if passes_to_megatron(config) and importlib.util.find_spec("megatron") is not None:
+        try:
+            await check_passed_settings(config)
+            findings.append(ok("for Megatron", "Megatron takes what is passed through to it"))
+        except ConfigError as error:
+            findings.append(problem("for Megatron", str(error)))
+    return findings
+
+
+def _of_engine(config: Config) -> Finding:
+    try:
+        check_engine(config)
+    except ConfigError as error:
+        return problem("for vLLM", str(error))
+    names = ", ".join(config.rollout_server.engine)
+    return ok("for vLLM", f"vLLM has the arguments that are passed through: {names}")
 
 
 def _model(config: Config) -> Finding:

@@ -16,7 +16,7 @@ import grpc.aio
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.settings.config import Config, QueueSection, SecuritySection, address_parts
-from slipstream.protocol.settings.sections import QueueEnd
+from slipstream.protocol.settings.queue_section import QueueEnd
 
 # grpc's classes are generic in their type stubs only.
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
 from slipstream.protocol.reservation import smallest_queue
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.checkpoint_section import CheckpointSection
+from slipstream.protocol.settings.engine_table import engine_problems
 from slipstream.protocol.settings.lora_section import LoraSection
 from slipstream.protocol.settings.measurement_sections import (
     EvaluationSection,
@@ -22,6 +23,7 @@ from slipstream.protocol.settings.parallel_rules import (
     table_problems,
     world_problems,
 )
+from slipstream.protocol.settings.queue_section import QueueSection
 from slipstream.protocol.settings.role_sections import (
     CriticSection,
     ReferenceSection,
@@ -37,7 +39,6 @@ from slipstream.protocol.settings.sections import (
     ModelSection,
     OffloadSection,
     ParallelSection,
-    QueueSection,
     RolloutServerSection,
     RunSection,
     SamplingSection,
@@ -178,8 +179,19 @@ class Config(Section):
                 f"controller.heartbeat_timeout_s must be at least 3 * heartbeat_s, got "
                 f"{self.controller.heartbeat_timeout_s} and {self.controller.heartbeat_s}"
             )
-        for problem in itertools.chain(world_problems(self.learner), table_problems(self.learner)):
+        for problem in itertools.chain(
+            world_problems(self.learner),
+            table_problems(self.learner),
+            engine_problems(server.engine, max_episodes=server.max_episodes),
+        ):
             raise ValueError(problem)
+        lag = algorithm.max_staleness
+        if self.weights.publish_every_steps > lag + 1:
+            raise ValueError(
+                f"weights.publish_every_steps must be at most algorithm.max_staleness + 1: later "
+                f"steps would find no server that may start a group for them, got "
+                f"{self.weights.publish_every_steps} and {lag}"
+            )
         check_algorithm(self)
         check_router_replay(self)
         check_measurement(self)
@@ -201,6 +213,11 @@ def check_algorithm(config: Config) -> None:
     if algorithm.advantage != "gae" and config.critic is not None:
         raise ValueError(
             f"the table critic has no effect with algorithm.advantage = {algorithm.advantage!r}"
+        )
+    if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
+        raise ValueError(
+            f"critic.warmup_steps must be below run.steps, or the policy is never trained, "
+            f"got {config.critic.warmup_steps} and {config.run.steps}"
         )
     if algorithm.kl.coefficient == 0 and config.reference is not None:
         raise ValueError("the table reference has no effect with algorithm.kl.coefficient = 0")

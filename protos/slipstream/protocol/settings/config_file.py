@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 import tomllib
 import types
 import typing
@@ -24,6 +25,9 @@ from slipstream.protocol.settings.roles import missing_weights, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
 
 Table: TypeAlias = dict[str, JsonValue]
+
+# Characters of a value in a message.
+LONGEST_VALUE = 80
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -52,7 +56,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
-        source = _source(path, first["loc"], overrides)
+        source = _source(path, first, overrides)
         raise ConfigError(f"{source}: {_describe(first)}") from None
 
 
@@ -187,11 +191,15 @@ def _apply_override(table: Table, override: str) -> None:
         raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
 
 
-def _source(path: Path, location: tuple[int | str, ...], overrides: Sequence[str]) -> str:
+def _source(path: Path, error: ErrorDetails, overrides: Sequence[str]) -> str:
     """Where people should look: at the file, at an override, or at both."""
-    where = [str(part) for part in location]
+    where = [str(part) for part in error["loc"]]
     for override in overrides:
-        key = override.partition("=")[0].strip().removeprefix("--").split(".")
+        name = override.partition("=")[0].strip().removeprefix("--")
+        key = name.split(".")
+        if not where and re.search(rf"\b{re.escape(name)}\b", error["msg"]):
+            # A rule between sections.
+            return f"{path} and command line"
         if where[: len(key)] == key:
             return "command line"
         if where and key[: len(where)] == where:
@@ -215,14 +223,20 @@ def _describe(error: ErrorDetails) -> str:
     if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
         return f"{where} is a list of tables: write [[{where}]] above each in place of [{where}]"
     if error["type"] in ("model_type", "dict_type"):
-        return f"{where} is a table of settings, got {error['input']!r}"
+        return f"{where} is a table of settings, got {_shown(error['input'])}"
     if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == RUN_NAME:
         return (
             f"{where} must be letters, digits and . _ - and begin with a letter or digit, "
-            f"got {error['input']!r}"
+            f"got {_shown(error['input'])}"
         )
     rule = error["msg"][0].lower() + error["msg"][1:]
-    return f"{where}: {rule}, got {error['input']!r}"
+    return f"{where}: {rule}, got {_shown(error['input'])}"
+
+
+def _shown(value: object) -> str:
+    """A value as it stands in a message of one line."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, model_validator
 from slipstream.protocol.settings.section import Positive, Reference, Seconds, Section
 
+# Between it and 0 vLLM samples at this one, without saying so to whoever asked.
+MIN_TEMPERATURE = 0.01
+
 
 class EvaluationSection(Section):
     """One environment that is only measured, never trained."""
@@ -30,7 +33,7 @@ class EvaluationSection(Section):
     # Evaluate after every n-th step as well as before the first and after the last one; 0: only
     # these two. A round measures all evaluations, whichever asked for it.
     every_steps: int = Field(0, ge=0)
-    # 0: the most probable token.
+    # 0: the most probable token; else 0.01 or more.
     temperature: float = Field(1.0, ge=0)
     # None: sampling.top_p.
     top_p: float | None = Field(None, gt=0, le=1)
@@ -52,6 +55,10 @@ class EvaluationSection(Section):
         if max(self.pass_at, default=1) > samples:
             raise ValueError(
                 f"pass_at must be at most samples_per_task, got {max(self.pass_at)} and {samples}"
+            )
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0 or at least {MIN_TEMPERATURE}, got {self.temperature}"
             )
         if samples > 1 and self.temperature == 0:
             raise ValueError(

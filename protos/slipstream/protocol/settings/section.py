@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from slipstream.protocol.address import check_address_form
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from slipstream.protocol.address import check_address_form, is_host
 
 _REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -17,13 +29,90 @@ def _check_reference_form(reference: str) -> str:
     return reference
 
 
+def _check_host_form(host: str) -> str:
+    if host.count(":") == 1 or not is_host(host):
+        raise ValueError(f"a host is a name or an address, without a port, got {host!r}")
+    return host
+
+
 Reference = Annotated[str, AfterValidator(_check_reference_form)]
 Address = Annotated[str, AfterValidator(check_address_form)]
+Host = Annotated[str, AfterValidator(_check_host_form)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
+# Counts travel in 32 bits, and go into kernels that count so. Bytes do not.
+_LARGEST_COUNT, _LARGEST_BYTES = 2**31 - 1, 2**63 - 1
+# Below it whoever waits is always busy; thirty years: clocks of threads and of torch end later.
+_SHORTEST_S, _LONGEST_S = 1e-3, 1e9
+# Far below the end of float32, in which most of them are used.
+_LARGEST = 1e30
+# Of Linux: one name, and a whole path.
+_NAME_BYTES, _PATH_BYTES = 255, 4095
+
 
 class Section(BaseModel):
-    """A section: unknown keys are refused, values never change."""
+    """A section: unknown keys are refused, values never change.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    Numbers are finite, no truth values, and of a size that can be sent and waited
+    for; texts and paths are not empty.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_its_kind(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses what pydantic would convert, and texts that no file or service can have."""
+        name = info.field_name or ""
+        kinds = set(_kinds(cls.model_fields[name].annotation))
+        if kinds & {int, float} and bool not in kinds and isinstance(value, bool):
+            raise ValueError(f"input should be a number, got {str(value).lower()}")
+        if kinds & {str, Path} and isinstance(value, str):
+            if not value or not value.isprintable():
+                # An address may hold a password.
+                shown = "" if name.endswith("_url") else f", got {value!r}"
+                raise ValueError(f"input should be one line of text, not empty{shown}")
+            if Path in kinds and _is_too_long(value):
+                raise ValueError(
+                    f"input should be a path of at most {_PATH_BYTES} bytes and {_NAME_BYTES} for "
+                    f"each of its names, got {len(value)} characters"
+                )
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _of_a_size_that_works(cls, value: object, info: ValidationInfo) -> object:
+        name = info.field_name or ""
+        if isinstance(value, float) and abs(value) > _LARGEST:
+            raise ValueError(f"input should be at most {_LARGEST:g}, got {value:g}")
+        if isinstance(value, float) and name.endswith("_s") and not _is_time(value):
+            raise ValueError(
+                f"input should be {_SHORTEST_S:g} to {_LONGEST_S:g} seconds, got {value:g}"
+            )
+        largest = _LARGEST_BYTES if name.endswith("_bytes") else _LARGEST_COUNT
+        if isinstance(value, int) and value > largest:
+            raise ValueError(f"input should be at most {largest}, got {value}")
+        return value
+
+
+def _kinds(annotation: object) -> Iterator[object]:
+    """The types of which a field's value may be; what is in its items does not count."""
+    if typing.get_origin(annotation) is Annotated:
+        yield from _kinds(typing.get_args(annotation)[0])
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for each in typing.get_args(annotation):
+            yield from _kinds(each)
+    else:
+        yield annotation
+
+
+def _is_time(seconds: float) -> bool:
+    return seconds == 0 or _SHORTEST_S <= seconds <= _LONGEST_S
+
+
+def _is_too_long(path: str) -> bool:
+    names = os.fsencode(path).split(b"/")
+    return len(os.fsencode(path)) > _PATH_BYTES or max(map(len, names)) > _NAME_BYTES

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
-from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, model_validator
-from slipstream.protocol.settings.measurement_sections import ProfileSection
-from slipstream.protocol.settings.section import Address, Positive, Reference, Seconds, Section
+from slipstream.protocol.settings.measurement_sections import MIN_TEMPERATURE, ProfileSection
+from slipstream.protocol.settings.section import (
+    Address,
+    Host,
+    Positive,
+    Reference,
+    Seconds,
+    Section,
+)
 
-QueueEnd: TypeAlias = Literal["controller", "rollout_server"]
-
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -21,7 +25,7 @@ class RunSection(Section):
     """What is run, for how long, and where its files lie."""
 
     # Also the name of the run's folder.
-    name: Annotated[str, Field(pattern=RUN_NAME)]
+    name: Annotated[str, Field(pattern=RUN_NAME, max_length=100)]
     # Training steps, and so the last version.
     steps: Positive
     # Everything that the run makes lies in `dir`/`name`.
@@ -65,8 +69,8 @@ class EnvironmentSection(Section):
 class SamplingSection(Section):
     """How replies are sampled, and how long an episode may be."""
 
-    # The learner divides its logits by it too.
-    temperature: float = Field(1.0, gt=0)
+    # The learner divides its logits by it too. vLLM samples at no lower one.
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE)
     # Sampling takes the smallest set of tokens of this probability; the learner does not know it.
     top_p: float = Field(1.0, gt=0, le=1)
     # Sampling takes so many of the most probable tokens; the learner does not know it. 0: no limit.
@@ -166,7 +170,7 @@ class LearnerSection(Section):
     # Decoupled; not for norms and biases.
     weight_decay: float = Field(0.0, ge=0)
     # Of AdamW.
-    adam_betas: tuple[float, float] = (0.9, 0.95)
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.95)
     # Of AdamW.
     adam_eps: float = Field(1e-8, gt=0)
     # Largest gradient norm; 0: no limit.
@@ -230,71 +234,9 @@ class RolloutServerSection(Section):
     drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of starting the engine.
     start_timeout_s: Seconds = 600.0
-
-
-class QueueUserSection(Section):
-    """The user as which one end of the queue enters Redis, in place of the one in `redis_url`."""
-
-    # Name of the user; docs/security.md has the rights that it needs.
-    user: Annotated[str, Field(min_length=1)]
-    # A file with its password.
-    password_file: Path
-
-
-# A password with one of /?# in it would be cut in two, and shown as host or path.
-_REDIS_URL = re.compile(
-    r"rediss?://([^/?#]*@)?(\[[\da-fA-F:.]+\]|[^/?#@:\[\]]+)(:\d{1,5})?(/\d*)?(\?[^#@]*)?"
-    r"|unix://([^/?#]*@)?/[^?#]*(\?[^#]*)?"
-)
-
-
-class QueueSection(Section):
-    """Where finished trajectories wait for the journal."""
-
-    # grpc: in the memory of the rollout servers; redis: on the disk of a Redis or Valkey server.
-    kind: Literal["grpc", "redis"] = "grpc"
-    # redis://, rediss:// or unix:// ; None: `slipstream run` starts a server of its own.
-    redis_url: str | None = None
-    # A file with the password, which then need not stand in `redis_url`.
-    redis_password_file: Path | None = None
-    # A table of its own, below: the controller's user.
-    controller: QueueUserSection | None = None
-    # A table of its own, below: the rollout servers' user.
-    rollout_server: QueueUserSection | None = None
-    # Bytes that may wait: of each server (grpc), of all together (redis). Beyond it servers wait.
-    # Leases of all servers together reserve no more.
-    max_bytes: Positive = 256 << 20
-
-    def user_of(self, end: QueueEnd) -> QueueUserSection | None:
-        """The table of one end."""
-        return self.controller if end == "controller" else self.rollout_server
-
-    @model_validator(mode="after")
-    def _url(self) -> QueueSection:
-        if self.redis_url is not None and not _REDIS_URL.fullmatch(self.redis_url):
-            # Nothing of it is shown: it may hold a password.
-            raise ValueError(
-                "redis_url must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH, "
-                "with USER:PASSWORD@ before the host if need be: a password with one of /?# in it "
-                "is percent-encoded there, or stands in redis_password_file"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _users(self) -> QueueSection:
-        tables = [end for end in ("controller", "rollout_server") if self.user_of(end) is not None]
-        if not tables:
-            return self
-        if self.redis_url is None:
-            raise ValueError(
-                f"the table {tables[0]} needs redis_url: a server of our own makes its users itself"
-            )
-        if self.redis_password_file is not None or "@" in urlsplit(self.redis_url).netloc:
-            raise ValueError(
-                f"the table {tables[0]} names a user: leave redis_password_file out, "
-                "and the user in redis_url"
-            )
-        return self
+    # What is kept of the output of each environment worker: two files of half as much each; older
+    # lines are removed.
+    environment_log_mib: Positive = 16
 
 
 class WeightsSection(Section):
@@ -304,7 +246,7 @@ class WeightsSection(Section):
     # auto: gloo if anything computes on a CPU, ipc on a shared GPU, else nccl.
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     # Address of trainer rank 0's machine through which the weights travel.
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     # Element type on the wire; None: model.dtype.
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     # Size at which a bucket is closed; the largest tensor's, if that is more.

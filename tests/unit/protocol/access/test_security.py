@@ -19,7 +19,8 @@ from slipstream.protocol.access.security import (
     without_password,
 )
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.sections import QueueSection, SecuritySection
+from slipstream.protocol.settings.queue_section import QueueSection
+from slipstream.protocol.settings.sections import SecuritySection
 from small_configs import config_of
 
 TOKEN = "s" * 32

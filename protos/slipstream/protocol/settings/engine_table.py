@@ -1,0 +1,98 @@
+"""The table `rollout_server.engine`: what of vLLM's own arguments is the user's to choose.
+
+Nothing of vLLM is imported or read here, so that these rules hold on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pydantic import JsonValue
+
+SECTION = "rollout_server.engine"
+# A process of its own for each worker, or one worker in the engine's process.
+_EXECUTORS = ("mp", "uni")
+
+_WEIGHTS = "the learner's weights could not be loaded into such an engine"
+_ADAPTERS = "set lora.publish"
+_OFFLOADED = "layers that are fetched from main memory would stay those of the start"
+_REPLICAS = "set rollout_server.count for more engines"
+_WORKERS = "set rollout_server.tensor_parallel_size"
+_TOKENS = "prompts and replies are token ids, text is made elsewhere"
+_PROCESSED = "the learner needs the log-probabilities of the distribution that was sampled from"
+_DRAFTS = "the scheduler here does not join what drafts add to outputs"
+# What must agree with other settings or with our own code: what to do instead, or why.
+OWNED = {
+    "model": "set model.path",
+    "model_weights": "set model.path",
+    "hf_config_path": "set model.path",
+    "dtype": "set model.dtype",
+    "seed": "it is drawn anew at each start",
+    "max_model_len": "set sampling.max_episode_tokens",
+    "max_num_seqs": "set rollout_server.max_episodes",
+    "tensor_parallel_size": _WORKERS,
+    "pipeline_parallel_size": _WORKERS,
+    "prefill_context_parallel_size": _WORKERS,
+    "device_ids": "set rollout_server.devices",
+    "gpu_memory_utilization": "set rollout_server.gpu_memory_utilization",
+    "enforce_eager": "set rollout_server.enforce_eager",
+    "enable_prefix_caching": "set rollout_server.enable_prefix_caching",
+    "data_parallel_size": _REPLICAS,
+    "data_parallel_size_local": _REPLICAS,
+    "nnodes": _REPLICAS,
+    "logprobs_mode": _PROCESSED,
+    "max_logprobs": "one log-probability is asked for, that of the sampled token",
+    "return_sampling_mask": "nothing here reads it",
+    "logits_processors": _PROCESSED,
+    "generation_config": "set the table sampling",
+    "override_generation_config": "set the table sampling",
+    "speculative_config": _DRAFTS,
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "tokenizer": _TOKENS,
+    "tokenizer_mode": _TOKENS,
+    "skip_tokenizer_init": _TOKENS,
+    "stream_interval": "replies are handed out in chunks already",
+    "enable_lora": _ADAPTERS,
+    "max_loras": _ADAPTERS,
+    "max_cpu_loras": _ADAPTERS,
+    "max_lora_rank": _ADAPTERS,
+    "lora_target_modules": _ADAPTERS,
+    "lora_dtype": _ADAPTERS,
+    "worker_cls": _WEIGHTS,
+    "worker_extension_cls": _WEIGHTS,
+    "weight_transfer_config": _WEIGHTS,
+    "enable_sleep_mode": _WEIGHTS,
+    "offload_group_size": _OFFLOADED,
+    "offload_num_in_group": _OFFLOADED,
+    "offload_prefetch_step": _OFFLOADED,
+    "offload_params": _OFFLOADED,
+    "scheduler_cls": "it is ours",
+    "enable_return_routed_experts": "set algorithm.router_replay",
+    "aux_output_config": "set algorithm.router_replay",
+    "disable_log_stats": "generated tokens are counted there",
+}
+
+
+def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Iterator[str]:
+    """One line for each rule that the table breaks, whatever vLLM is installed."""
+    for name in table:
+        if name in OWNED:
+            yield f"{SECTION}.{name} cannot be passed through: {OWNED[name]}"
+    executor = table.get("distributed_executor_backend", "mp")
+    if executor not in _EXECUTORS:
+        yield (
+            f"{SECTION}.distributed_executor_backend must be one of {', '.join(_EXECUTORS)}, "
+            f"got {executor!r}"
+        )
+    overrides = table.get("hf_overrides", {})
+    if not isinstance(overrides, dict):
+        yield f"{SECTION}.hf_overrides must be a table, got {overrides!r}"
+    elif "head_dtype" in overrides:
+        yield f"{SECTION}.hf_overrides.head_dtype is decided by model.head_dtype"
+    batched = table.get("max_num_batched_tokens")
+    if isinstance(batched, int) and batched < max_episodes:
+        yield (
+            f"{SECTION}.max_num_batched_tokens must be at least rollout_server.max_episodes: each "
+            f"episode has a token in a batch, got {batched} and {max_episodes}"
+        )
