@@ -93,7 +93,7 @@ class Served:
 
         self._engine = engine
         self._stop = asyncio.Event()
-        gateway = WorkerGateway(config.run_dir / f"logs-{name}")
+        gateway = WorkerGateway(config.run_dir / f"logs-{name}", log_bytes=1 << 20)
         server = RolloutServer(
             config, address, ServerId(name), engine, Renderer(config.model.path), gateway
         )

@@ -138,7 +138,7 @@ async def test_the_program_serves_a_group_and_drains(settings: Path, fleet: Fake
     finally:
         if server.returncode is None:
             server.kill()
-    assert (settings.parent / "test" / "logs" / "environment-echo-0.log").exists()
+    assert list((settings.parent / "test" / "logs").glob("*-environment-echo-0.log"))
 
 
 async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFleet) -> None:

@@ -120,7 +120,11 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     try:
         server_id = ServerId(options.server_id)
-        gateway = WorkerGateway(config.run_dir / "logs", server=server_id)
+        gateway = WorkerGateway(
+            config.run_dir / "logs",
+            server=server_id,
+            log_bytes=settings.environment_log_mib << 20,
+        )
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
         await server.run(stop)
     finally:

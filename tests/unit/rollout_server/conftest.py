@@ -71,7 +71,7 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
         engine, stop = FakeEngine(), asyncio.Event()
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()
-            gateway = WorkerGateway(tmp_path / "logs")
+            gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)
             server = RolloutServer(
                 config, fleet.address, ServerId("server-0"), engine, renderer, gateway
             )

@@ -24,6 +24,7 @@ from slipstream.protocol.access.security import CHANNEL_OPTIONS, TOKEN_KEY
 from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable
+from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
@@ -43,11 +44,18 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         *,
         server: str = "rollout-server",
         program: Sequence[str] = WORKER_PROGRAM,
+        log_bytes: int,
     ) -> None:
-        """`server`: the id under which a killed one starts again; it removes what that left."""
+        """`server`: the id under which a killed one starts again; it removes what that left.
+
+        `log_bytes`: limit of what is kept of one worker's output.
+        """
         self.log_dir = log_dir
+        self.server = server
         self._socket_note = log_dir / f"{server}.sockets"
         self.program = tuple(program)
+        self._log_bytes = log_bytes
+        self.logs: WorkerLogs
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self._folder = Path()
         # Workers that were started and did not attach yet.
@@ -60,6 +68,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
 
     async def __aenter__(self) -> Self:
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.logs = WorkerLogs(self.log_dir, self._log_bytes)
         self._folder = make_socket_folder(self._socket_note)
         environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.address)
@@ -73,6 +82,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         traceback: TracebackType | None,
     ) -> None:
         await self._server.stop(grace=0)
+        await asyncio.to_thread(self.logs.close)
         remove_socket_folder(self._socket_note)
 
     def expect(self, worker: EnvironmentWorker) -> str:
@@ -180,7 +190,9 @@ class EnvironmentWorker:
     async def _start(self, index: int) -> asyncio.subprocess.Process:
         token = self._gateway.expect(self)
         name = re.sub(r"[^\w.-]", "_", self._spec.name)
-        with (self._gateway.log_dir / f"environment-{name}-{index}.log").open("ab") as log:
+        # Servers of one machine write into the same folder.
+        log_name = f"{self._gateway.server}-environment-{name}-{index}.log"
+        with self._gateway.logs.output(log_name) as log:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "slipstream.protocol.process"),
                 *self._gateway.program,

@@ -25,6 +25,16 @@ class Good(Environment):
         return StepResult(reward=0.5, metrics={"variables": float(len(os.environ))})
 
 
+class Loud(Good):
+    """Prints 50 lines a step."""
+
+    def step(self, reply):
+        for number in range(50):
+            print(f"line {number} of {reply}")
+        sys.stdout.flush()
+        return StepResult(reward=0.5)
+
+
 class Hanging(Good):
     """Never answers a step, but lets others go on."""
 

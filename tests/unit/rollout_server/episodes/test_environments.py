@@ -56,14 +56,21 @@ class Hosted:
         return await self.environments.open(name, key, timeout_s)
 
 
-@pytest.fixture
-async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
+@contextlib.asynccontextmanager
+async def hosting(tmp_path: Path) -> AsyncIterator[Hosted]:
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    async with WorkerGateway(tmp_path / "logs") as gateway, asyncio.TaskGroup() as group:
+    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096)
+    async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         yield Hosted(environments, reports)
         environments.close()
     assert not worker_processes()
+
+
+@pytest.fixture
+async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
+    async with hosting(tmp_path) as found:
+        yield found
 
 
 def child_processes(argument: str) -> list[psutil.Process]:
@@ -89,6 +96,20 @@ async def test_an_episode_runs_in_a_worker(hosted) -> None:
     verdict = await session.step("x", truncated=False)
     assert (verdict.reward, verdict.done) == (0.5, True)
     session.close()
+
+
+async def test_the_last_lines_that_a_worker_printed_are_kept(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as hosted:
+        hosted.load("Loud")
+        await hosted.report()
+        session = await hosted.open("Loud")
+        await session.reset(1, 2)
+        for number in range(30):
+            await session.step(f"reply {number}", truncated=False)
+    log = tmp_path / "logs" / "rollout-server-environment-Loud-0.log"
+    assert log.read_text().splitlines()[-1] == "line 49 of reply 29"
+    assert {path.name for path in log.parent.glob("*.log*")} == {log.name, f"{log.name}.1"}
+    assert sum(path.stat().st_size for path in log.parent.glob("*.log*")) <= 4096
 
 
 async def test_the_same_order_again_only_repeats_the_report(hosted) -> None:
@@ -196,7 +217,7 @@ async def test_unloading_ends_the_workers(hosted) -> None:
 
 async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -> None:
     late = (sys.executable, "-c", "import time; time.sleep(600)")
-    gateway = WorkerGateway(tmp_path / "logs", program=late)
+    gateway = WorkerGateway(tmp_path / "logs", program=late, log_bytes=4096)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), lambda _: None)
         Hosted(environments, asyncio.Queue()).load("Good")
@@ -213,7 +234,7 @@ async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
     monkeypatch.setattr(workers, "_START_LIMIT_S", 0.2)
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(tmp_path / "logs", program=late)
+    gateway = WorkerGateway(tmp_path / "logs", program=late, log_bytes=4096)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         hosted = Hosted(environments, reports)

@@ -1,0 +1,110 @@
+"""What workers print is kept up to a limit."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slipstream.rollout_server.episodes.worker_logs import BoundedLog, WorkerLogs
+
+LIMIT_S = 30.0
+
+
+def kept(path: Path) -> tuple[list[str], list[str]]:
+    """The lines of the file before and of the newest file."""
+    before = path.with_name(f"{path.name}.1")
+    return before.read_text().splitlines(), path.read_text().splitlines()
+
+
+@pytest.mark.parametrize("lines_at_once", [1, 3, 500])
+def test_the_last_lines_are_kept_whole_and_the_files_say_that_others_are_gone(
+    lines_at_once: int, tmp_path: Path
+) -> None:
+    log = BoundedLog(tmp_path / "a.log", 4000)
+    lines = [f"line {number}" for number in range(2000)]
+    for at in range(0, len(lines), lines_at_once):
+        log.write("".join(f"{line}\n" for line in lines[at : at + lines_at_once]).encode())
+    log.close()
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) <= 2000
+    older, newer = kept(log.path)
+    assert newer[0] == (
+        "slipstream: the lines before these are in a.log.1, older ones were removed: "
+        "rollout_server.environment_log_mib = 0.0038147"
+    )
+    found = older[1:] + newer[1:]
+    assert len(found) >= (2000 - len(newer[0]) - 1) // len("line 1999\n")
+    assert found == lines[-len(found) :]
+
+
+def test_a_log_goes_on_where_an_earlier_worker_left_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    for number in range(100):
+        log = BoundedLog(path, 2000)
+        log.write(f"worker {number:03} was here\n".encode())
+        log.close()
+    older, newer = kept(path)
+    assert newer[-1] == "worker 099 was here"
+    assert path.stat().st_size <= 1000
+    assert len(older) > 20
+
+
+def test_a_line_longer_than_a_file_is_cut(tmp_path: Path) -> None:
+    log = BoundedLog(tmp_path / "a.log", 1000)
+    log.write(b"short\n" + b"x" * 5000 + b"the end\n")
+    log.close()
+    assert log.path.read_text().endswith("xthe end\n")
+    assert all(path.stat().st_size <= 500 for path in tmp_path.iterdir())
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[WorkerLogs]:
+    yield WorkerLogs(tmp_path, 100_000)
+
+
+def run(logs: WorkerLogs, name: str, code: str) -> None:
+    with logs.output(name) as output:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=output, stderr=output)
+    assert process.wait(LIMIT_S) == 0
+
+
+def test_all_that_was_printed_before_the_end_is_in_the_file(
+    logs: WorkerLogs, tmp_path: Path
+) -> None:
+    run(logs, "a.log", "for n in range(50_000): print('line', n)")
+    run(logs, "b.log", "import os; os.write(1, b'one'); os.write(2, b' and the other')")
+    logs.close()
+    older, newer = kept(tmp_path / "a.log")
+    assert newer[-1] == "line 49999"
+    assert sum(path.stat().st_size for path in tmp_path.glob("a.log*")) <= 100_000
+    assert int(older[1].split()[1]) < 49_999 - 2000
+    assert (tmp_path / "b.log").read_text() == "one and the other"
+
+
+def test_what_a_worker_leaves_behind_does_not_keep_its_server(
+    logs: WorkerLogs, tmp_path: Path
+) -> None:
+    with logs.output("a.log") as output:
+        left = subprocess.Popen(["yes"], stdout=output)
+    try:
+        logs.close()
+        assert left.wait(LIMIT_S) != 0
+    finally:
+        left.kill()
+        left.wait()
+
+
+def test_a_worker_does_not_wait_for_a_disk_that_is_full(
+    logs: WorkerLogs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.log").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        run(logs, "a.log", "print('x' * 1_000_000)")
+        logs.close()
+    (record,) = caplog.records
+    assert "a.log: No space left on device; what is printed is lost" in record.getMessage()
