@@ -65,9 +65,9 @@ def train(folder: Path, job: str) -> None:
     def score() -> torch.Tensor:
         return torch.from_numpy(np.concatenate(sequence_logprobs(policy, sequences, max_tokens=64)))
 
-    sequences, metrics, logprobs = probe(config), [], []
+    sequences, metrics = probe(config), []
+    logprobs = [score()]
     for batch in batches(config):
-        logprobs.append(score())
         with recorded_inputs(policy) as inputs:
             metrics.append(step.run(batch).metrics)
         if batch.step == 0:
@@ -75,7 +75,8 @@ def train(folder: Path, job: str) -> None:
     # At once: what a forward pass would complete must be complete without one.
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     logprobs.append(score())
-    save_hf_folder(policy, config.model.path, folder / f"{job}-final")
+    if policy.ranks.world_size == 1:
+        save_hf_folder(policy, config.model.path, folder / f"{job}-final")
     if policy.ranks.is_main:
         result = {
             "metrics": metrics,

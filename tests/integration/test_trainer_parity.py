@@ -167,9 +167,8 @@ def check_layout(layout: str, one_rank: dict[str, dict], found: dict) -> None:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), (step, name)
         for name in ("routing_difference", "routing_unrecorded"):
             assert ours.get(name) == theirs.get(name), (step, name)
-        torch.testing.assert_close(
-            found["logprobs"][step], expected["logprobs"][step], rtol=1e-5, atol=2e-5
-        )
+    for ours, theirs in zip(found["logprobs"], expected["logprobs"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
     for name, tensor in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=2e-6)
 
