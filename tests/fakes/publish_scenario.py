@@ -45,6 +45,11 @@ class Scenario:
     def world_size(self) -> int:
         return int(self.learner.get("world_size", 1))
 
+    @property
+    def bucket_deadline_s(self) -> float:
+        """NCCL notices a dead member by it; without GPUs the end of its connection says so."""
+        return 2.0 if self.gpus else 30.0
+
 
 @dataclass
 class Found:
@@ -152,7 +157,7 @@ class _Controller(FakeController):
                 weights_pb2.Receiver(server_id=f"server-{number}", num_workers=1)
                 for number in range(self._scenario.num_receivers)
             ],
-            bucket_deadline_s=2.0,
+            bucket_deadline_s=self._scenario.bucket_deadline_s,
             join_deadline_s=30.0,
         )
         return [trainer_pb2.Directive(publish=order)]
@@ -196,7 +201,10 @@ def _run_trainer(scenario: Scenario, address: str) -> None:
             "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24},
             "controller": {"address": address},
             "learner": {"timeout_s": 120.0, **scenario.learner},
-            "weights": {"bucket_mib": scenario.bucket_mib},
+            "weights": {
+                "bucket_mib": scenario.bucket_mib,
+                "bucket_deadline_s": scenario.bucket_deadline_s,
+            },
         },
         source="test",
     )
@@ -245,7 +253,7 @@ def check(found: Found, *, num_senders: int, num_receivers: int, num_kept: int =
     for number, (result, answers) in enumerate(zip(found.results, found.answers, strict=True)):
         if number == failed:
             assert result.error
-            assert found.seconds[number] < 10
+            assert found.seconds[number] < 15
             assert not result.bucket_digests
             assert answers[-1] == {}
             assert all("error" in answer for answer in answers[:-1])
