@@ -58,8 +58,8 @@ class Scene:
         finally:
             sending.join()
         self._fresh.load_weights(iter(weights.items()))
-        expected = dict(self._fresh.named_parameters())
-        same = all(torch.equal(p, expected[n]) for n, p in self._model.named_parameters())
+        loaded = dict(self._model.named_parameters())
+        same = all(torch.equal(loaded[n], p) for n, p in self._fresh.named_parameters())
         self.seen.append((result["by_plan"], same))
 
     def meet_again(self, deadline_s: float = 5.0) -> None:
@@ -77,6 +77,25 @@ class Scene:
 
         self._model.load_weights = slow
 
+    def add_scales(self) -> list[Any]:
+        """Linear layers compute a scale when their weights have come, as quantised ones do."""
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+        from vllm.model_executor.utils import replace_parameter
+
+        class Scaled(UnquantizedLinearMethod):  # type: ignore[misc]
+            def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+                replace_parameter(layer, "weight_scale", scale_of(layer))
+
+        layers = [
+            layer
+            for layer in self._model.modules()
+            if type(vars(layer).get("quant_method")) is UnquantizedLinearMethod
+        ]
+        for layer in layers:
+            layer.quant_method = Scaled()
+            layer.quant_method.process_weights_after_loading(layer)
+        return layers
+
 
 def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
     """Other weights, other buckets, a transfer that stops, and one more after it."""
@@ -89,6 +108,21 @@ def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
     scene.meet_again()
     scene.publish(scene.second, LARGE)
     return scene.seen
+
+
+def updates_of_layers_with_scales(rank: int, folder: Path, shape: str) -> list[Any]:
+    """Two of them, and whether all scales are those of the new weights then."""
+    scene = Scene(folder, shape, stage=False)
+    layers = scene.add_scales()
+    for weights in (scene.first, scene.second):
+        scene.publish(weights, SMALL)
+        scene.seen.append(all(torch.equal(each.weight_scale, scale_of(each)) for each in layers))
+    return [len(layers), *scene.seen]
+
+
+def scale_of(layer: torch.nn.Module) -> torch.Tensor:
+    """What `Scene.add_scales` adds to it."""
+    return layer.weight.detach().abs().amax().reshape(1)
 
 
 def updates_while_experts_move(rank: int, folder: Path, shape: str) -> list[Any]:

@@ -20,6 +20,7 @@ from loader_ranks import (  # noqa: E402
 from receiver_worker import (  # noqa: E402
     first_update_with_slow_recording,
     updates,
+    updates_of_layers_with_scales,
     updates_while_experts_move,
 )
 
@@ -102,6 +103,12 @@ def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(
 def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> None:
     (seen,) = in_ranks(1, updates, folder, "qwen3_moe", False)
     assert not any(by_plan for by_plan, _ in [*seen[:5], *seen[6:]])
+
+
+def test_layers_that_compute_scales_are_loaded_though_nobody_sends_them(folder: Path) -> None:
+    (seen,) = in_ranks(1, updates_of_layers_with_scales, folder, "llama_tied")
+    # Four in each of two blocks.
+    assert seen == [8, (False, True), True, (False, True), True]
 
 
 def test_a_number_that_the_loader_reads_from_a_checkpoint_is_no_constant() -> None:

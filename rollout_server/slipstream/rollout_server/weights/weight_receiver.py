@@ -209,10 +209,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def start_weight_update(self) -> None:
         """Prepares every layer for its new weights."""
         self._started_s = time.perf_counter()
-        self._parameters = dict(self.model.named_parameters())
-        self._missing = set(map(vllm_layers.loaded_name, self._parameters))
         self._is_whole = False
+        self._parameters = dict(self.model.named_parameters())
         reload.initialize_layerwise_reload(self.model)
+        # Nobody sends what layers make of their weights when these have come, such as scales.
+        awaited = self._parameters.keys() & dict(self.model.named_parameters()).keys()
+        self._missing = set(map(vllm_layers.loaded_name, awaited))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receives and loads everything; after an error only a whole new update makes it usable."""
