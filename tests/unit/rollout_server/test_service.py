@@ -7,6 +7,7 @@ from fake_fleet import FakeFleet
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server import session
+from slipstream.rollout_server.episodes import dispatcher
 from slipstream.rollout_server.inference.generation import EngineDied
 from slipstream.rollout_server.service import wait_for_controller
 from slipstream.v1 import environment_pb2 as env_pb
@@ -326,6 +327,37 @@ async def test_members_that_could_not_start_before_their_lease_ended_are_unfinis
         trajectories = await server.fleet.wait_trajectories(8)
     assert list(report.unfinished) == [0, 1, 2, 3]
     assert {t.group_id for t in trajectories} == {"g0", "g1"}
+
+
+async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
+    start_server, monkeypatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_RECONNECT_S", 1.0)
+    async with start_server() as server:
+        client, server.fleet.client = server.fleet.client, None
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=3)
+        (lost,) = await server.fleet.wait_trajectories(1)
+        # Time in which all attempts could fail.
+        seen = (await connection.wait_for("heartbeat")).uptime_s
+        await connection.wait_for("heartbeat", lambda beat: beat.uptime_s > seen + 0.3)
+        server.fleet.client = client
+        _, again = await server.fleet.wait_trajectories(2)
+    assert (lost.failure.kind, lost.will_retry) == (FailureKind.INFRASTRUCTURE, True)
+    assert again.status is Status.COMPLETED
+
+
+async def test_a_lease_that_is_taken_back_does_not_wait_for_a_lost_client(start_server) -> None:
+    async with start_server() as server:
+        server.fleet.client = None
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=3)
+        await server.fleet.wait_trajectories(1)
+        connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
+        async with asyncio.timeout(5):
+            report = await connection.wait_for("lease")
+    assert list(report.unfinished) == [0]
+    assert len(server.fleet.trajectories) == 1
 
 
 async def test_a_failure_while_a_lease_ends_is_to_be_tried_again_elsewhere(start_server) -> None:

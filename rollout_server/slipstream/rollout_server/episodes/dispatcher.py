@@ -8,6 +8,7 @@ episode's end, the publisher, an acknowledgement from the controller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -32,6 +33,9 @@ from slipstream.v1 import fleet_pb2
 log = logging.getLogger(__name__)
 
 _QUEUE_WARNING_S = 10.0
+# A client or a controller that was lost needs some time to come back: without it all attempts would
+# fail at once. Longer than the controller takes a silent server for alive.
+_RECONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class _Group:
     unfinished: set[int]
     # The first attempt that no member has begun.
     next_attempt: int
-    cancelled: bool = False
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     episodes: set[Episode] = field(default_factory=set)
 
 
@@ -142,7 +146,7 @@ class Dispatcher:
         group = self._groups.get(group_id)
         if group is None:
             return
-        group.cancelled = True
+        group.cancelled.set()
         for episode in tuple(group.episodes):
             await episode.cancel()
 
@@ -216,7 +220,11 @@ class Dispatcher:
                 if end is not Status.CANCELLED:
                     group.unfinished.discard(member)
                 return
-            if group.cancelled or self._draining:
+            if failure is not None and failure.kind is FailureKind.INFRASTRUCTURE:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_RECONNECT_S):
+                        await group.cancelled.wait()
+            if group.cancelled.is_set() or self._draining:
                 # Another server tries it again.
                 return
 
@@ -229,7 +237,7 @@ class Dispatcher:
         finally:
             ledger.waiting_episodes -= 1
         try:
-            if group.cancelled or self._draining:
+            if group.cancelled.is_set() or self._draining:
                 return None
             group.next_attempt = max(group.next_attempt, attempt + 1)
             task = EpisodeTask(
