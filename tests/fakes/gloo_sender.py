@@ -27,11 +27,11 @@ class GlooSender:
         communicator_id: str,
         *,
         num_workers: int = 1,
-        deadline_s: float = 5.0,
-        join_deadline_s: float = 5.0,
+        deadline_s: float = 30.0,
+        join_deadline_s: float = 30.0,
     ):
-        """`deadline_s`: of each bucket."""
-        self._timeout = timedelta(seconds=deadline_s)
+        """`deadline_s`: of each bucket; may be changed between publishes."""
+        self.deadline_s = deadline_s
         self._join_timeout = timedelta(seconds=join_deadline_s)
         self._store = c10d.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._join_timeout
@@ -52,7 +52,7 @@ class GlooSender:
             version=version_to_pb(PolicyVersion(0, step)),
             communicator=self.communicator,
             new_communicator=self._group is None,
-            bucket_deadline_s=self._timeout.total_seconds(),
+            bucket_deadline_s=self.deadline_s,
             join_deadline_s=self._join_timeout.total_seconds(),
         )
 
@@ -74,13 +74,13 @@ class GlooSender:
         """Joins if need be and sends; digests of the buckets. `max_buckets`: stops too early."""
         if self._group is None:
             self.join()
-        digests = []
+        digests, timeout = [], timedelta(seconds=self.deadline_s)
         for bucket in layout_from_pb(layout)[:max_buckets]:
             buffer = pack(bucket, tensors)
             options = c10d.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
-            options.timeout = self._timeout
-            self._group.broadcast([buffer], options).wait(self._timeout)
+            options.timeout = timeout
+            self._group.broadcast([buffer], options).wait(timeout)
             digests.append(bucket_digest(bucket_tensor_digests(bucket, buffer.numpy().data)))
         return digests
 

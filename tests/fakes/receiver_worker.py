@@ -37,6 +37,9 @@ class Scene:
         """A whole update; notes (by plan, the weights are what the loader makes of them)."""
         self._count += 1
         layout = layout_of(weights, bucket_bytes)
+        if most is not None:
+            # Somebody waits for those that do not come.
+            self._sender.deadline_s = 1.0
         order = self._sender.order(f"p{self._count}", self._count)
         sending = threading.Thread(
             target=self._sender.send, args=(layout, weights), kwargs={"max_buckets": most}
@@ -62,9 +65,9 @@ class Scene:
         same = all(torch.equal(loaded[n], p) for n, p in self._fresh.named_parameters())
         self.seen.append((result["by_plan"], same))
 
-    def meet_again(self, deadline_s: float = 5.0) -> None:
+    def meet_again(self, deadline_s: float = 30.0) -> None:
         """A new communicator at the next update, with this deadline of a bucket."""
-        self._sender = GlooSender("second", deadline_s=deadline_s, join_deadline_s=30.0)
+        self._sender = GlooSender("second", deadline_s=deadline_s)
 
     def slow_down_recording(self, seconds: float) -> None:
         """The next call of the model's loader, which is recorded, takes longer."""

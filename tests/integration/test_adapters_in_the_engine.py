@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from gloo_sender import GlooSender, layout_of  # noqa: E402
-from make_tiny_model import make_model, make_tokenizer  # noqa: E402
+from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server import process  # noqa: E402
 from slipstream.rollout_server.inference.generation import LoadedWeights, Sampling  # noqa: E402
+from started_engine import become_a_server, started_engine  # noqa: E402
+from tiny_models import make_model_folder  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -70,9 +70,17 @@ class Rig:
     publishes: int = 0
 
     async def publish(
-        self, weights: Weights, adapters: Weights, *, most: int | None = None
+        self,
+        weights: Weights,
+        adapters: Weights,
+        *,
+        most: int | None = None,
+        join_deadline_s: float = 30.0,
     ) -> LoadedWeights:
-        """A whole publish; without `weights` of the adapters alone."""
+        """A whole publish; without `weights` of the adapters alone.
+
+        `join_deadline_s`: so long a new sender waits for an engine that does not come.
+        """
         layout = layout_of(weights)
         layout.adapters.extend(layout_of(adapters).tensors)
         layout.adapter_scale = SCALE
@@ -81,8 +89,11 @@ class Rig:
             self.sender = GlooSender(
                 f"communicator-{self.publishes}",
                 num_workers=self.engine.num_workers,
-                deadline_s=2.0,
+                join_deadline_s=join_deadline_s,
             )
+        if most is not None:
+            # The engine waits for those that do not come.
+            self.sender.deadline_s = 1.0
         order = self.sender.order(f"p{self.publishes}", self.publishes)
         order.adapters_alone = not weights
         sending = asyncio.create_task(
@@ -138,16 +149,8 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """One engine of each kind."""
     kind: Kind = request.param
-    folder = tmp_path_factory.mktemp("model")
-    make_tokenizer(folder)
-    make_model(
-        folder,
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        seed=0,
+    folder = make_model_folder(
+        tmp_path_factory.mktemp("model"), num_key_value_heads=2, tie_word_embeddings=True
     )
     table = {
         "run": {"name": "test", "steps": 1},
@@ -163,28 +166,20 @@ async def rig(
         },
     }
     config = parse_config(table, source="test")
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
-    # The engine's processes are forked: a pool of threads would not live on in them.
-    torch.set_num_threads(1)
+    become_a_server(config)
     import vllm._custom_ops
-    from slipstream.rollout_server.inference.engine import VllmEngine
 
+    base = load_file(folder / "model.safetensors")
     packs = vllm._custom_ops._supports_onednn
-    vllm._custom_ops._supports_onednn = packs and kind.packs
-    try:
-        engine = await VllmEngine.start(config, seed=1)
-    finally:
-        vllm._custom_ops._supports_onednn = packs
-    try:
-        base = load_file(folder / "model.safetensors")
-        yield Rig(engine, folder, base, has_plan=not kind.packs)
-    finally:
-        await engine.aclose()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm._custom_ops, "_supports_onednn", packs and kind.packs)
+        async with started_engine(config) as engine:
+            yield Rig(engine, folder, base, has_plan=not kind.packs)
 
 
 async def test_adapters_alone_are_refused_before_any_weights(rig: Rig) -> None:
     with pytest.raises(WeightSyncError, match="weights before them did not arrive"):
-        await rig.publish({}, adapters_for(rig.base, 1))
+        await rig.publish({}, adapters_for(rig.base, 1), join_deadline_s=1.0)
     rig.sender = None
 
 
@@ -214,8 +209,7 @@ async def test_replies_go_on_with_new_adapters_and_say_where_these_began(rig: Ri
     replies = [
         asyncio.create_task(rig.engine.generate(f"r{n}", SEQUENCE, SAMPLING, 200)) for n in range(8)
     ]
-    while rig.engine.use().generated_tokens < before + 64:
-        await asyncio.sleep(0.005)
+    await until_generated(rig.engine, before + 64, replies)
     second = adapters_for(rig.base, 2)
     await rig.publish({}, second)
     version = PolicyVersion(0, rig.publishes)
@@ -275,7 +269,7 @@ async def test_after_half_a_set_of_matrices_adapters_alone_are_refused(rig: Rig)
         await rig.publish(rig.base, adapters, most=2)
     rig.sender = None
     with pytest.raises(WeightSyncError, match="weights before them did not arrive"):
-        await rig.publish({}, adapters)
+        await rig.publish({}, adapters, join_deadline_s=1.0)
     rig.sender = None
     await rig.publish(rig.base, adapters)
     assert await rig.gap(rig.base, adapters) < 1e-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server import process  # noqa: E402
 from slipstream.rollout_server.inference.generation import Generation, Sampling  # noqa: E402
+from started_engine import started_engine  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -84,8 +83,6 @@ class Rig:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    # The engine's processes are forked: a pool of threads would not live on in them.
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("old", "new")):
         make_mixture(folder / name, seed=seed, num_hidden_layers=NUM_LAYERS)
@@ -102,14 +99,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
     }
     config = parse_config(table, source="test")
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
-    from slipstream.rollout_server.inference.engine import VllmEngine
-
-    engine = await VllmEngine.start(config, seed=1)
-    try:
+    async with started_engine(config) as engine:
         yield Rig(engine, Reference(folder), folder)
-    finally:
-        await engine.aclose()
 
 
 def same_experts(found: np.ndarray, expected: np.ndarray) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from gloo_sender import GlooSender, layout_of  # noqa: E402
-from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server import process  # noqa: E402
 from slipstream.rollout_server.inference.generation import (  # noqa: E402
     EngineDied,
     FinishReason,
@@ -32,6 +29,8 @@ from slipstream.rollout_server.inference.generation import (  # noqa: E402
     LoadedWeights,
     Sampling,
 )
+from started_engine import started_engine  # noqa: E402
+from tiny_models import make_model_folder  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -112,17 +111,7 @@ def random_weights(like: Weights, seed: int) -> Weights:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    folder = tmp_path_factory.mktemp("model")
-    make_tokenizer(folder)
-    make_model(
-        folder,
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        seed=0,
-    )
+    folder = make_model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
     old = random_weights(load_file(folder / "model.safetensors"), seed=1)
     save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
     table = {
@@ -139,17 +128,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         },
     }
     config = parse_config(table, source="test")
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
-    # The engine's processes are forked: a pool of threads would not live on in them.
-    torch.set_num_threads(1)
-    from slipstream.rollout_server.inference.engine import VllmEngine
-
-    engine = await VllmEngine.start(config, seed=1)
-    try:
+    async with started_engine(config) as engine:
         yield Rig(engine, Reference(folder), old, random_weights(old, seed=2))
-    finally:
-        await engine.aclose()
-        assert not [p for p in engine._processes if p.is_running()]
 
 
 async def test_it_starts_paused_and_takes_its_first_weights(rig) -> None:
@@ -247,8 +227,8 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
     ]
     await until_generated(rig.engine, start + 64, replies)
     await rig.engine.pause()
-    # One message may still be on its way.
-    await asyncio.sleep(0.05)
+    # A message may still be on its way: it comes before the answer to another call.
+    await rig.engine.pause()
     handed_out = rig.engine.use().generated_tokens - start
     for number in range(8):
         await rig.engine.cancel(f"p{number}")
@@ -401,7 +381,7 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
     layout = layout_of(rig.new)
     await rig.engine.pause()
 
-    absent = GlooSender("absent", deadline_s=0.5)
+    absent = GlooSender("absent", join_deadline_s=0.5)
     with pytest.raises(WeightSyncError, match="could not join"):
         await rig.receive(absent.order("p", 1), layout)
 

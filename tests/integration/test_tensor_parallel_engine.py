@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from gloo_sender import GlooSender, layout_of  # noqa: E402
-from make_tiny_model import make_model, make_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server import process  # noqa: E402
 from slipstream.rollout_server.inference.generation import Sampling  # noqa: E402
+from started_engine import started_engine  # noqa: E402
+from tiny_models import make_model_folder  # noqa: E402
 
 PROMPT = [1, 4, 5, 6, 3]
 SAMPLING = Sampling(1.0, 1.0, 0, 40, 1, 60, ignore_eos=True)
@@ -26,16 +25,7 @@ SAMPLING = Sampling(1.0, 1.0, 0, 40, 1, 60, ignore_eos=True)
 
 @pytest.mark.slow
 async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path)
-    make_model(
-        tmp_path,
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        seed=0,
-    )
+    make_model_folder(tmp_path, num_key_value_heads=2, tie_word_embeddings=True)
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(tmp_path), "dtype": "float32"},
@@ -49,12 +39,7 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
         },
     }
     config = parse_config(table, source="test")
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
-    torch.set_num_threads(1)
-    from slipstream.rollout_server.inference.engine import VllmEngine
-
-    engine = await VllmEngine.start(config, seed=1)
-    try:
+    async with started_engine(config) as engine:
         assert engine.num_workers == 2
         generator = torch.Generator().manual_seed(3)
         weights = {
@@ -73,8 +58,6 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
         replies = await asyncio.gather(
             *(engine.generate(f"r{n}", PROMPT, SAMPLING, 40) for n in range(8))
         )
-    finally:
-        await engine.aclose()
     expected = [reference(tmp_path, weights, PROMPT + r.token_ids.tolist()) for r in replies]
     gaps = np.abs(np.concatenate(expected) - np.concatenate([r.logprobs for r in replies]))
     assert len(gaps) == 8 * 40

@@ -20,7 +20,7 @@ INCOMING = Incoming(tuple(layout_from_pb(LAYOUT)), LONG_S, own_buffers=True)
 
 
 def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
-    sender = GlooSender("members-1", deadline_s=LONG_S, join_deadline_s=LONG_S)
+    sender = GlooSender("members-1")
     errors: list[RuntimeError] = []
 
     def send() -> None:

@@ -1,0 +1,36 @@
+"""A rollout engine in the process of a test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from slipstream.protocol.settings.config import Config
+from slipstream.rollout_server import process
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.inference.engine import VllmEngine
+
+
+def become_a_server(config: Config) -> None:
+    """What a rollout server's process sets before it imports vLLM, on CPU."""
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
+    # The engine's processes are forked: a pool of threads would not live on in them.
+    torch.set_num_threads(1)
+
+
+@asynccontextmanager
+async def started_engine(config: Config) -> AsyncIterator[VllmEngine]:
+    """The engine, paused; at the end of the block its processes are gone."""
+    become_a_server(config)
+    from slipstream.rollout_server.inference.engine import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=1)
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+        assert not [p for p in engine._processes if p.is_running()]
