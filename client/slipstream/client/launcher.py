@@ -21,6 +21,7 @@ from slipstream.client.preflight import (
     check_port,
     check_run_folder,
     check_settings,
+    check_weights_host,
     make_run_folder,
 )
 from slipstream.client.session import (
@@ -56,6 +57,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_trackers(config.tracking)
     check_run_folder(config)
     check_port(config.controller.address)
+    check_weights_host(config)
     check_engine(config)
     await check_passed_settings(config)
     local = {"ranks": config.learner.world_size, "servers": config.rollout_server.count}
@@ -115,6 +117,8 @@ async def run_learner(
         print(describe_dry_run(config, ranks=per_node), end="")
         return 0
     placement = place_here(config, ranks=per_node)
+    if has_controller:
+        check_weights_host(config)
     make_run_folder(config)
     if has_controller:
         await check_environments(config, config.run_dir / "logs" / "preflight.log")

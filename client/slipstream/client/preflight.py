@@ -11,6 +11,7 @@ import json
 import os
 import random
 import socket
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -39,6 +40,7 @@ from slipstream.protocol.settings.config_file import (
 )
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.roles import role_settings
+from slipstream.protocol.settings.sections import SecuritySection
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 SETTINGS_CHECK = "slipstream.learner.trainer.check"
@@ -76,12 +78,43 @@ def check_settings(
     else:
         check_model(config)
     credentials = Credentials.load(config.security)
+    _check_certificates(config.security)
     check_address(config.controller.address, credentials, what="controller.address")
     check_private(config)
     if config.queue.kind == "redis" and config.queue.redis_url is not None:
         for end in queue_ends:
             redis_url_of(config.queue, end)
     return credentials
+
+
+def _check_certificates(security: SecuritySection) -> None:
+    """ConfigError when the files cannot be loaded, or are no pair; gRPC would say less, later."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key, authority = security.tls_certificate, security.tls_key, security.tls_ca
+    files = f"security.tls_certificate {certificate} and tls_key {key}"
+    try:
+        if certificate is not None:
+            # Nobody is there to type the password of a key.
+            context.load_cert_chain(certificate, key, password=lambda: "")
+        if authority is not None:
+            files = f"security.tls_ca {authority}"
+            context.load_verify_locations(authority)
+    except ssl.SSLError as error:
+        reason = (error.reason or "no PEM file").lower().replace("_", " ")
+        raise ConfigError(f"{files} cannot be used: {reason}") from error
+
+
+def check_weights_host(config: Config) -> None:
+    """ConfigError unless trainer rank 0, which starts here, can listen where weights come from."""
+    host = config.weights.host
+    try:
+        # As the trainer does.
+        socket.create_server((host, 0)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"weights.host must be an address of this machine, where trainer rank 0 starts, "
+            f"got {host}: {error.strerror}"
+        ) from error
 
 
 def check_run_folder(config: Config) -> bool:
@@ -153,8 +186,7 @@ def check_port(address: str) -> None:
         raise ConfigError(
             f"controller.address must name a port that others can know, got {address}"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -164,6 +196,10 @@ def check_port(address: str) -> None:
                 f"controller.address: cannot listen on {address}: {error.strerror}"
                 f"{taken if error.errno == errno.EADDRINUSE else ''}"
             ) from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def check_installed(*names: str) -> None:
@@ -269,7 +305,7 @@ def free_port(host: str) -> int:
     Otherwise one of the many short-lived listeners of a run could have it before its owner listens.
     ConfigError when none of `FREE_PORT_ATTEMPTS` is free.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = _family(host)
     for port in random.SystemRandom().sample(UNASSIGNED_PORTS, FREE_PORT_ATTEMPTS):
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))

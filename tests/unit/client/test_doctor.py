@@ -19,6 +19,7 @@ from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, prob
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_passed, check_setup
 from slipstream.client.preflight import free_port
+from slipstream.protocol.gpus import list_gpus
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
@@ -125,6 +126,54 @@ def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
 def test_distributed_optimizer_divides_the_moments(tmp_path: Path) -> None:
     config = config_of(tmp_path, learner={"world_size": 4, "use_distributed_optimizer": True})
     assert "5.0 MB" in found(config, "learner memory").seen
+
+
+@pytest.mark.parametrize(
+    ("sections", "size"),
+    [
+        ({"lora": {"rank": 8}}, "2.0 MB"),
+        ({"learner": {"offload": {"optimizer": True}}}, "4.0 MB"),
+    ],
+    ids=["adapters", "offload"],
+)
+def test_what_a_rank_does_not_hold_is_not_counted(
+    tmp_path: Path, sections: dict, size: str
+) -> None:
+    assert (
+        f"parameters: {size} for each rank"
+        in found(config_of(tmp_path, **sections), "learner memory").seen
+    )
+
+
+@pytest.mark.skipif(bool(list_gpus()), reason="the engine's caches lie on a GPU")
+def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
+    assert found(config_of(tmp_path), "main memory").verdict is Verdict.OK
+    config = config_of(tmp_path, rollout_server={"kv_cache_gib": 1_000_000})
+    finding = found(config, "main memory")
+    assert finding.verdict is Verdict.ADVICE
+    assert finding.seen.startswith("about 1000002.1 GiB for world size 1 and rollout_")
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "seen"),
+    [
+        ("max", 1, "GiB are free"),
+        (str(1 << 60), 1, "GiB are free"),
+        (str(2 << 20), 1 << 20, "0.0 of the 0.0 GiB that this container may use are free"),
+        (str(3 << 29), 1 << 30, "1.0 of the 1.5 GiB that this container may use are free"),
+    ],
+)
+def test_memory_is_what_a_container_may_use(
+    limit: str, used: int, seen: str, tmp_path: Path
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {1 << 29}\n")
+    if used == 1 << 20:
+        (tmp_path / "memory.stat").write_text("anon 3\n")
+    _, text = machine.free_memory(tmp_path)
+    assert text.endswith(seen)
+    assert ("container" in text) is ("container" in seen)
 
 
 def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None:

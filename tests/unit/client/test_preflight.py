@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,15 @@ from slipstream.client.preflight import (
     check_environments,
     check_port,
     check_run_folder,
+    check_settings,
+    check_weights_host,
     free_port,
     make_run_folder,
 )
 from slipstream.client.session import write_config
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config, EnvironmentSection
+from slipstream.protocol.settings.config import Config, EnvironmentSection, SecuritySection
 from small_configs import config_of
 
 
@@ -50,6 +54,63 @@ def test_the_controller_has_a_port_that_others_can_know() -> None:
         ConfigError, match=r"must name a port that others can know, got 127\.0\.0\.1:0"
     ):
         check_port("127.0.0.1:0")
+
+
+def test_weights_leave_from_an_address_of_this_machine(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    check_weights_host(config)
+    far = config.weights.model_copy(update={"host": "192.0.2.1"})
+    with pytest.raises(
+        ConfigError, match=r"weights\.host must be .*, got 192\.0\.2\.1: Cannot assign"
+    ):
+        check_weights_host(config.model_copy(update={"weights": far}))
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secrets")
+    for name in ("a", "b"):
+        make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+        make += ["-nodes", "-subj", "/CN=x", "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run(make, cwd=folder, check=True, capture_output=True)
+    (folder / "text").write_text("no PEM")
+    (folder / "binary").write_bytes(b"\xff" * 64)
+    (folder / "lines").write_text(f"{'x' * 32}\n{'y' * 32}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tls_certificate": "a.pem", "tls_key": "a.key"}, ""),
+        ({"tls_ca": "a.pem"}, ""),
+        (
+            {"tls_certificate": "a.pem", "tls_key": "b.key"},
+            r"b\.key cannot be used: key values mis",
+        ),
+        (
+            {"tls_certificate": "text", "tls_key": "a.key"},
+            r"certificate .*text and tls_key .* cannot",
+        ),
+        ({"tls_ca": "text"}, r"security\.tls_ca .*text cannot be used: "),
+        ({"token_file": "text"}, r"security\.token_file must hold at least 32 characters"),
+        (
+            {"token_file": "binary"},
+            r"security\.token_file must hold text in UTF-8, .*binary does not",
+        ),
+        ({"token_file": "lines"}, r"security\.token_file must hold one line of printable ASCII"),
+    ],
+)
+def test_files_of_security_are_tried_before_anything_starts(
+    files: dict[str, str], message: str, secrets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    config = config_of(tmp_path)
+    security = SecuritySection(**{name: secrets / file for name, file in files.items()})
+    model = config.model.model_copy(update={"path": tmp_path})
+    config = config.model_copy(update={"security": security, "model": model})
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_settings(config, dry_run=True)
 
 
 @pytest.mark.parametrize(("node_rank", "is_refused"), [(0, True), (1, False)])

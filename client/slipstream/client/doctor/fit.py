@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.client.doctor.machine import free_memory
 from slipstream.client.placement import Placement, check_transport, place_here, share_memory
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu, find_gpu
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.roles import role_settings
 
 GIB = 1 << 30
+# What torch, Megatron and vLLM hold by themselves: in a rank, in all processes of an engine.
+RANK_GIB, ENGINE_GIB = 0.6, 1.5
 # Bytes of optimizer state for a parameter: two moments, and the fp32 master of a bf16 weight.
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
@@ -37,10 +41,11 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Placement, transport and memory of `slipstream run` on this machine."""
     needs = needs_of(config)
     if needs is not None:
+        others = " and ".join(["activations", *role_settings(config)])
         yield ok(
             "learner memory",
             f"{short(needs.parameters)} parameters: {short(needs.rank_bytes)}B for each rank, "
-            "without activations",
+            f"without {others}",
         )
     ranks = config.learner.ranks_per_node or config.learner.world_size
     try:
@@ -56,8 +61,12 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         return
     yield ok("placement", "; ".join(placement.describe()))
     yield ok("transport", f"weights travel by {transport}")
-    if needs is not None and placement.learner:
+    if needs is None:
+        return
+    if placement.learner:
         yield from _memory(config, placement, needs, gpus)
+    elif not placement.servers:
+        yield _main_memory(config, ranks, needs)
 
 
 def needs_of(config: Config) -> Needs | None:
@@ -71,11 +80,30 @@ def needs_of(config: Config) -> Needs | None:
     replicas = learner.world_size // split if learner.use_distributed_optimizer else 1
     weight_bytes = 2 if is_bf16 else 4
     state = MOMENT_BYTES + (MASTER_BYTES if is_bf16 else 0)
+    trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
     return Needs(
         parameters=parameters,
-        rank_bytes=parameters / split * (weight_bytes + GRADIENT_BYTES + state / replicas),
+        # Adapters are small beside what they stand by, which has neither gradients nor moments.
+        rank_bytes=parameters / split * (weight_bytes + (0 if config.lora.rank else trained)),
         worker_bytes=parameters * weight_bytes / config.rollout_server.tensor_parallel_size,
     )
+
+
+def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
+    """Of a machine where everything computes on the CPU."""
+    server = config.rollout_server
+    engine = server.kv_cache_gib + server.tensor_parallel_size * needs.worker_bytes / GIB
+    needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + server.count * (engine + ENGINE_GIB)
+    free, _ = free_memory()
+    seen = f"about {needed:.1f} GiB for world size {ranks} and rollout_server.count {server.count}"
+    if needed > free:
+        return advice(
+            "main memory",
+            f"{seen}, {free:.1f} GiB are free",
+            "lower rollout_server.kv_cache_gib, rollout_server.count or learner.world_size, or "
+            "take a smaller model",
+        )
+    return ok("main memory", seen)
 
 
 def _memory(

@@ -14,6 +14,8 @@ from pathlib import Path
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 
 GIB = 1 << 30
+# Of the container, if this is one.
+CGROUP = Path("/sys/fs/cgroup")
 TESTED_PYTHONS = ((3, 11), (3, 12))
 # vLLM's engine, the trainer ranks and torch together; below it the first allocations fail.
 MIN_MEMORY_GIB = 6
@@ -63,14 +65,37 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def _memory() -> Finding:
+def free_memory(cgroup: Path = CGROUP) -> tuple[float, str]:
+    """GiB that processes started here may take, and how much that is of what."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page / GIB
     free = _available_gib() or os.sysconf("SC_AVPHYS_PAGES") * page / GIB
-    seen = f"{free:.1f} of {total:.1f} GiB are free"
+    granted = _granted_gib(cgroup)
+    if granted is not None and granted[0] < free:
+        free, limit = granted
+        return free, f"{free:.1f} of the {limit:.1f} GiB that this container may use are free"
+    return free, f"{free:.1f} of {total:.1f} GiB are free"
+
+
+def _memory() -> Finding:
+    free, seen = free_memory()
     if free < MIN_MEMORY_GIB:
         return problem("memory", seen, f"free {MIN_MEMORY_GIB} GiB: engine and trainer share them")
     return ok("memory", seen)
+
+
+def _granted_gib(cgroup: Path) -> tuple[float, float] | None:
+    """Free memory and the limit of a container, by control groups of version 2; None without."""
+    try:
+        limit, used = ((cgroup / f"memory.{name}").read_text() for name in ("max", "current"))
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    if not limit.strip().isdigit():
+        return None
+    # Files that were read are given up for whoever needs the memory.
+    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return (int(limit) - int(used) + cached) / GIB, int(limit) / GIB
 
 
 def _available_gib() -> float | None:

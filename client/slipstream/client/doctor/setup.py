@@ -118,17 +118,17 @@ def _master(config: Config) -> Finding:
 
 
 def _exposure(config: Config) -> Finding:
-    area = "without TLS or token"
+    area = "open sockets"
     try:
         check_private(config)
     except ConfigError as error:
         return problem(area, str(error), "use a private network or a tunnel")
     exposed = describe_exposure(config)
     if not exposed:
-        return ok(area, "nothing that other machines reach")
+        return ok(area, "none that other machines could reach without TLS and token")
     return advice(
         area,
-        f"{exposed}: torch's rendezvous, gloo and NCCL",
+        f"{exposed}: torch's rendezvous, gloo and NCCL know neither TLS nor token",
         "let nobody but the hosts of the run reach these addresses; docs/security.md says why",
     )
 

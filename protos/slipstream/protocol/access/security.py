@@ -67,7 +67,12 @@ class Credentials:
         """Reads the files; ConfigError names one that is missing or a token that is too short."""
         token = None
         if section.token_file is not None:
-            token = _read(section.token_file, "security.token_file").decode().strip()
+            token = _read_text(section.token_file, "security.token_file").strip()
+            if not (token.isascii() and token.isprintable()):
+                raise ConfigError(
+                    f"security.token_file must hold one line of printable ASCII characters, "
+                    f"{section.token_file} has others"
+                )
             if len(token) < MIN_TOKEN_CHARACTERS:
                 raise ConfigError(
                     f"security.token_file must hold at least {MIN_TOKEN_CHARACTERS} characters, "
@@ -180,7 +185,7 @@ def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
         entries["username"] = user.user
     if file is None:
         return queue.redis_url
-    entries["password"] = _read(file, what).decode().strip()
+    entries["password"] = _read_text(file, what).strip()
     if not entries["password"]:
         raise ConfigError(f"{what}: {file} is empty")
     between = "&" if parts.query else "?"
@@ -266,6 +271,13 @@ def _read(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{what}: {path}: {error.strerror}") from error
+
+
+def _read_text(path: Path, what: str) -> str:
+    try:
+        return _read(path, what).decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
 
 
 def _read_optional(path: Path | None, what: str) -> bytes | None:
