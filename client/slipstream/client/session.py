@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
 import grpc.aio
@@ -123,13 +123,15 @@ class Session:
 
     def keep_queue(self, server: EmbeddedServer) -> None:
         """Starts the queue's own server again when it dies: it keeps what it has acknowledged."""
-        self._servers["queue"] = asyncio.ensure_future(self._keep_queue(server))
+        keeping = self._told("the queue's server", self._keep_queue(server))
+        self._servers["queue"] = asyncio.ensure_future(keeping)
 
     def keep_rollout_server(self, number: int) -> None:
         """Starts the rollout server with this number and starts it again when it dies."""
         name = f"server-{number}"
         environ = self._placement.server_environment(number)
-        self._servers[name] = asyncio.ensure_future(self._keep(name, environ))
+        keeping = self._told(f"rollout server {name}", self._keep(name, environ))
+        self._servers[name] = asyncio.ensure_future(keeping)
 
     async def wait(self) -> int:
         """Shows progress until the run is over; RunFailed with the cause when it failed.
@@ -139,7 +141,7 @@ class Session:
         if self._controller is None:
             return await self._wait_for_trainers()
         controller = await self._controller
-        keep_trainers = asyncio.ensure_future(self._watch_trainers())
+        keep_trainers = asyncio.ensure_future(self._told("the trainer", self._watch_trainers()))
         forward_stop = asyncio.ensure_future(self._forward_stop())
         show = asyncio.ensure_future(self._show_events())
         address = self._config.controller.address
@@ -205,6 +207,16 @@ class Session:
         )
         self._children.append(child)
         return child
+
+    async def _told(self, name: str, keeping: Awaitable[None]) -> None:
+        """`keeping`; where the machine has no process or disk left for it, the run ends with that.
+
+        Nobody waits for the task, and the run would wait for what it was to start.
+        """
+        try:
+            await keeping
+        except OSError as error:
+            await self._stop_run(f"{name} cannot be started: {error.strerror}", failed=True)
 
     async def _keep_queue(self, server: EmbeddedServer) -> None:
         for _ in range(MAX_QUEUE_RESTARTS):
