@@ -14,6 +14,7 @@ from slipstream.client.children import first_failed, show_lines, start_child
 from slipstream.client.dry_run import as_comments, describe_dry_run, place_dry
 from slipstream.client.placement import check_transport, place_here, share_memory
 from slipstream.client.preflight import (
+    check_cache,
     check_controller,
     check_environments,
     check_installed,
@@ -58,6 +59,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_run_folder(config)
     check_port(config.controller.address)
     check_weights_host(config)
+    check_cache(config)
     check_engine(config)
     await check_passed_settings(config)
     local = {"ranks": config.learner.world_size, "servers": config.rollout_server.count}
@@ -144,6 +146,7 @@ async def run_rollout_server(
     config = load_config(path, overrides)
     credentials = check_settings(config, queue_ends=("rollout_server",))
     check_installed("vllm", *_queue_packages(config))
+    check_cache(config)
     check_engine(config)
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")

@@ -13,7 +13,9 @@ import pytest
 import tomli_w
 from slipstream.client import preflight
 from slipstream.client.launcher import run_learner
+from slipstream.client.placement import uses_gpus
 from slipstream.client.preflight import (
+    check_cache,
     check_environments,
     check_port,
     check_run_folder,
@@ -64,6 +66,26 @@ def test_weights_leave_from_an_address_of_this_machine(tmp_path: Path) -> None:
         ConfigError, match=r"weights\.host must be .*, got 192\.0\.2\.1: Cannot assign"
     ):
         check_weights_host(config.model_copy(update={"weights": far}))
+
+
+@pytest.mark.skipif(uses_gpus(), reason="the engine's cache lies on a GPU")
+@pytest.mark.parametrize(
+    ("tp", "longest", "is_refused"), [(1, 1024, 0), (1, 1025, 1), (2, 1025, 0)]
+)
+def test_the_cache_holds_an_episode(
+    tp: int, longest: int, is_refused: bool, tmp_path: Path
+) -> None:
+    # 2 * 64 layers * 16 heads * 256 * 2 bytes = 1 MiB a token: 1024 of them in 1 GiB.
+    sizes = {"num_hidden_layers": 64, "num_key_value_heads": 16, "head_dim": 256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 32}))
+    config = config_of(tmp_path)
+    model = config.model.model_copy(update={"path": tmp_path})
+    sampling = config.sampling.model_copy(update={"max_episode_tokens": longest})
+    server = config.rollout_server.model_copy(update={"tensor_parallel_size": tp})
+    changed = {"model": model, "sampling": sampling, "rollout_server": server}
+    message = r"kv_cache_gib must hold .*max_episode_tokens = 1025, 2 GiB, got 1$"
+    with pytest.raises(ConfigError, match=message) if is_refused else contextlib.nullcontext():
+        check_cache(config.model_copy(update=changed))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from pydantic import JsonValue
 SECTION = "rollout_server.engine"
 # A process of its own for each worker, or one worker in the engine's process.
 _EXECUTORS = ("mp", "uni")
+# Tokens of a batch where nothing says how many: as many as vLLM takes on the largest GPU.
+_MOST_BATCHED = 16384
 
 _WEIGHTS = "the learner's weights could not be loaded into such an engine"
 _ADAPTERS = "set lora.publish"
@@ -90,9 +92,10 @@ def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Ite
         yield f"{SECTION}.hf_overrides must be a table, got {overrides!r}"
     elif "head_dtype" in overrides:
         yield f"{SECTION}.hf_overrides.head_dtype is decided by model.head_dtype"
-    batched = table.get("max_num_batched_tokens")
+    batched = table.get("max_num_batched_tokens", _MOST_BATCHED)
     if isinstance(batched, int) and batched < max_episodes:
+        whose = "" if "max_num_batched_tokens" in table else " (vLLM's own)"
         yield (
             f"{SECTION}.max_num_batched_tokens must be at least rollout_server.max_episodes: each "
-            f"episode has a token in a batch, got {batched} and {max_episodes}"
+            f"episode has a token in a batch, got {batched}{whose} and {max_episodes}"
         )

@@ -21,6 +21,7 @@ class ModelSizes:
     layers: int
     heads: int
     kv_heads: int
+    head_dim: int
     ffn: int
     max_positions: int
     # A mixture of experts: how many there are, how many a token goes to, their intermediate size.
@@ -38,6 +39,10 @@ class ModelSizes:
     rope_bounds: tuple[float, float, float]
     uses_sliding_window: bool
     is_quantized: bool
+
+    def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
+        """Keys and values of a token in the cache of one of `tp` engine workers."""
+        return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ModelSizes:
@@ -57,6 +62,7 @@ class ModelSizes:
             layers=number("num_hidden_layers"),
             heads=heads,
             kv_heads=number("num_key_value_heads") or heads,
+            head_dim=number("head_dim") or number("hidden_size") // max(1, heads),
             ffn=number("intermediate_size"),
             max_positions=number("max_position_embeddings"),
             experts=number("num_experts", "num_local_experts", "n_routed_experts"),

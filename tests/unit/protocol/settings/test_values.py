@@ -57,6 +57,13 @@ WRONG: list[tuple[str, JsonValue, str]] = [
         "http://h:80",
         "an address is host:port with a port up to 65535, got 'http://h:80'",
     ),
+    (
+        "rollout_server.max_episodes",
+        16385,
+        "rollout_server.engine.max_num_batched_tokens must be at least "
+        "rollout_server.max_episodes: each episode has a token in a batch, got 16384 (vLLM's own) "
+        "and 16385",
+    ),
     ("learner.master", "[::1", "an address is host:port with a port up to 65535, got '[::1'"),
     ("learner.master", "[::1:8", "an address is host:port with a port up to 65535, got '[::1:8'"),
 ]
@@ -81,7 +88,9 @@ def with_value(path: str, value: JsonValue) -> dict[str, JsonValue]:
 def test_a_value_of_no_use_is_refused_in_one_line(path: str, value: JsonValue, rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(with_value(path, value), source="file")
-    assert str(caught.value) == f"file: {path}: {rule}"
+    # Rules between sections name their settings themselves.
+    place = "" if rule.startswith("rollout_server.") else f"{path}: "
+    assert str(caught.value) == f"file: {place}{rule}"
 
 
 @pytest.mark.parametrize(
