@@ -255,6 +255,23 @@ async def test_a_reward_that_is_no_number_is_the_environments_failure(start_serv
     assert trajectory.num_sampled_tokens == 4
 
 
+async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(start_server) -> None:
+    def huge(command):
+        if command.HasField("step"):
+            messages = [env_pb.ChatMessage(role="user", content="c")]
+            return env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=1e308, messages=messages))
+        return None
+
+    async with start_server() as server:
+        server.fleet.client.answer_instead = huge
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=1)
+        (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+    assert trajectory.failure.message == "the rewards of an episode add up to inf"
+    assert trajectory.num_turns == 2
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

@@ -8,6 +8,7 @@ limit, `cancel`.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from slipstream.rollout_server.inference.generation import (
     GenerationFailed,
     Sampling,
 )
+from slipstream.v1 import trajectory_pb2
 
 # Bytes of text and metrics that a trajectory may carry beside 12 bytes for each token.
 _TEXT_BYTES = 256
@@ -210,6 +212,11 @@ class Episode:
             reply = recording.last_text = renderer.decode(recording.last_reply)
             verdict = await self._ask(session.step(reply, truncated=truncated))
             recording.reward += verdict.reward
+            if not math.isfinite(recording.reward):
+                raise EnvironmentFailed(
+                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                    f"the rewards of an episode add up to {recording.reward}",
+                )
             recording.metrics.update(verdict.metrics)
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
