@@ -67,7 +67,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 async def wait_gone(processes: list[psutil.Process]) -> None:
-    deadline_s = time.monotonic() + 10.0
+    deadline_s = time.monotonic() + 60.0
     while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline_s, alive
         await asyncio.sleep(0.05)

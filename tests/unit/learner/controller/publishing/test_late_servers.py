@@ -48,7 +48,7 @@ async def order_without(scene: Scene, late: ServerSession) -> str:
 
 async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_is() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.05}), tasks)
+        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.3}), tasks)
         late = await two_that_serve(scene)
         question = await order_without(scene, late)
         # It goes on as it is.
@@ -74,7 +74,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
 async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not_wait() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         scene = Scene(
-            progress_of(weights={"bucket_deadline_s": 0.01, "join_deadline_s": 0.2}), tasks
+            progress_of(weights={"bucket_deadline_s": 0.3, "join_deadline_s": 0.6}), tasks
         )
         late = await two_that_serve(scene)
         await order_without(scene, late)
@@ -83,7 +83,7 @@ async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not
     assert scene.fleet.find(late.key) is None
     assert not late.outbox.put(fleet_pb2.ControllerMessage())
     assert texts(scene)[-1] == (
-        "rollout server b is gone: it did not say within 0.2 s (weights.join_deadline_s) that it "
+        "rollout server b is gone: it did not say within 0.6 s (weights.join_deadline_s) that it "
         "is ready for new weights"
     )
 
@@ -106,7 +106,7 @@ async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
 async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         scene = Scene(
-            progress_of(weights={"bucket_deadline_s": 0.01, "join_deadline_s": 0.05}), tasks
+            progress_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6}), tasks
         )
         assert await scene.publisher.prepare() is None
         scene.fleet.drains(scene.session, "SIGTERM")
@@ -135,7 +135,7 @@ async def sent_to_both(
 
 async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_has() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.05}), tasks)
+        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.3}), tasks)
         late = await two_that_serve(scene)
         publish_id, receipt = await sent_to_both(scene, late)
         assert list(receipt.serving) == ["a"]
@@ -169,7 +169,7 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
 async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_newer_communicator(
     digests: list[bytes],
 ) -> None:
-    settings = {"bucket_deadline_s": 0.05, "join_deadline_s": 1.0}
+    settings = {"bucket_deadline_s": 0.3, "join_deadline_s": 1.0}
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         scene = Scene(progress_of(weights=settings), tasks)
         late = await two_that_serve(scene)
@@ -207,7 +207,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
 
 async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.05}), tasks)
+        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.3}), tasks)
         await scene.serve()
         order = await scene.ordered()
         receipt = await scene.finish(order.publish_id)
