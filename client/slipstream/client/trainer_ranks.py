@@ -23,10 +23,13 @@ from slipstream.protocol.settings.config import Config, address_parts
 TRAINER = "slipstream.learner.trainer"
 # Ranks that lived so long may die as often as new ones.
 FORGIVEN_S = 600.0
-MAX_PAUSE_S = 30.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 # Exit codes after which the same would happen again: impossible settings, and what is a bug or
 # damage by the trainer's own judgement.
 FINAL_CODES = (2, 3)
+# A rank failed while it loaded; a second time in a row it would fail for a third one.
+NOT_LOADED = 4
+MAX_FAILED_STARTS = 2
 
 
 class TrainerRanks:
@@ -64,7 +67,7 @@ class TrainerRanks:
 
         Otherwise the rank that died, when it is final or there were too many.
         """
-        restarts, pause_s = 0, 1.0
+        restarts, failed_starts, pause_s = 0, 0, FIRST_PAUSE_S
         while True:
             started_s = time.monotonic()
             failed = await self._first_failure()
@@ -75,9 +78,11 @@ class TrainerRanks:
                 child.signal(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self.children))
             if time.monotonic() - started_s > FORGIVEN_S:
-                restarts, pause_s = 0, 1.0
+                restarts, pause_s = 0, FIRST_PAUSE_S
             restarts += 1
-            is_final = failed.process.returncode in FINAL_CODES
+            code = failed.process.returncode
+            failed_starts = failed_starts + 1 if code == NOT_LOADED else 0
+            is_final = code in FINAL_CODES or failed_starts == MAX_FAILED_STARTS
             if is_final or restarts > self._config.learner.max_restarts:
                 return failed
             self._warn(f"{failed.describe_end()}; the trainer starts again, start {restarts + 1}")
@@ -97,8 +102,11 @@ class TrainerRanks:
                 ended = [waits.pop(wait) for wait in done]
                 failed = [child for child in ended if child.process.returncode != 0]
                 if failed:
-                    # One that was killed could not say why; the others only say they lost it.
-                    return next((child for child in failed if child.was_killed), failed[0])
+                    # One that was killed could not say why; the others only say they lost it, or
+                    # one that knows that it would fail again.
+                    killed = [child for child in failed if child.was_killed]
+                    final = [c for c in failed if c.process.returncode in FINAL_CODES]
+                    return (killed or final or failed)[0]
             return None
         finally:
             for wait in waits:

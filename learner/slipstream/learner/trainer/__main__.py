@@ -16,19 +16,35 @@ from slipstream.protocol.settings.config_file import check_model, load_config
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient
-    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
+    from slipstream.learner.trainer.train import Trainer
 
 logger = logging.getLogger(__name__)
 
 USAGE_ERROR = 2
 # Starting again would fail the same way.
 FINAL_ERROR = 3
+# It never came to train: starting again may help once, against memory that was not free yet.
+NOT_LOADED = 4
+# While a model is loaded these are about settings, files and code, which stay as they are.
+_LASTING = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    FileNotFoundError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    PermissionError,
+    TypeError,
+    ValueError,
+)
 
 
 def main() -> int:
     """Trains until the controller says stop; 0 then, 2 for impossible settings.
 
-    1 for a failure that need not come again, 3 for one that would.
+    1 for a failure that need not come again, 3 for one that would, 4 for one while it loaded.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved settings")
@@ -59,26 +75,43 @@ def _run_rank(config: Config) -> int:
     )
     logging.getLogger("megatron").setLevel(logging.WARNING)
     client = ControllerClient(config)
+    has_loaded = False
     try:
-        _train(config, launch, client)
+        trainer, ranks = _load(config, launch, client)
+        has_loaded = True
+        trainer.run()
+        ranks.close()
     except Exception as error:
         logger.exception("rank %d failed", launch.rank)
-        is_final = isinstance(error, SlipstreamError)
+        code = exit_code(error, has_loaded=has_loaded)
         client.report_failure(
             trainer_pb2.TrainerFailure(
                 message=f"{type(error).__name__}: {error}",
                 rank=launch.rank,
-                final=is_final,
+                final=code == FINAL_ERROR,
             )
         )
         logging.shutdown()
         # A collective that the other ranks never finish would hold up an orderly exit.
-        os._exit(FINAL_ERROR if is_final else 1)
+        os._exit(code)
     client.close()
     return 0
 
 
-def _train(config: Config, launch: Launch, client: ControllerClient) -> None:
+def exit_code(error: Exception, *, has_loaded: bool) -> int:
+    """Of a rank that ends with `error`: whether the same would come again.
+
+    While it loads, what is wrong with settings, files or code would; memory and devices may be
+    better the next time, and ranks that did not come may come.
+    """
+    if isinstance(error, SlipstreamError):
+        return FINAL_ERROR
+    if has_loaded or isinstance(error, (ConnectionError, TimeoutError)):
+        return 1
+    return FINAL_ERROR if isinstance(error, _LASTING) else NOT_LOADED
+
+
+def _load(config: Config, launch: Launch, client: ControllerClient) -> tuple[Trainer, Ranks]:
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.train import Trainer
 
@@ -86,9 +119,7 @@ def _train(config: Config, launch: Launch, client: ControllerClient) -> None:
     limit_s = config.rollout_server.start_timeout_s
     with fill_cards(config.run_dir / "locks", cards, alone=False, limit_s=limit_s):
         policy = open_policy(config, launch)
-        trainer = Trainer(config, policy, client)
-    trainer.run()
-    policy.ranks.close()
+        return Trainer(config, policy, client), policy.ranks
 
 
 if __name__ == "__main__":
