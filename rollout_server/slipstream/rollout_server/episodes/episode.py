@@ -11,11 +11,10 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.protocol.routed_experts import RoutedExperts
@@ -23,16 +22,15 @@ from slipstream.protocol.types import (
     Failure,
     FailureKind,
     GroupId,
-    LogprobArray,
     Purpose,
     ServerId,
     Status,
     Trajectory,
-    VersionSpan,
 )
 from slipstream.rollout_server.episodes.calls import EnvironmentSession
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import REPLY, Renderer, RenderingFailed
 from slipstream.rollout_server.inference.generation import (
     Engine,
@@ -42,12 +40,6 @@ from slipstream.rollout_server.inference.generation import (
     Sampling,
 )
 from slipstream.v1 import trajectory_pb2
-
-# Bytes of text and metrics that a trajectory may carry beside 12 bytes for each token.
-_TEXT_BYTES = 256
-_TEXT_BYTES_PER_TOKEN = 5
-_MAX_METRICS = 16
-_MAX_METRIC_NAME = 40
 
 Answer = TypeVar("Answer")
 
@@ -94,56 +86,13 @@ class _PromptTooLong(Exception):
     pass
 
 
-@dataclass
-class _Recording:
-    """What the episode has so far."""
-
-    token_ids: list[int] = field(default_factory=list)
-    run_lengths: list[int] = field(default_factory=list)
-    logprobs: list[LogprobArray] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    # One after the other, from the first token on.
-    expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
-    prompt_tokens: int = 0
-    last_reply: list[int] = field(default_factory=list)
-    # Text of `last_reply`; None until it was made.
-    last_text: str | None = None
-    reward: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    num_turns: int = 0
-    generation_s: float = 0.0
-    environment_s: float = 0.0
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(self.run_lengths[1::2])
-
-    @property
-    def num_routed(self) -> int:
-        return sum(map(len, self.expert_ids))
-
-    def add_context(self, token_ids: list[int]) -> None:
-        self.token_ids += token_ids
-        self.run_lengths.append(len(token_ids))
-
-    def add_reply(self, generation: Generation) -> None:
-        self.last_reply, self.last_text = generation.token_ids.tolist(), None
-        self.token_ids += self.last_reply
-        self.run_lengths.append(len(self.last_reply))
-        self.logprobs.append(generation.logprobs)
-        self.spans += generation.version_spans
-        self.num_turns += 1
-        if generation.expert_ids is not None:
-            self.expert_ids.append(generation.expert_ids)
-
-
 class Episode:
     """Runs once. `cancel` ends it early, from another task."""
 
     def __init__(self, task: EpisodeTask, services: EpisodeServices) -> None:
         self._task = task
         self._services = services
-        self._recording = _Recording()
+        self._recording = Recording()
         self._cancelled = False
         # The environment's answer that is awaited now.
         self._waiting: asyncio.Future[Any] | None = None
@@ -287,7 +236,6 @@ class Episode:
 
     def _trajectory(self, status: Status, failure: Failure | None) -> Trajectory:
         task, recording, renderer = self._task, self._recording, self._services.renderer
-        budget = _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * len(recording.token_ids)
         prompt = recording.token_ids[: recording.prompt_tokens]
         if recording.num_turns > 1:
             reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])
@@ -308,19 +256,15 @@ class Episode:
             failure=failure,
             token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
             run_lengths=tuple(recording.run_lengths),
-            behavior_logprobs=(
-                np.concatenate(recording.logprobs)
-                if recording.logprobs
-                else np.zeros(0, dtype=np.float32)
-            ),
+            behavior_logprobs=recording.behavior_logprobs,
             version_spans=merge_spans(recording.spans),
             reward=recording.reward if failure is None else 0.0,
-            metrics=_short_metrics(recording.metrics),
+            metrics=recording.short_metrics,
             num_turns=recording.num_turns,
             generation_s=recording.generation_s,
             environment_s=recording.environment_s,
-            prompt_text=_clip(renderer.decode_prompt(prompt), budget),
-            reply_text=_clip(reply_text, budget),
+            prompt_text=recording.clip(renderer.decode_prompt(prompt)),
+            reply_text=recording.clip(reply_text),
             routed_experts=self._routed_experts(status),
         )
 
@@ -336,14 +280,3 @@ class Episode:
             self._services.engine.num_experts,
             num_tokens=len(recording.token_ids),
         )
-
-
-def _clip(text: str, num_bytes: int) -> str:
-    data = text.encode()
-    if len(data) <= num_bytes:
-        return text
-    return data[:num_bytes].decode(errors="ignore")
-
-
-def _short_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    return {name[:_MAX_METRIC_NAME]: metrics[name] for name in list(metrics)[:_MAX_METRICS]}

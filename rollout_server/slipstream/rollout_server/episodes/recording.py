@@ -1,0 +1,81 @@
+"""What an episode has so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.types import LogprobArray, VersionSpan
+from slipstream.rollout_server.inference.generation import Generation
+
+# Bytes of text and metrics that a trajectory may carry beside 12 bytes for each token.
+_TEXT_BYTES = 256
+_TEXT_BYTES_PER_TOKEN = 5
+_MAX_METRICS = 16
+_MAX_METRIC_NAME = 40
+
+
+@dataclass
+class Recording:
+    """Tokens, log-probabilities and what the environment said, one turn after the other."""
+
+    token_ids: list[int] = field(default_factory=list)
+    run_lengths: list[int] = field(default_factory=list)
+    logprobs: list[LogprobArray] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    # One after the other, from the first token on.
+    expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    last_reply: list[int] = field(default_factory=list)
+    # Text of `last_reply`; None until it was made.
+    last_text: str | None = None
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_turns: int = 0
+    generation_s: float = 0.0
+    environment_s: float = 0.0
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(self.run_lengths[1::2])
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens whose experts are recorded."""
+        return sum(map(len, self.expert_ids))
+
+    @property
+    def behavior_logprobs(self) -> LogprobArray:
+        """Of all sampled tokens."""
+        empty = np.zeros(0, dtype=np.float32)
+        return np.concatenate(self.logprobs) if self.logprobs else empty
+
+    @property
+    def short_metrics(self) -> dict[str, float]:
+        """As many metrics, with names as long, as a trajectory may carry."""
+        names = list(self.metrics)[:_MAX_METRICS]
+        return {name[:_MAX_METRIC_NAME]: self.metrics[name] for name in names}
+
+    def clip(self, text: str) -> str:
+        """As much of a text as a trajectory of these tokens may carry."""
+        data = text.encode()
+        limit = _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * len(self.token_ids)
+        return text if len(data) <= limit else data[:limit].decode(errors="ignore")
+
+    def add_context(self, token_ids: list[int]) -> None:
+        """Appends what the model is to read."""
+        self.token_ids += token_ids
+        self.run_lengths.append(len(token_ids))
+
+    def add_reply(self, generation: Generation) -> None:
+        """Appends what it sampled, exactly."""
+        self.last_reply, self.last_text = generation.token_ids.tolist(), None
+        self.token_ids += self.last_reply
+        self.run_lengths.append(len(self.last_reply))
+        self.logprobs.append(generation.logprobs)
+        self.spans += generation.version_spans
+        self.num_turns += 1
+        if generation.expert_ids is not None:
+            self.expert_ids.append(generation.expert_ids)
