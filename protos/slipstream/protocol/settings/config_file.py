@@ -26,6 +26,8 @@ from slipstream.protocol.settings.sections import RUN_NAME
 
 Table: TypeAlias = dict[str, JsonValue]
 
+# What pydantic adds to the place of a value that may have one of several forms.
+_FORMS = ("bool", "int", "float", "str", "list", "dict")
 # Characters of a value in a message.
 LONGEST_VALUE = 80
 
@@ -171,9 +173,12 @@ def _apply_override(table: Table, override: str) -> None:
     if not equals:
         raise ConfigError(f"an override is section.key=value, got {override!r}")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        values = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        value = text
+        values = {"value": text}
+    if len(values) > 1:
+        raise ConfigError(f"an override has one value, got {override!r}")
+    value = values["value"]
     *parents, last = key.strip().removeprefix("--").split(".")
     place: JsonValue = table
     for parent in parents:
@@ -187,6 +192,8 @@ def _apply_override(table: Table, override: str) -> None:
         place[int(last)] = value
     elif isinstance(place, dict):
         place[last] = value
+    elif isinstance(place, list):
+        raise ConfigError(f"{override!r}: there is no entry {last}")
     else:
         raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
 
@@ -209,7 +216,7 @@ def _source(path: Path, error: ErrorDetails, overrides: Sequence[str]) -> str:
 
 
 def _describe(error: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+    where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
     if error["type"] == "extra_forbidden":
         known = _known_keys(error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
@@ -222,6 +229,8 @@ def _describe(error: ErrorDetails) -> str:
         return f"{where}: {message}" if where else message
     if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
         return f"{where} is a list of tables: write [[{where}]] above each in place of [{where}]"
+    if error["type"] == "tuple_type":
+        return f"{where}: input should be a list, got {_shown(error['input'])}"
     if error["type"] in ("model_type", "dict_type"):
         return f"{where} is a table of settings, got {_shown(error['input'])}"
     if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == RUN_NAME:

@@ -287,6 +287,11 @@ def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> No
         ("run.name.x=3", "'run.name.x=3': run.name is no section"),
         ("run.name.x.y=3", "'run.name.x.y=3': run.name.x is no section"),
         ("environments.0.weight=3", "'environments.0.weight=3': there is no entry 0"),
+        ("environments=[]\nx=3", "an override has one value, got 'environments=[]\\nx=3'"),
+        ("environments.0=3", "'environments.0=3': there is no entry 0"),
+        ("learner.devices=0", "learner.devices: input should be a list, got 0"),
+        ("learner.devices=[0.5]", "learner.devices.0: input should be a valid integer, got a"),
+        ("learner.ddp={x={y=nan}}", "learner.ddp.x.y: input should be a finite number, got nan"),
     ],
 )
 def test_an_override_that_cannot_work_is_refused(
