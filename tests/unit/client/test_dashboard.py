@@ -35,7 +35,7 @@ def runs(tmp_path: Path) -> Path:
 @pytest.fixture
 def port(runs: Path) -> Iterator[int]:
     with open_dashboard(runs, 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server.server_port
         server.shutdown()
