@@ -141,8 +141,7 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     if summary["reward_heldout"] is not None:
         first, last = summary["reward_heldout_first"], summary["reward_heldout"]
         rows.append(("reward held out", f"{_number(first)} first, {_number(last)} last"))
-    if suspended:
-        rows.append(("suspended", f"{', '.join(suspended)}: none of their newest groups succeeded"))
+    rows += [("suspended", f"{name}: {cause}") for name, cause in suspended.items()]
     return [
         *rows,
         ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),

@@ -78,7 +78,7 @@ def test_a_task_that_is_solved_is_no_early_end(tmp_path: Path) -> None:
 
 def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path), suspended_environments={"a": "KeyError", "b": "x"})
-    assert "suspended            a, b: none of their newest groups succeeded\n" in text
+    assert "suspended            a: KeyError\n  suspended            b: x\n" in text
 
 
 def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:
