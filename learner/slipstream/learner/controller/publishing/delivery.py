@@ -28,6 +28,8 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 MAX_RETRY_S = 30.0
 # Publishes in a row that a server may fail before it is sent away.
 MAX_FAILED_PUBLISHES = 8
+# So many in a row may be those of other members; afterwards it is sent weights alone.
+MAX_JOINT_FAILURES = 2
 # As many while nobody is sent weights with success and nobody serves: then the run stops. By then
 # the server was sent away once, and came back.
 MAX_VAIN_PUBLISHES = 2 * MAX_FAILED_PUBLISHES
@@ -73,6 +75,17 @@ class Deliveries:
         self.totals = PublishTotals()
         # By server, whichever life of it, since any of them got to serve.
         self._vain: Counter[ServerId] = Counter()
+        # The same, since that server itself got to serve.
+        self._failed: Counter[ServerId] = Counter()
+
+    def together(self, due: Sequence[ServerSession]) -> list[ServerSession]:
+        """Who of them is sent weights in one publish, the others later.
+
+        One member that fails makes all others stale: who failed again and again has a publish of
+        its own, behind those that can be trusted.
+        """
+        sound = [s for s in due if self._failed[s.key.server_id] < MAX_JOINT_FAILURES]
+        return sound or sorted(due, key=lambda s: self._failed[s.key.server_id])[:1]
 
     def commit(
         self,
@@ -136,6 +149,7 @@ class Deliveries:
                 publish.holders.add(session.key)
             session.failed_publishes = 0
             self._vain.clear()
+            del self._failed[session.key.server_id]
             session.version = publish.version
             if not session.is_leaving:
                 session.cause = ""
@@ -187,6 +201,7 @@ class Deliveries:
 
     def _note_in_vain(self, session: ServerSession, cause: str) -> None:
         self._vain[session.key.server_id] += 1
+        self._failed[session.key.server_id] += 1
         times = self._vain[session.key.server_id]
         if times >= MAX_VAIN_PUBLISHES and not (self._fleet.serving() or self._progress.is_over):
             self._progress.fail(

@@ -110,7 +110,7 @@ class Publisher:
             # Its order was lost on the way: the trainer would not ask for another one.
             self._give_up(self._current, "the trainer does not send")
         trainer = trainer or trainer_pb2.NextRequest()
-        targets = self.due()
+        targets = self._deliveries.together(self.due())
         if not targets:
             return None
         version, publish_id = self._progress.version, self._new_id()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from publishing_scene import DIGESTS, LOADED, READY, SERVING, Scene, next_order, progress_of
 from slipstream.learner.controller.publishing.delivery import MAX_VAIN_PUBLISHES
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerEvent
+from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 
@@ -221,4 +223,43 @@ async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again()
         scene.sent()
         again: weights_pb2.PublishOrder = await scene.ordered()
         assert again.new_communicator
+        scene.publisher.trainer_lost()
+
+
+async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress_of(), tasks)
+        broken = await two_that_serve(scene)
+
+        async def failing(*sessions: ServerSession) -> list[str]:
+            """A publish for which these are ready, and which cannot be sent: who was part of it."""
+            for session in (scene.session, broken):
+                session.retry_publish_s = 0.0
+            order = await scene.ordered(*sessions)
+            assert scene.publisher.start(scene.start_of(order))
+            await scene.finish(order.publish_id, error="b did not come")
+            return [receiver.server_id for receiver in order.receivers]
+
+        # Version 1 is asked for through a communicator that the trainer has to build.
+        for _ in range(2):
+            assert await failing(scene.session, broken) == ["a", "b"]
+        broken.retry_publish_s = scene.session.retry_publish_s = 0.0
+        order = await scene.ordered()
+        assert [receiver.server_id for receiver in order.receivers] == ["a"]
+        assert scene.publisher.start(scene.start_of(order))
+        finishing = scene.finish(order.publish_id)
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        await finishing
+        scene.say(order.publish_id, SERVING, probe_logprobs=pack_logprobs(np.zeros(1, np.float32)))
+        await scene.until_serving()
+        # From here on its failures are its own, also when a new version is due for both.
+        assert await failing(broken) == ["b"]
+        scene.make_version(2)
+        assert await failing(scene.session) == ["a"]
+        scene.fleet.remove(broken, "sent away")
+        again = scene.joined("b")
+        scene.session.retry_publish_s = 0.0
+        order = await scene.ordered()
+        assert [receiver.server_id for receiver in order.receivers] == ["a"]
+        assert again in scene.publisher.due()
         scene.publisher.trainer_lost()
