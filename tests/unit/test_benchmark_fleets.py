@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
+from pathlib import Path
 
 import asynchrony
 import pytest
@@ -43,6 +46,25 @@ def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
     expected = {"speedup": 2.4, "ceiling": 3.0, "share": 0.8, "step_s": 2.5}
     assert shares["2"] == pytest.approx(expected)
     assert lines[3].startswith("| 2 | 2.50 (2.50-2.50) | 2.40 (1.60-3.20) | 3.00 (2.00-4.00) |")
+
+
+def test_a_window_that_failed_leaves_what_was_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    arguments = argparse.Namespace(device="cpu", shape="small", out=tmp_path / "result.json")
+    alone, step = {"generation_s": 2.0, "training_s": 1.0}, {"step_s": 4.0, "lag_mean": 1.0}
+    found = asynchrony.Found({"alone": [alone, alone], "0": [step, step], "2": [step]})
+    found.failures["repeat 2"] = "it took too long"
+    lines = asynchrony.write(arguments, found)
+    assert lines[-1] == "best share of the ceiling 0.50, target 0.80"
+    written = json.loads(arguments.out.read_text())
+    assert written["results"]["0"] == [step, step]
+    assert written["failures"] == {"repeat 2": "it took too long"}
+    # Of a setting without any window nothing can be compared.
+    found.rows["2"] = []
+    assert asynchrony.write(arguments, found) == []
+    assert json.loads(arguments.out.read_text())["results"]["alone"] == [alone, alone]
 
 
 def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
