@@ -75,11 +75,11 @@ class Rig:
         adapters: Weights,
         *,
         most: int | None = None,
-        join_deadline_s: float = 30.0,
+        deadline_s: float = 30.0,
     ) -> LoadedWeights:
         """A whole publish; without `weights` of the adapters alone.
 
-        `join_deadline_s`: so long a new sender waits for an engine that does not come.
+        `deadline_s`: so long engine and sender wait for each other at a bucket.
         """
         layout = layout_of(weights)
         layout.adapters.extend(layout_of(adapters).tensors)
@@ -89,11 +89,8 @@ class Rig:
             self.sender = GlooSender(
                 f"communicator-{self.publishes}",
                 num_workers=self.engine.num_workers,
-                join_deadline_s=join_deadline_s,
             )
-        if most is not None:
-            # The engine waits for those that do not come.
-            self.sender.deadline_s = 1.0
+        self.sender.deadline_s = deadline_s
         order = self.sender.order(f"p{self.publishes}", self.publishes)
         order.adapters_alone = not weights
         sending = asyncio.create_task(
@@ -179,7 +176,7 @@ async def rig(
 
 async def test_adapters_alone_are_refused_before_any_weights(rig: Rig) -> None:
     with pytest.raises(WeightSyncError, match="weights before them did not arrive"):
-        await rig.publish({}, adapters_for(rig.base, 1), join_deadline_s=1.0)
+        await rig.publish({}, adapters_for(rig.base, 1), deadline_s=1.0)
     rig.sender = None
 
 
@@ -254,7 +251,7 @@ async def test_adapters_that_do_not_fit_are_refused_and_the_next_ones_are_not(ri
 async def test_adapters_of_which_not_all_arrive_are_sent_again(rig: Rig) -> None:
     await rig.publish(rig.base, adapters_for(rig.base, 1))
     with pytest.raises(WeightSyncError, match="did not arrive"):
-        await rig.publish({}, adapters_for(rig.base, 2), most=1)
+        await rig.publish({}, adapters_for(rig.base, 2), most=1, deadline_s=1.0)
     rig.sender = None
     # The matrices are those from before.
     third = adapters_for(rig.base, 3)
@@ -266,10 +263,10 @@ async def test_after_half_a_set_of_matrices_adapters_alone_are_refused(rig: Rig)
     adapters = adapters_for(rig.base, 1)
     await rig.publish(rig.base, adapters)
     with pytest.raises(WeightSyncError, match="did not arrive"):
-        await rig.publish(rig.base, adapters, most=2)
+        await rig.publish(rig.base, adapters, most=2, deadline_s=1.0)
     rig.sender = None
     with pytest.raises(WeightSyncError, match="weights before them did not arrive"):
-        await rig.publish({}, adapters, join_deadline_s=1.0)
+        await rig.publish({}, adapters, deadline_s=1.0)
     rig.sender = None
     await rig.publish(rig.base, adapters)
     assert await rig.gap(rig.base, adapters) < 1e-4
