@@ -118,9 +118,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.Directive]:
         """The order that is possible first: stop, publish, or the next batch."""
-        await self._check_epoch(context)
         async with self._lock:
-            order = await self._next_order(request)
+            order = await self._next_order(request, context)
         if not isinstance(order, Batch):
             yield order
             return
@@ -216,9 +215,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 Reason.WRONG_STATE,
             )
 
-    async def _next_order(self, request: trainer_pb2.NextRequest) -> trainer_pb2.Directive | Batch:
+    async def _next_order(
+        self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.Directive | Batch:
         until = time.monotonic() + NEXT_LIMIT_S
         while True:
+            # Another one may have taken over while this one waited: what it is given would be lost.
+            await self._check_epoch(context)
             order = await self._possible_order(request)
             if order is not None:
                 return order
