@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity_layouts import SETTINGS, SP, VPP, batches, probe
+from parity_layouts import OVERLAP, SETTINGS, SP, VPP, batches, probe
 from pydantic import JsonValue
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
@@ -69,6 +69,7 @@ LAYOUTS = {
     "tp2-pp2-dp2": RoleLayout(2, policy={"tp": 2}, reference={"pp": 2}),
     "dp2-sp2-sp2": RoleLayout(2, reference=SP, critic=SP),
     "pp2-dp2-vpp2": RoleLayout(2, policy={"pp": 2}, critic=VPP),
+    "dp2-dp2-dp2-overlap": RoleLayout(2, learner=OVERLAP),
     "dp2-cp2-cp2": RoleLayout(2, reference={"cp": 2}, critic={"cp": 2}),
     "tp2-sp2-dp2-offload": RoleLayout(2, "llama", {"tp": 2}, SP, learner=OFFLOAD),
     "tp2-tp2-tp2": RoleLayout(2, policy={"tp": 2}, reference={"tp": 2}, critic={"tp": 2}),

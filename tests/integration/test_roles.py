@@ -251,7 +251,13 @@ def test_sequence_parallelism_needs_no_groups_of_its_own(swapped: list[dict]) ->
         assert found["groups_again"] == 0
 
 
-SAVED = ("one", "tp2-pp2-dp2", "sp2-pp2-pp2-tied", "tp2-sp2-dp2-offload")
+SAVED = (
+    "one",
+    "tp2-pp2-dp2",
+    "sp2-pp2-pp2-tied",
+    "tp2-sp2-dp2-offload",
+    "dp2-dp2-dp2-overlap",
+)
 # Which checkpoint goes on in which layout.
 LOADED = [
     ("one", "one"),
@@ -262,6 +268,8 @@ LOADED = [
     ("sp2-pp2-pp2-tied", "sp2-pp2-pp2-tied"),
     ("sp2-pp2-pp2-tied", "one-tied"),
     ("tp2-sp2-dp2-offload", "tp2-sp2-dp2-offload"),
+    ("dp2-dp2-dp2-overlap", "one"),
+    ("dp2-dp2-dp2-overlap", "dp2-dp2-dp2-overlap"),
 ]
 
 

@@ -70,6 +70,7 @@ def install() -> Megatron:
     # Recipes that Bridge lacks.
     importlib.import_module("slipstream.learner.trainer.model.families")
     _cure_padded_vocabulary()
+    _cure_saved_buckets()
     return auto_bridge
 
 
@@ -109,6 +110,35 @@ def _cure_padded_vocabulary() -> None:
         return load(self, hf_weights, module)
 
     mapping.ColumnParallelMapping.hf_to_megatron = padded
+
+
+def _cure_saved_buckets() -> None:
+    # The distributed optimizer lays its buckets one after another without their padding, and then
+    # looks for parameters where they are with it: behind the first padded bucket a checkpoint
+    # would hold the state of other parameters.
+    distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    gather = distributed.DistributedOptimizer.get_parameter_state_dp_zero
+
+    @functools.wraps(gather)
+    def padded(self: Megatron, *args: object, **kwargs: object) -> Megatron:
+        state = gather(self, *args, **kwargs)
+        for place, buffer in enumerate(self.buffers if state is not None else ()):
+            for tensors in state[place].values():
+                for name, packed in tensors.items():
+                    if isinstance(packed, torch.Tensor):
+                        tensors[name] = _with_padding(packed, buffer)
+        return state
+
+    distributed.DistributedOptimizer.get_parameter_state_dp_zero = padded
+
+
+def _with_padding(packed: torch.Tensor, buffer: Megatron) -> torch.Tensor:
+    """The buckets' contents where they are in the buffer."""
+    whole = packed.new_zeros(buffer.numel)
+    sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+    for bucket, part in zip(buffer.buckets, torch.split(packed, sizes), strict=True):
+        whole[bucket.offset : bucket.offset + len(part)] = part
+    return whole
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

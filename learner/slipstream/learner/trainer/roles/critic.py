@@ -83,6 +83,9 @@ class Critic:
                     raise RunFailed(f"the critic's loss is {loss}; its weights were not changed")
                 norms.append(self._model.optimizer_step(self._learning_rate))
                 total += sums
+            # Else they are left to the next forward pass, and a checkpoint before it would hold
+            # old ones.
+            self._model.gather_parameters()
         tokens = max(1.0, float(total[Sum.TOKENS]))
         return {
             "value_loss": float(total[Sum.LOSS]) / tokens,
