@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(scope="module", autouse=True)
 def process_as_before() -> Iterator[None]:
-    """vLLM leaves variables that torch reads in other tests; directory and handlers must stay."""
+    """vLLM leaves variables that torch reads in other tests; asyncio's loops take handlers away."""
     variables, folder = variables_of_this_process(), os.getcwd()
     handlers = [signal.getsignal(number) for number in SIGNALS]
     torch = sys.modules.get("torch")
@@ -27,8 +27,9 @@ def process_as_before() -> Iterator[None]:
     os.environ.update(variables)
     if torch is not None:
         torch.set_num_threads(threads)
+    for number, handler in zip(SIGNALS, handlers, strict=True):
+        signal.signal(number, handler)
     assert os.getcwd() == folder
-    assert [signal.getsignal(number) for number in SIGNALS] == handlers
 
 
 def variables_of_this_process() -> dict[str, str]:

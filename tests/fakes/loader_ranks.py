@@ -74,12 +74,14 @@ def outcomes(folder: Path, tp_size: int, shapes: Mapping[str, Shape]) -> list[di
 
 
 def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> list[Any]:
-    """Results of `work(rank, *arguments)`; forks, so that no group stays in this process."""
-    import vllm.model_executor.model_loader.utils  # noqa: F401 - once, for all children
+    """Results of `work(rank, *arguments)`, of processes of their own: no group stays in this one.
 
-    context = multiprocessing.get_context("fork")
+    They are forked by one that has imported vLLM and done nothing else: gRPC's threads of tests
+    before these hold locks that nobody would give back in a copy of this process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.model_executor.model_loader.utils", __name__])
     answers = context.Queue()
-    torch.set_num_threads(1)
     meeting = uuid.uuid4().hex
     children = [
         context.Process(target=_rank, args=(rank, meeting, work, arguments, answers))
@@ -107,6 +109,7 @@ def _rank(
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # Names the ranks' shared memory; vLLM's executor sets it otherwise.
     os.environ["VLLM_DIST_IDENT"] = meeting
+    torch.set_num_threads(1)
     try:
         answers.put((rank, work(rank, *arguments)))
     except BaseException:

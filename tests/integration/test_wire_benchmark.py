@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import wire
 
@@ -14,7 +15,8 @@ def test_receivers_hold_what_the_sender_made_up(tmp_path: Path) -> None:
         device="cpu", shape="tiny", servers=2, repeats=2, bucket_mib=1, name="wire"
     )
     # RuntimeError where a digest or a parameter differs.
-    found = asyncio.run(wire.measure(arguments, tmp_path))
+    found: dict[str, Any] = {"ours": [], "raw": []}
+    asyncio.run(wire.measure(arguments, tmp_path, found))
     assert len(found["ours"]) == 2
     lines, ratios = wire.summary(found)
     assert lines[-1].startswith("| ours | ")

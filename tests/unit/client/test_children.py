@@ -77,7 +77,8 @@ async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(tmp_pa
     failing = await start_script(tmp_path, "failing", "raise SystemExit(3)\n")
     assert await first_failed([waiting, done, failing], fine=(0, 1)) is failing
     assert waiting.is_running
-    await waiting.stop(0.0)
+    for other in (waiting, done):
+        await other.stop(0.0)
 
 
 async def test_nobody_failed_when_all_ended_well(tmp_path: Path) -> None:
