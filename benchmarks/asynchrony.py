@@ -148,7 +148,10 @@ class Windows:
         }
 
     async def _settle(self, max_staleness: int) -> None:
-        """Trains until no group is left that was leased under a wider bound."""
+        """Trains until no group is left that was leased under a wider bound, and a step more.
+
+        The newest of them may be trained `before` steps after the step that is under way.
+        """
         first, self._bound, before = len(self._controller.rows), max_staleness, self._bound
         self._controller.bound(max_staleness)
         await self._until_rows(first + before + WARMUP_STEPS)

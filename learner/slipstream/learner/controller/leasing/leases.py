@@ -44,6 +44,7 @@ class LeaseBook:
     ) -> None:
         self.groups_per_step = groups_per_step
         self.group_size = group_size
+        # Of what is leased from now on; what arrives is judged by the promise of the run.
         self.max_staleness = max_staleness
         self.num_steps = num_steps
         # The step whose batch is being formed.

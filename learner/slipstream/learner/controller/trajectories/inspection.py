@@ -103,7 +103,8 @@ class Inspector:
             servers=self._fleet.known,
             newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
             vocabulary=self._vocabulary,
-            max_staleness=self._book.max_staleness,
+            # The promise: the bound of new leases may be lower by now.
+            max_staleness=progress.config.algorithm.max_staleness,
         )
 
     def _quarantine(self, delivery: Delivery, cause: str) -> None:
