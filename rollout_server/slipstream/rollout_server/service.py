@@ -96,9 +96,13 @@ class RolloutServer:
                 services = SessionServices(
                     self._config, self._engine, self._renderer, sender, environments
                 )
-                health = group.create_task(self._engine.watch())
+                watches = [
+                    group.create_task(self._engine.watch()),
+                    group.create_task(self._gateway.logs.watch()),
+                ]
                 await self._serve(joined, channel, services, stop, group)
-                health.cancel()
+                for watch in watches:
+                    watch.cancel()
                 environments.close()
         log.info("drained")
 

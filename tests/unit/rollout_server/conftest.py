@@ -52,6 +52,7 @@ class Server:
     engine: FakeEngine
     stop: asyncio.Event
     task: asyncio.Task[None]
+    gateway: WorkerGateway
 
     async def join(self, *, step: int | None = 5) -> Connection:
         """The next connection; serving version `step` unless that is None."""
@@ -77,7 +78,7 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
             )
             task = asyncio.create_task(server.run(stop))
             try:
-                yield Server(fleet, engine, stop, task)
+                yield Server(fleet, engine, stop, task, gateway)
                 if not task.done():
                     stop.set()
                     async with asyncio.timeout(20):

@@ -3,8 +3,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from failing_thread import end_writing
 from fake_fleet import FakeFleet
-from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server import session
 from slipstream.rollout_server.episodes import dispatcher
@@ -801,6 +802,16 @@ async def test_the_death_of_the_engine_ends_the_server_with_its_cause(start_serv
         with pytest.raises(ExceptionGroup) as caught:
             await server.task
     assert caught.group_contains(EngineDied, match="told to die")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_server_that_cannot_write_what_its_workers_print_ends(start_server) -> None:
+    async with start_server() as server:
+        await server.join()
+        end_writing(server.gateway.logs)
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(server.task, 30.0)
+    assert caught.group_contains(RunFailed, match="what environment workers print")
 
 
 async def test_a_refusal_is_final(start_server) -> None:

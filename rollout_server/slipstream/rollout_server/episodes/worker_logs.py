@@ -2,11 +2,12 @@
 
 Consumes: pipes, each the output of one worker and of all that it has started. Produces: files.
 Waits for: output, on a thread, so that a worker that prints never waits for the server's loop.
-Unblocked by: output, the ends of the pipes, `close`.
+Unblocked by: output, the ends of the pipes, `close`. Its owner sees in `watch` when it fails.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -17,11 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from slipstream.protocol.errors import RunFailed
+
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 65536
 # The longest pipe that Linux gives to anybody: so much may wait when the logs are closed.
 _MAX_PIPE_BYTES = 1 << 20
+_HEALTH_PERIOD_S = 0.5
+# What a full pipe of each worker takes on any disk that works.
+_CLOSE_LIMIT_S = 10.0
 
 
 class BoundedLog:
@@ -35,7 +41,7 @@ class BoundedLog:
         self.path = path
         self._max_bytes = max_bytes
         self._file: BinaryIO = path.open("ab", buffering=0)
-        self._size = self._file.tell()
+        self._size = os.fstat(self._file.fileno()).st_size
         # Of what stands at the head of a file beside output.
         self._note_bytes = 0
 
@@ -68,16 +74,20 @@ class BoundedLog:
             f"slipstream: the lines before these are in {before.name}, older ones were removed: "
             f"rollout_server.environment_log_mib = {self._max_bytes / (1 << 20):g}\n"
         )
+        self._size = 0
         self._size = self._note_bytes = self._file.write(note.encode())
 
 
 class WorkerLogs:
     """The logs of all workers of a server, written by a thread of its own."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int, *, close_limit_s: float = _CLOSE_LIMIT_S
+    ) -> None:
         """Each worker's log has at most `max_bytes`."""
         self._folder = folder
         self._max_bytes = max_bytes
+        self._close_limit_s = close_limit_s
         self._logs: dict[str, BoundedLog] = {}
         self._new: queue.SimpleQueue[tuple[int, BoundedLog]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
@@ -99,14 +109,34 @@ class WorkerLogs:
         finally:
             os.close(write)
 
+    async def watch(self) -> None:
+        """RunFailed when nothing is written any more: workers would wait for their full pipes."""
+        while self._thread.is_alive():
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+        raise RunFailed("what environment workers print is written no more; the cause stands above")
+
     def close(self) -> None:
-        """Writes what was printed until now; for a server whose workers have ended."""
+        """Writes what was printed until now; for a server whose workers have ended.
+
+        A disk that does not answer keeps it for no longer than the limit.
+        """
         os.close(self._wake_write)
-        self._thread.join()
-        for each in self._logs.values():
-            each.close()
+        self._thread.join(self._close_limit_s)
+        if self._thread.is_alive():
+            log.warning(
+                "%s: what environment workers printed last was not written within %g s",
+                self._folder,
+                self._close_limit_s,
+            )
 
     def _run(self) -> None:
+        try:
+            self._copy_all()
+        finally:
+            for each in list(self._logs.values()):
+                each.close()
+
+    def _copy_all(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
             is_open = True

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from failing_thread import end_writing
+from slipstream.protocol.errors import RunFailed
 from slipstream.rollout_server.episodes.worker_logs import BoundedLog, WorkerLogs
 
 LIMIT_S = 30.0
@@ -67,6 +72,16 @@ def logs(tmp_path: Path) -> Iterator[WorkerLogs]:
     yield WorkerLogs(tmp_path, 100_000)
 
 
+@pytest.fixture
+def hanging_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file that takes what a pipe holds, and then nothing, for as long as the test runs."""
+    path = tmp_path / "hanging.log"
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield path
+    os.close(end)
+
+
 def run(logs: WorkerLogs, name: str, code: str) -> None:
     with logs.output(name) as output:
         process = subprocess.Popen([sys.executable, "-c", code], stdout=output, stderr=output)
@@ -108,3 +123,30 @@ def test_a_worker_does_not_wait_for_a_disk_that_is_full(
         logs.close()
     (record,) = caplog.records
     assert "a.log: No space left on device; what is printed is lost" in record.getMessage()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_the_end_of_the_thread_that_writes_is_noticed(logs: WorkerLogs) -> None:
+    watch = asyncio.create_task(logs.watch())
+    end_writing(logs)
+    with pytest.raises(RunFailed, match="what environment workers print is written no more"):
+        await asyncio.wait_for(watch, LIMIT_S)
+    logs.close()
+
+
+def test_a_disk_that_hangs_does_not_keep_the_server(
+    hanging_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = WorkerLogs(tmp_path, 10 << 20, close_limit_s=0.2)
+    with logs.output(hanging_disk.name) as output:
+        worker = subprocess.Popen(["head", "-c", "100000", "/dev/zero"], stdout=output)
+    assert worker.wait(LIMIT_S) == 0
+    closing = threading.Thread(target=logs.close, daemon=True)
+    with caplog.at_level(logging.WARNING):
+        closing.start()
+        closing.join(LIMIT_S)
+    assert not closing.is_alive()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{tmp_path}: what environment workers printed last was not written within 0.2 s"
+    )
