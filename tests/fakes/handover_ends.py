@@ -15,9 +15,9 @@ from slipstream.protocol.weights.shared_buffers import HostBuffers
 NUM_BYTES = 1 << 16
 
 
-def receive(port: int, rank: int) -> None:
+def receive(host: str, port: int, rank: int) -> None:
     """`read N`: waits for bucket N, answers its digest and gives it back; `look N`: keeps it."""
-    link = HandoverReceiver(("127.0.0.1", port), "members-1", rank, 10.0)
+    link = HandoverReceiver((host, port), "members-1", rank, 10.0)
     buffers = HostBuffers.open(link.offer.handles, link.offer.num_bytes)
     link.opened()
     print("joined", flush=True)
@@ -47,6 +47,6 @@ def send() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "receive":
-        receive(int(sys.argv[2]), int(sys.argv[3]))
+        receive(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
         send()

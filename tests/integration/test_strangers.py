@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from guarded_controller import TOKEN, serving, with_token
+from loopbacks import LOOPBACKS
 from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.ranks.meeting import meeting_place
 from slipstream.learner.trainer.weights.weight_sender import GlooWeightSender
@@ -50,14 +51,14 @@ def noise() -> list[bytes]:
 
 
 @contextlib.contextmanager
-def strangers(ports: list[int]) -> Iterator[list[socket.socket]]:
+def strangers(ports: list[int], host: str) -> Iterator[list[socket.socket]]:
     """Connections to all of them that say such things, and stay."""
     with contextlib.ExitStack() as stack:
         opened = []
         for port in ports:
             for words in noise():
                 with contextlib.suppress(OSError):
-                    connection = socket.create_connection((HOST, port), timeout=30)
+                    connection = socket.create_connection((host, port), timeout=30)
                     stack.enter_context(connection)
                     opened.append(connection)
                     connection.sendall(words)
@@ -69,9 +70,11 @@ def listening_ports() -> set[int]:
     return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_weights_join_beside_strangers() -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_weights_join_beside_strangers(host: str) -> None:
     before = listening_ports()
-    sender = GlooWeightSender(WeightsSection(join_deadline_s=JOIN_S, bucket_deadline_s=5.0))
+    weights = WeightsSection(host=host, join_deadline_s=JOIN_S, bucket_deadline_s=5.0)
+    sender = GlooWeightSender(weights)
     announced = sender.announce("members-secret", num_senders=1, world_size=2)
     (bucket,) = plan_buckets([TensorSpec("w", "float32", (1000,))], 1 << 20)
     data = torch.arange(1000, dtype=torch.float32).view(torch.uint8)
@@ -84,12 +87,12 @@ def test_weights_join_beside_strangers() -> None:
 
     receiving = threading.Thread(target=receive)
     started_s = time.monotonic()
-    with strangers(sorted(listening_ports() - before)) as opened:
+    with strangers(sorted(listening_ports() - before), host) as opened:
         assert len(opened) == len(noise())
         receiving.start()
         sender.connect(announced, 0)
         # Of gloo, too.
-        with strangers(sorted(listening_ports() - before)) as more:
+        with strangers(sorted(listening_ports() - before), host) as more:
             assert len(more) > len(opened)
             sender.send(bucket, data)()
             sender.finish()
@@ -106,7 +109,7 @@ def test_strangers_alone_do_not_make_a_communicator() -> None:
     announced = sender.announce("members-secret", num_senders=1, world_size=2)
     started_s = time.monotonic()
     with (
-        strangers(sorted(listening_ports() - before)),
+        strangers(sorted(listening_ports() - before), HOST),
         pytest.raises(WeightSyncError, match="1 others joining members-secret"),
     ):
         sender.connect(announced, 0)
@@ -127,7 +130,7 @@ def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
         while port not in listening_ports():
             assert time.monotonic() < until
             os.sched_yield()
-        with strangers([port]):
+        with strangers([port], HOST):
             second = threads.submit(meeting_place, 1, 2, limit)
             first.result(60).set("key", "value")
             assert second.result(60).get("key") == b"value"

@@ -30,6 +30,7 @@ from slipstream.protocol.access.security import (
     open_channel,
     redis_url_of,
 )
+from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.process import open_variables
 from slipstream.protocol.settings.config import Config, address_parts
@@ -114,7 +115,7 @@ def check_weights_host(config: Config) -> None:
     host = config.weights.host
     try:
         # As the trainer does.
-        socket.create_server((host, 0)).close()
+        listen(host).close()
     except OSError as error:
         raise ConfigError(
             f"weights.host must be an address of this machine, where trainer rank 0 starts, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 
 from slipstream.protocol.errors import ConfigError
 
@@ -26,6 +27,15 @@ def is_host(text: str) -> bool:
     except UnicodeError:
         return False
     return bool(text) and not set(text) & set("[]/ ")
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens on the first address of `host` alone; OSError when it cannot.
+
+    Port 0: any that is free.
+    """
+    (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return socket.create_server(address, family=family)
 
 
 def check_address_form(address: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from loopbacks import LOOPBACKS
 from slipstream.client import preflight
 from slipstream.client.launcher import run_learner
 from slipstream.client.placement import uses_gpus
@@ -58,9 +59,15 @@ def test_the_controller_has_a_port_that_others_can_know() -> None:
         check_port("127.0.0.1:0")
 
 
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_weights_may_leave_from_an_address_of_either_family(host: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    weights = config.weights.model_copy(update={"host": host})
+    check_weights_host(config.model_copy(update={"weights": weights}))
+
+
 def test_weights_leave_from_an_address_of_this_machine(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    check_weights_host(config)
     far = config.weights.model_copy(update={"host": "192.0.2.1"})
     with pytest.raises(
         ConfigError, match=r"weights\.host must be .*, got 192\.0\.2\.1: Cannot assign"

@@ -32,7 +32,7 @@ def _check_reference_form(reference: str) -> str:
 def _check_host_form(host: str) -> str:
     if host.count(":") == 1 or not is_host(host):
         raise ValueError(f"a host is a name or an address, without a port, got {host!r}")
-    return host
+    return host.strip("[]")
 
 
 Reference = Annotated[str, AfterValidator(_check_reference_form)]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.protocol.access.callers import HELLO_LIMIT_S, LINE_BYTES, Call, Callers
+from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.giving_up import reason
 
@@ -97,7 +98,7 @@ class HandoverSender:
     def __init__(self, host: str, communicator_id: str) -> None:
         """Listens on a free port of `host`; ConfigError when it is no address of this machine."""
         try:
-            self._listener = socket.create_server((host, 0))
+            self._listener = listen(host)
         except OSError as error:
             raise ConfigError(
                 f"weights.host must be an address of this machine, got {host}: {error}"

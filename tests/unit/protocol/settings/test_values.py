@@ -104,6 +104,7 @@ def test_a_value_of_no_use_is_refused_in_one_line(path: str, value: JsonValue, r
         ("evaluations.0.temperature", 0),
         ("evaluations.0.args", {"text": "", "is": True, "lines": "a\nb", "far": 1e300}),
         ("weights.host", "::1"),
+        ("weights.host", "[::1]"),
         ("learner.master", "[::1]:8"),
         ("queue.redis_url", "unix:///run/redis.sock"),
         ("queue.redis_url", "rediss://user:password@host:6379/0?ssl_ca_certs=x"),
@@ -112,6 +113,11 @@ def test_a_value_of_no_use_is_refused_in_one_line(path: str, value: JsonValue, r
 )
 def test_unusual_values_that_work_pass(path: str, value: JsonValue) -> None:
     parse_config(with_value(path, value), source="file")
+
+
+def test_a_host_is_kept_without_the_brackets_of_addresses_with_ports() -> None:
+    config = parse_config(with_value("weights.host", "[::1]"), source="file")
+    assert config.weights.host == "::1"
 
 
 def test_between_greedy_and_what_vllm_samples_at_there_is_nothing() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import handover_ends
 import numpy as np
 import pytest
+from loopbacks import LOOPBACKS
 from slipstream.protocol.access import callers
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer, host_id
@@ -65,8 +66,10 @@ def sender() -> Iterator[HandoverSender]:
     sender.close()
 
 
-def receivers(sender: HandoverSender, buffers: HostBuffers, count: int) -> list[Process]:
-    processes = [Process("receive", sender.port, 1 + n) for n in range(count)]
+def receivers(
+    sender: HandoverSender, buffers: HostBuffers, count: int, host: str = "127.0.0.1"
+) -> list[Process]:
+    processes = [Process("receive", host, sender.port, 1 + n) for n in range(count)]
     sender.accept(range(1, count + 1), Offer(buffers.handles, NUM_BYTES), LONG_S)
     assert [process.line() for process in processes] == ["joined"] * count
     return processes
@@ -96,6 +99,19 @@ def test_every_receiver_reads_every_bucket_as_it_was_filled(
     for process in processes:
         assert [process.line() for _ in range(7)] == [digest(content(n)) for n in range(7)]
         process.kill()
+
+
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_a_sender_listens_on_an_address_of_either_family(host: str, buffers: HostBuffers) -> None:
+    sender = HandoverSender(host, "members-1")
+    (process,) = receivers(sender, buffers, 1, host)
+    process.tell("read 0")
+    buffers.arrays[0][:] = content(0)
+    sender.filled(0)
+    sender.wait_read(0, LONG_S)
+    assert process.line() == digest(content(0))
+    process.kill()
+    sender.close()
 
 
 def test_a_buffer_is_not_filled_again_before_the_late_one_has_read_it(

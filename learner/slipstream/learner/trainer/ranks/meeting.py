@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import socket
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError
 from torch.distributed.distributed_c10d import Store
 
@@ -39,18 +39,18 @@ def meeting_place(rank: int, world_size: int, timeout: timedelta) -> Store:
     # torchrun's agent may have opened it already.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
-            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            listener = socket.create_server(address[:2], family=family)
+            listener = listen(host, port)
         except OSError as error:
             raise ConfigError(
                 f"learner.master must be an address of node 0 and a free port there, "
                 f"got {host}:{port}: {error}"
             ) from error
         is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
-        if not is_alone and ipaddress.ip_address(address[0]).is_loopback:
+        address = str(listener.getsockname()[0])
+        if not is_alone and ipaddress.ip_address(address).is_loopback:
             raise ConfigError(
                 f"learner.master must be an address that all nodes reach, got {host}, "
-                f"which is {address[0]} on node 0"
+                f"which is {address} on node 0"
             )
         descriptor = listener.detach()
     place = f"{host}:{port}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
 from slipstream.learner.trainer.weights.nccl_sender import open_nccl_sender
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
+from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket
@@ -141,7 +141,7 @@ class GlooWeightSender:
         self.abort()
         # The store would listen on all addresses if it opened the socket itself.
         try:
-            listener = socket.create_server((self._weights.host, 0))
+            listener = listen(self._weights.host)
         except OSError as error:
             raise ConfigError(
                 f"weights.host must be an address of this machine, "

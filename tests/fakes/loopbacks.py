@@ -1,0 +1,21 @@
+"""The loopback addresses that this machine has."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+LOOPBACKS = [
+    "127.0.0.1",
+    pytest.param("::1", marks=pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")),
+]
