@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -121,6 +122,27 @@ def test_the_source_has_the_names_of_the_class_itself() -> None:
 
 def test_every_name_that_is_refused_is_one_of_vllm() -> None:
     assert set(OWNED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+
+def test_vllm_takes_a_connector_that_keeps_its_cache_for_one_that_was_reset() -> None:
+    """Why `kv_transfer_config` is refused: prefixes of old weights would outlive a publish."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert ExampleConnector.reset_cache is KVConnectorBase_V1.reset_cache
+    connector = object.__new__(ExampleConnector)
+    scheduler = SimpleNamespace(connector=connector, log_stats=False)
+    assert Scheduler.reset_connector_cache(scheduler) is True
+
+
+def test_vllm_loads_experts_to_where_they_are_at_the_start() -> None:
+    """Why `enable_eplb` is refused: nothing tells the loader which ones were moved since."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    mapping = RoutedExperts.build_expert_params_mapping("gate", "down", "up", 2, 1)
+    down = [(name, place) for _, name, place, shard in mapping if shard == "w2"]
+    assert [(name.split(".")[1], place) for name, place in down] == [("0", 0), ("1", 1), ("0", 2)]
 
 
 @pytest.mark.parametrize(

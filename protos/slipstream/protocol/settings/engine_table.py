@@ -22,6 +22,10 @@ _REPLICAS = "set rollout_server.count for more engines"
 _WORKERS = "set rollout_server.tensor_parallel_size"
 _TOKENS = "prompts and replies are token ids, text is made elsewhere"
 _PROCESSED = "the learner needs the log-probabilities of the distribution that was sampled from"
+_PREFIXES = "prefixes that are cached outside of the engine would stay those of older weights"
+_MOVED = "an expert that vLLM has moved would get the weights of another at each publish"
+_TURNED_AWAY = "set rollout_server.max_episodes; a request that is turned away is a failed episode"
+_TEXT = "the engine samples replies"
 _DRAFTS = "the scheduler here does not join what drafts add to outputs"
 # What must agree with other settings or with our own code: what to do instead, or why.
 OWNED = {
@@ -69,6 +73,16 @@ OWNED = {
     "offload_num_in_group": _OFFLOADED,
     "offload_prefetch_step": _OFFLOADED,
     "offload_params": _OFFLOADED,
+    "kv_transfer_config": _PREFIXES,
+    "kv_offloading_backend": _PREFIXES,
+    "kv_events_config": "it opens a port without TLS or token",
+    "enable_eplb": _MOVED,
+    "eplb_config": _MOVED,
+    "watermark_config": _PROCESSED,
+    "runner": _TEXT,
+    "convert": _TEXT,
+    "max_num_queued_reqs": _TURNED_AWAY,
+    "max_num_queued_tokens": _TURNED_AWAY,
     "scheduler_cls": "it is ours",
     "enable_return_routed_experts": "set algorithm.router_replay",
     "aux_output_config": "set algorithm.router_replay",
@@ -86,6 +100,12 @@ def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Ite
         yield (
             f"{SECTION}.distributed_executor_backend must be one of {', '.join(_EXECUTORS)}, "
             f"got {executor!r}"
+        )
+    # vLLM takes it in any case.
+    if str(table.get("load_format", "")).lower() == "ipc_cache":
+        yield (
+            f"{SECTION}.load_format cannot be 'ipc_cache': such weights lie in another process, "
+            "and a publish would change them for every engine there"
         )
     overrides = table.get("hf_overrides", {})
     if not isinstance(overrides, dict):

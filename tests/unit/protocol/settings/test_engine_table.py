@@ -171,6 +171,46 @@ def test_another_vllm_without_these_arguments_is_named(tmp_path: Path) -> None:
             {"distributed_executor_backend": "ray"},
             "rollout_server.engine.distributed_executor_backend must be one of mp, uni, got 'ray'",
         ),
+        *(
+            (
+                {"load_format": load_format},
+                "rollout_server.engine.load_format cannot be 'ipc_cache': such weights lie in "
+                "another process, and a publish would change them for every engine there",
+            )
+            for load_format in ("ipc_cache", "IPC_Cache")
+        ),
+        *(
+            (
+                {name: value},
+                f"rollout_server.engine.{name} cannot be passed through: prefixes that are cached "
+                "outside of the engine would stay those of older weights",
+            )
+            for name, value in (("kv_transfer_config", {}), ("kv_offloading_backend", "lmcache"))
+        ),
+        (
+            {"enable_eplb": True},
+            "rollout_server.engine.enable_eplb cannot be passed through: an expert that vLLM has "
+            "moved would get the weights of another at each publish",
+        ),
+        (
+            {"watermark_config": {"key": 1}},
+            "rollout_server.engine.watermark_config cannot be passed through: the learner needs "
+            "the log-probabilities of the distribution that was sampled from",
+        ),
+        (
+            {"kv_events_config": {"enable_kv_cache_events": True}},
+            "rollout_server.engine.kv_events_config cannot be passed through: it opens a port "
+            "without TLS or token",
+        ),
+        (
+            {"runner": "pooling"},
+            "rollout_server.engine.runner cannot be passed through: the engine samples replies",
+        ),
+        (
+            {"max_num_queued_reqs": 4},
+            "rollout_server.engine.max_num_queued_reqs cannot be passed through: set "
+            "rollout_server.max_episodes; a request that is turned away is a failed episode",
+        ),
         ({"hf_overrides": 3}, "rollout_server.engine.hf_overrides must be a table, got 3"),
         (
             {"hf_overrides": {"head_dtype": "float16"}},
