@@ -208,7 +208,7 @@ def main() -> None:
         "--steps", type=int, help="of each loop in one turn; default: 40, on a GPU 2"
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         # Before anything asks for a device.
@@ -233,7 +233,7 @@ def main() -> None:
     header += ["TFLOP/s", "of the limit", "peak GiB"]
     table = measure.table(header, rows(found, TARGETS[arguments.shape]))
     record = {"settings": vars(arguments), "table": table, "turns": turns}
-    measure.write_result(f"learner-{arguments.shape}", record, arguments.output)
+    measure.write_result(f"learner-{arguments.shape}", record, arguments.out)
     print("\n".join(table))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -43,8 +42,6 @@ def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
 
     subprocess.TimeoutExpired after RUN_LIMIT_S.
     """
-    slipstream = shutil.which("slipstream", path=Path(sys.executable).parent)
-    assert slipstream is not None
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = [
@@ -57,7 +54,8 @@ def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
     ]
     started_s = time.monotonic()
     done = subprocess.run(
-        [slipstream, "run", str(CONFIG), *settings],
+        # As a module: the packages may be on PYTHONPATH only.
+        [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
+import pytest
 from lease_policies import figures, goal_s, lines_of
-from quickstart_runs import Run
+from quickstart_runs import Run, run_quickstart
 
 
 def run() -> Run:
@@ -32,3 +37,15 @@ def test_a_run_that_never_reached_the_goal_has_no_time_for_it() -> None:
     lines = lines_of({"eager": [figures(run()), late], "just_in_time": [figures(run())]})
     assert [line.split(" | ")[5] for line in lines[2:]] == ["-", "10.0 (10.0-10.0)"]
     assert lines[2].startswith("| `eager` | 20.0 (20.0-20.0)% | 1.50 (1.50-1.50) | 30.0 ")
+
+
+def test_a_run_needs_packages_on_the_path_and_no_installed_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    # Our command ran: it refused the settings.
+    with pytest.raises(RuntimeError, match="no_such_setting"):
+        run_quickstart(tmp_path, "r", ["run.no_such_setting=1"])
