@@ -85,6 +85,30 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
     return parse_config(settings, source="the benchmark")
 
 
+class Beats:
+    """When heartbeats brought a new count of generated tokens.
+
+    Neither the publish before the first token counts nor the time since the newest heartbeat.
+    """
+
+    def __init__(self, before: int) -> None:
+        """`before`: the count at the start."""
+        self._before = before
+        self._found: list[tuple[int, float]] = []
+
+    def note(self, tokens: int, now_s: float) -> None:
+        """The count at this moment."""
+        if tokens != (self._found[-1][0] if self._found else self._before):
+            self._found.append((tokens, now_s))
+
+    def rate(self) -> float:
+        """Tokens per second from the first to the last; RuntimeError when there are not two."""
+        if len(self._found) < 2:
+            raise RuntimeError("generation alone took less than two heartbeats: give more --steps")
+        (first, first_s), (last, last_s) = self._found[0], self._found[-1]
+        return (last - first) / (last_s - first_s)
+
+
 class Windows:
     """Measures one window after the other in a run that is under way."""
 
@@ -104,11 +128,15 @@ class Windows:
         # A window of so many batches may be leased at once.
         controller.bound(self._steps - 1)
         before, started = controller.generated_tokens(), time.monotonic()
-        await self._rig.until(
-            lambda: controller.leased_groups() >= wanted, "generation alone", self._limit_s
-        )
+        beats = Beats(before)
+
+        def all_leased() -> bool:
+            beats.note(controller.generated_tokens(), time.monotonic())
+            return controller.leased_groups() >= wanted
+
+        await self._rig.until(all_leased, "generation alone", self._limit_s)
         # From now on places stay empty: this part shows what the engine can do.
-        rate = (controller.generated_tokens() - before) / (time.monotonic() - started)
+        rate = beats.rate()
         await self._rig.until(
             lambda: controller.complete_groups() >= wanted, "generation alone", self._limit_s
         )

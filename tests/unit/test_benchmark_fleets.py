@@ -48,6 +48,19 @@ def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
     assert lines[3].startswith("| 2 | 2.50 (2.50-2.50) | 2.40 (1.60-3.20) | 3.00 (2.00-4.00) |")
 
 
+def test_rate_of_generation_is_that_between_heartbeats() -> None:
+    beats = asynchrony.Beats(100)
+    # A publish comes first; looks between two heartbeats find the same count.
+    for tokens, now_s in ((100, 0.0), (100, 0.3), (140, 0.5), (140, 0.6)):
+        beats.note(tokens, now_s)
+    with pytest.raises(RuntimeError, match="less than two heartbeats"):
+        beats.rate()
+    for tokens, now_s in ((240, 0.7), (340, 0.9), (340, 1.0)):
+        beats.note(tokens, now_s)
+    # 200 tokens in 0.4 s.
+    assert beats.rate() == pytest.approx(500.0)
+
+
 def test_a_window_that_failed_leaves_what_was_measured_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
