@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from slipstream.client.placement import uses_gpus
-from slipstream.client.programs import run_module
+from slipstream.client.programs import keep_end, run_module
 from slipstream.protocol.access.exposure import check_private
 from slipstream.protocol.access.security import (
     Credentials,
@@ -304,6 +304,7 @@ async def check_environments(config: Config, log_path: Path) -> None:
                     # As in a worker beside a rollout server.
                     environ=open_variables(os.environ),
                 )
+        keep_end(log_path, config.rollout_server.environment_log_mib)
         if checked.code is None:
             raise ConfigError(f"environment {name}: no answer within {timeout_s:g} s")
         if checked.code != 0:

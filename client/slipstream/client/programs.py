@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 TAIL_BYTES = 65536
@@ -26,6 +27,22 @@ class Ended:
     # None: it did not, within its limit.
     code: int | None
     lines: tuple[str, ...]
+
+
+def keep_end(path: Path, mib: int) -> None:
+    """Cuts the output of environments in a file of more than `mib` to the last half of that.
+
+    It begins with a whole line then, after one that says so.
+    """
+    with path.open("r+b") as file:
+        if file.seek(0, os.SEEK_END) <= mib << 20:
+            return
+        file.seek(-(mib << 19), os.SEEK_END)
+        _, _, kept = file.read().partition(b"\n")
+        file.seek(0)
+        file.truncate()
+        note = f"slipstream: older lines were removed: rollout_server.environment_log_mib = {mib}\n"
+        file.write(note.encode() + kept)
 
 
 async def run_module(
