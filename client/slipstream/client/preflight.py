@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from slipstream.client.placement import uses_gpus
-from slipstream.client.programs import keep_end, run_module
+from slipstream.client.programs import run_module
 from slipstream.protocol.access.exposure import check_private
 from slipstream.protocol.access.security import (
     Credentials,
@@ -287,12 +287,15 @@ def passes_to_megatron(config: Config) -> bool:
 
 
 async def check_environments(config: Config, log_path: Path) -> None:
-    """Loads every environment in a process of its own and resets its first task; ConfigError."""
+    """Loads every environment in a process of its own and resets its first task; ConfigError.
+
+    The log begins anew, and holds the last of what each environment printed meanwhile.
+    """
     sections = [(e.name, e.reference, e.args, e.timeout_s) for e in config.environments]
     sections += [(e.name, e.reference, e.args, e.timeout_s) for e in config.evaluations]
     make_folder(log_path.parent)
-    for name, reference, args, timeout_s in sections:
-        with log_path.open("ab") as log:
+    with log_path.open("w", encoding="utf-8") as log:
+        for name, reference, args, timeout_s in sections:
             arguments = ["slipstream.client.worker", "--check", reference]
             arguments += ["--args", json.dumps(args), "--search-path", os.getcwd()]
             with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
@@ -300,18 +303,17 @@ async def check_environments(config: Config, log_path: Path) -> None:
                     [*arguments, "--timeout-s", str(timeout_s)],
                     # The worker says itself where it hangs, if it still can.
                     limit_s=timeout_s + WORKER_GRACE_S,
-                    output=log,
                     # As in a worker beside a rollout server.
                     environ=open_variables(os.environ),
                 )
-        keep_end(log_path, config.rollout_server.environment_log_mib)
-        if checked.code is None:
-            raise ConfigError(f"environment {name}: no answer within {timeout_s:g} s")
-        if checked.code != 0:
-            said = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
-            raise ConfigError(
-                f"environment {name}: {said.removeprefix(f'environment {reference}: ')}"
-            )
+            print(f"environment {name}:", *checked.lines, sep="\n", file=log)
+            if checked.code is None:
+                raise ConfigError(f"environment {name}: no answer within {timeout_s:g} s")
+            if checked.code != 0:
+                said = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
+                raise ConfigError(
+                    f"environment {name}: {said.removeprefix(f'environment {reference}: ')}"
+                )
 
 
 @contextlib.contextmanager

@@ -14,35 +14,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
 
 TAIL_BYTES = 65536
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended, and the last lines that it wrote to stderr."""
+    """How a program ended, and the lines in the last `TAIL_BYTES` that it wrote to stderr."""
 
     # None: it did not, within its limit.
     code: int | None
     lines: tuple[str, ...]
-
-
-def keep_end(path: Path, mib: int) -> None:
-    """Cuts the output of environments in a file of more than `mib` to the last half of that.
-
-    It begins with a whole line then, after one that says so.
-    """
-    with path.open("r+b") as file:
-        if file.seek(0, os.SEEK_END) <= mib << 20:
-            return
-        file.seek(-(mib << 19), os.SEEK_END)
-        _, _, kept = file.read().partition(b"\n")
-        file.seek(0)
-        file.truncate()
-        note = f"slipstream: older lines were removed: rollout_server.environment_log_mib = {mib}\n"
-        file.write(note.encode() + kept)
 
 
 async def run_module(
@@ -50,10 +32,9 @@ async def run_module(
     *,
     limit_s: float,
     given: bytes = b"",
-    output: IO[bytes] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `python -m arguments` with `given` on its stdin; `output`: where its stdout goes."""
+    """Runs `python -m arguments` with `given` on its stdin; nobody reads its stdout."""
     # Files rather than pipes: a pipe stays open as long as anything that the program has started.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(given)
@@ -62,7 +43,7 @@ async def run_module(
             *[sys.executable, "-m", "slipstream.protocol.process"],
             *[sys.executable, "-m", *arguments],
             stdin=stdin,
-            stdout=asyncio.subprocess.DEVNULL if output is None else output,
+            stdout=asyncio.subprocess.DEVNULL,
             stderr=stderr,
             env=environ,
             start_new_session=True,

@@ -235,7 +235,7 @@ class RolloutServerSection(Section):
     # Limit of starting the engine.
     start_timeout_s: Seconds = 600.0
     # What is kept of the output of each environment worker: two files of half as much each; older
-    # lines are removed. Also of what environments print when they are checked at a start.
+    # lines are removed.
     environment_log_mib: Positive = 16
 
 
