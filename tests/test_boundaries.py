@@ -35,7 +35,9 @@ OWNERS = {
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
         "slipstream.rollout_server.weights.weight_receiver",
-        # Which of vLLM's layers do more than hold their weights: part of the receiver.
+        # Parts of the receiver: what a model's plan is made of, and which of vLLM's layers do more
+        # than hold their weights.
+        "slipstream.rollout_server.weights.plan_recording",
         "slipstream.rollout_server.weights.vllm_layers",
     ),
     "megatron": ("slipstream.learner.trainer",),

@@ -18,6 +18,7 @@ import torch
 from gloo_sender import GlooSender, layout_of
 from make_tiny_model import make_tokenizer
 from nccl_sender import NcclSender
+from plain_matrices import keep_matrices_plain
 from running_replies import until_generated
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.settings.config_file import parse_config
@@ -132,10 +133,8 @@ class Rig:
         )
         set_nccl_environment(os.environ)
         if options.plain:
-            # The engine's processes are forked: on a CPU they keep plain matrices, as on a GPU.
-            import vllm._custom_ops
-
-            vllm._custom_ops._supports_onednn = False
+            # The engine's processes are forked.
+            keep_matrices_plain()
         from slipstream.rollout_server.inference.engine import VllmEngine
 
         started = time.monotonic()

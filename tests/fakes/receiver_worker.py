@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from gloo_sender import GlooSender, layout_of
 from loader_ranks import SHAPES, checkpoint, two_models
+from plain_matrices import keep_matrices_plain
 from slipstream.protocol.errors import WeightSyncError
 
 Weights = Mapping[str, torch.Tensor]
@@ -21,10 +22,7 @@ class Scene:
     """One worker and who sends; `seen` says of each update how it went."""
 
     def __init__(self, folder: Path, shape: str, *, stage: bool, moving: bool = False) -> None:
-        import vllm._custom_ops
-
-        # On a CPU vLLM would pack matrices after loading them.
-        vllm._custom_ops._supports_onednn = False
+        keep_matrices_plain()
         config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
         config.parallel_config.enable_eplb = moving
         self._worker = _worker(config, self._model)
@@ -54,6 +52,8 @@ class Scene:
             while not ready:
                 time.sleep(0.002)
                 ready = value_of(self._worker.slipstream_is_ready())
+            if self._worker.weight_transfer_engine.can_copy:
+                value_of(self._worker.slipstream_begin())
             result = value_of(self._worker.slipstream_receive())
         except WeightSyncError as error:
             self.seen.append(str(error))

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from gloo_sender import GlooSender, layout_of  # noqa: E402
+from plain_matrices import keep_matrices_plain  # noqa: E402
 from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
@@ -164,12 +165,10 @@ async def rig(
     }
     config = parse_config(table, source="test")
     become_a_server(config)
-    import vllm._custom_ops
-
     base = load_file(folder / "model.safetensors")
-    packs = vllm._custom_ops._supports_onednn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm._custom_ops, "_supports_onednn", packs and kind.packs)
+        if not kind.packs:
+            keep_matrices_plain(patch)
         async with started_engine(config) as engine:
             yield Rig(engine, folder, base, has_plan=not kind.packs)
 

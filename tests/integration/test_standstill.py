@@ -50,7 +50,9 @@ class NotedCalls:
     async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
         if method == "slipstream_prepare":
             return [{"value": True}]
-        self.noted.append("receive")
+        self.noted.append(method.removeprefix("slipstream_"))
+        if method == "slipstream_begin":
+            return [{"value": None}]
         await self.arrived.wait()
         return [self.answer]
 
@@ -121,7 +123,7 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     rig.llm.arrived.clear()
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
     await rig.ask("early")
-    all_calls = ["pause", "receive", "version 0:2", "resume"]
+    all_calls = ["begin", "pause", "version 0:2", "resume", "receive"]
     assert rig.llm.noted == all_calls
     rig.llm.arrived.set()
     await receiving

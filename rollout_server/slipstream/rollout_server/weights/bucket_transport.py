@@ -37,6 +37,9 @@ class Incoming:
 class BucketTransport(Protocol):
     """One member of a communicator, on the receiving side."""
 
+    # `receive` only enqueues on the device: who iterates over it waits for nothing.
+    enqueues: bool
+
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """Makes everything ready while generation still goes on.
 

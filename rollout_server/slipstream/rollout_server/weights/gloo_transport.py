@@ -19,6 +19,8 @@ from torch._C import _distributed_c10d as c10d
 class GlooTransport:
     """See `BucketTransport`: broadcast from their senders; every wait is within a call."""
 
+    enqueues = False
+
     def __init__(self, membership: Membership, device: torch.device) -> None:
         """Joins; WeightSyncError when not all members came within the deadline."""
         communicator = membership.communicator

@@ -25,6 +25,8 @@ _CLOSE_LIMIT_S = 5.0
 class IpcTransport:
     """See `BucketTransport`: bucket k of an update lies in buffer k modulo their number."""
 
+    enqueues = False
+
     def __init__(self, membership: Membership, device: torch.device) -> None:
         """Joins and opens the buffers; WeightSyncError when that fails within the deadline."""
         where = membership.communicator

@@ -25,6 +25,8 @@ _NUM_BUFFERS = 2
 class NcclTransport:
     """See `BucketTransport`: two receive buffers in turn, each broadcast from its sender."""
 
+    enqueues = True
+
     def __init__(self, membership: Membership, device: torch.device) -> None:
         """Joins; WeightSyncError when not all members came within the deadline."""
         index = torch.cuda.current_device() if device.index is None else device.index

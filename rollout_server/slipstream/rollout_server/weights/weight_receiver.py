@@ -11,8 +11,10 @@ follow the weights that they are put on, or come alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,35 +24,22 @@ from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_
 from slipstream.rollout_server.inference.adapter_slot import Arriving
 from slipstream.rollout_server.weights import vllm_layers
 from slipstream.rollout_server.weights.bucket_transport import BucketTransport, Incoming, Membership
-from slipstream.rollout_server.weights.copy_plan import (
-    CopyPlan,
-    NotCopied,
-    Proof,
-    Replay,
-    cut,
-    record,
-)
+from slipstream.rollout_server.weights.copy_plan import CopyPlan, Proof, Replay, cut
+from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
+from slipstream.rollout_server.weights.plan_recording import log, log_loader, recorded_plan
 from slipstream.rollout_server.weights.staging import Staging
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
-from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader import reload
 
 BACKEND = "slipstream"
-
-# vLLM's own logger: the engine's processes have no other handler.
-log = init_logger(f"vllm.{__name__}")
-
-# What models' loaders raise when their layers do not look as they did at the start.
-_LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass
@@ -83,6 +72,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _incoming: Incoming | None = None
     _stages = False
     _staging: Staging | None = None
+    _copying: Copying | None = None
     _plan: CopyPlan | None = None
     _replay: Replay | None = None
     # The layout of the last update: its buckets of weights, and its adapters.
@@ -122,8 +112,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
             self._plan = self._replay = None
-            with set_current_vllm_config(self.vllm_config):
-                self._plan = self._record(self._buckets)
+            self._plan = recorded_plan(self.model, self._buckets, self.device, self.vllm_config)
         self._layout = layout
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
@@ -140,7 +129,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             bucket_deadline_s=order.bucket_deadline_s,
             own_buffers=stage or not self.can_copy,
         )
-        self._stages = stage and self.can_copy
+        self._stages, self._copying = stage and self.can_copy, None
         if self._stages:
             self._staging = self._staging or Staging(self.device)
             self._staging.clear()
@@ -171,33 +160,32 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Whether this update can be received without vLLM's loader."""
         return self._replay is not None or not self._weights
 
+    def begin_copies(self) -> None:
+        """Does what waits for nobody of an update that is copied; `copy_weights` does the rest."""
+        transport, incoming = self._transport, self._incoming
+        if transport is None or incoming is None or not self.can_copy:
+            raise WeightSyncError("no update was announced")
+        staging = self._staging if self._stages else None
+        self._copying = Copying(self._take, transport, incoming, staging)
+        with self._leaving_on_errors():
+            self._copying.begin()
+
     def copy_weights(self) -> None:
         """Receives an update and copies it by the plan; after an error it must be repeated."""
-        transport, incoming = self._transport, self._incoming
+        if self._copying is None:
+            self.begin_copies()
+        copying, self._copying, transport = self._copying, None, self._transport
+        assert copying is not None
         assert transport is not None
-        assert incoming is not None
-        started_s = received_s = time.perf_counter()
-        try:
-            if self._stages:
-                assert self._staging is not None
-                digests = self._staging.digests
-                for place, buffer in enumerate(self._staging.buffers):
-                    self._take(place, buffer)
-            else:
-                for place, buffer in enumerate(transport.receive(incoming)):
-                    self._take(place, buffer)
-                digests = transport.digests()
-                received_s = time.perf_counter()
-        except BaseException:
-            self.shutdown()
-            raise
+        with self._leaving_on_errors():
+            digests = copying.finish()
         self._settle()
         self.result = LoadResult(
             digests=[digest.hex() for digest in digests],
             by_plan=True,
             has_plan=self._replay is not None,
-            receive_s=received_s - started_s,
-            load_s=time.perf_counter() - received_s,
+            receive_s=copying.receive_s,
+            load_s=copying.seconds() - copying.receive_s,
             wire_s=transport.take_wire().seconds,
         )
         if self._staging is not None:
@@ -289,7 +277,16 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._joining.close()
         if self._staging is not None:
             self._staging.clear()
-        self._joining = self._transport = self._incoming = None
+        self._joining = self._transport = self._incoming = self._copying = None
+
+    @contextlib.contextmanager
+    def _leaving_on_errors(self) -> Iterator[None]:
+        """Who is in the middle of an update can take no other one of this communicator."""
+        try:
+            yield
+        except BaseException:
+            self.shutdown()
+            raise
 
     def _take(self, place: int, buffer: torch.Tensor) -> None:
         """Copies a bucket to where it belongs."""
@@ -299,19 +296,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         assert self._replay is not None
         self._is_whole = False
         self._replay.run(place, buffer)
-
-    def _record(self, buckets: tuple[Bucket, ...]) -> CopyPlan | None:
-        parameters = dict(self.model.named_parameters())
-        try:
-            if self.parallel_config.enable_eplb:
-                raise NotCopied("experts change their places while the engine runs")
-            vllm_layers.check_layers(self.model)
-            return record(self.model.load_weights, parameters, buckets, self.device)
-        except NotCopied as error:
-            _log_loader(str(error))
-        except _LOADER_ERRORS as error:
-            _log_loader(f"{type(error).__name__} while its copies were recorded: {error}")
-        return None
 
     def _take_proof(self, proof: Proof) -> None:
         assert self._plan is not None
@@ -323,7 +307,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             copies = sum(map(len, self._plan.copies))
             log.info("weights are copied from now on: a plan of %d copies is proved", copies)
         else:
-            _log_loader(f"{different or moved[0]} is not a copy of what arrived")
+            log_loader(f"{different or moved[0]} is not a copy of what arrived")
             self._plan = None
         self._proof = None
 
@@ -340,10 +324,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
 def _id_of(order: weights_pb2.PublishOrder) -> str:
     return order.communicator.communicator_id
-
-
-def _log_loader(reason: str) -> None:
-    log.warning("weights go through vLLM's loader at every update: %s", reason)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

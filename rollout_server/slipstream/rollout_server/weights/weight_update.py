@@ -57,10 +57,6 @@ class _Announced:
     terms: tuple[str, float]
 
 
-async def _stay(version: PolicyVersion) -> None:
-    """The pause lasts."""
-
-
 class WeightUpdate:
     """One engine's updates, one after the other."""
 
@@ -109,22 +105,32 @@ class WeightUpdate:
         version = version_from_pb(order.version)
         self._announced = _Announced(order.publish_id, version, self._limit_s(order), terms)
 
-    async def receive(self, publish_id: str, go_on: GoOn = _stay) -> LoadedWeights:
+    async def receive(self, publish_id: str, go_on: GoOn | None = None) -> LoadedWeights:
         """Pauses the engine, and takes the update that was prepared.
 
-        `go_on`: called at once where the update is copied by plans, so that the pause ends with it,
-        whatever became of it; for an engine that gets no request before somebody has judged it.
+        `go_on`: for an engine in which nothing runs, and that gets no request before somebody has
+        judged the update. Where it is copied by plans the pause ends with it, whatever became of
+        it: the engine is told so at once.
         """
         announced, self._announced = self._announced, None
         if announced is None or announced.publish_id != publish_id:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
         # After a failure nobody knows who got how far.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
-        if by_plan:
+        # The engine takes calls in the order in which it gets them.
+        if by_plan and go_on is not None:
+            # The wire is busy while it clears its caches and takes the new version.
+            _, pause_s, _, results = await asyncio.gather(
+                self._answers("slipstream_begin", ()),
+                self._stand_still(),
+                go_on(announced.version),
+                self._take(announced.limit_s),
+            )
+        elif by_plan:
             # Copies wait on the device for the steps before them, and an engine that was told to
-            # pause begins no other: it gets all calls at once, and takes them in this order.
-            pause_s, results, _ = await asyncio.gather(
-                self._stand_still(), self._take(announced.limit_s), go_on(announced.version)
+            # pause begins no other.
+            pause_s, results = await asyncio.gather(
+                self._stand_still(), self._take(announced.limit_s)
             )
         else:
             # vLLM's loader takes layers apart: no step may be under way.

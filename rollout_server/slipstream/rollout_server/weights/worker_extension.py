@@ -12,11 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.rollout_server.weights.weight_receiver import (
-    JoinInfo,
-    SlipstreamWeightTransfer,
-    log,
-)
+from slipstream.rollout_server.weights.plan_recording import log
+from slipstream.rollout_server.weights.weight_receiver import JoinInfo, SlipstreamWeightTransfer
 from slipstream.v1 import weights_pb2
 
 
@@ -55,6 +52,13 @@ class WorkerExtension:
     def slipstream_is_ready(self) -> dict[str, Any]:
         """Whether the announced update can be received now."""
         return _answer(self.weight_transfer_engine.is_ready)
+
+    def slipstream_begin(self) -> dict[str, Any]:
+        """Begins to copy the announced update and waits for nothing; `slipstream_receive` ends it.
+
+        For an engine in which nothing runs; what it is told between the two, it does meanwhile.
+        """
+        return _answer(self.weight_transfer_engine.begin_copies)
 
     def slipstream_receive(self) -> dict[str, Any]:
         """Takes the announced update, from the first bucket to the last copy: a `LoadResult`."""

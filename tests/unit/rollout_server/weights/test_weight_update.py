@@ -200,7 +200,7 @@ async def test_weights_are_copied_again_after_adapters_alone() -> None:
 
 async def test_only_an_update_that_is_copied_ends_its_pause_of_its_own() -> None:
     loaded = both({**result(), "by_plan": False})
-    workers = Workers(both(True), loaded, both(True), both(result()))
+    workers = Workers(both(True), loaded, both(True), both(None), both(result()))
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
     async def go_on(version: PolicyVersion) -> None:
@@ -211,9 +211,24 @@ async def test_only_an_update_that_is_copied_ends_its_pause_of_its_own() -> None
         await update.prepare(order(f"p{step}", version=version), LAYOUT, 1)
         await update.receive(f"p{step}", go_on)
     assert workers.started[:4] == ["prepare", "pause", "paused", "receive"]
-    assert workers.started[4:6] == ["prepare", "pause"]
-    assert set(workers.started[6:8]) == {"receive", f"go on with {PolicyVersion(3, 2)}"}
-    assert workers.started[8:] == ["paused"]
+    went_on = f"go on with {PolicyVersion(3, 2)}"
+    assert workers.started[4:] == ["prepare", "begin", "pause", went_on, "receive", "paused"]
+
+
+async def test_an_update_that_could_not_begin_fails_with_that_error() -> None:
+    errors = [{"value": None}, {"error": "a bucket did not arrive"}]
+    late = [{"error": "no update was announced"}, {"error": "no update was announced"}]
+    workers = Workers(both(True), both(result()), both(True), errors, late)
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+
+    async def go_on(_: PolicyVersion) -> None:
+        pass
+
+    await update.prepare(ORDER, LAYOUT, 1)
+    await update.receive("p1")
+    await update.prepare(order("p2", new_communicator=True), LAYOUT, 1)
+    with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
+        await update.receive("p2", go_on)
 
 
 async def test_it_is_asked_until_every_worker_is_ready() -> None:

@@ -145,6 +145,8 @@ class Ranks:
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """The bytes of rank 0, on every rank; the others pass None."""
         assert (data is not None) == self.is_main
+        if data is not None and self.world_size == 1:
+            return data
         size = torch.tensor([len(data) if data is not None else 0], dtype=_INT64)
         dist.broadcast(size, src=0, group=self._control)
         buffer = torch.empty(int(size), dtype=torch.uint8)
@@ -156,6 +158,8 @@ class Ranks:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, in the order of the ranks, on every rank."""
+        if self.world_size == 1:
+            return [data]
         sizes = torch.zeros(self.world_size, dtype=_INT64)
         sizes[self.rank] = len(data)
         dist.all_reduce(sizes, group=self._control)

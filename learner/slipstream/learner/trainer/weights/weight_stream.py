@@ -126,7 +126,8 @@ class WeightStream:
     def fill_ahead(self) -> None:
         """Puts the first buckets together for the next pass if that one sends: it begins with them.
 
-        A pass went over these weights before, and they do not change until the next one.
+        A pass went over these weights before, which are complete since then, and they do not change
+        until the next one.
         """
         if self._ahead or not self._filling.fills_any:
             return
@@ -142,7 +143,8 @@ class WeightStream:
         releases: list[Release | None] = [None] * len(self._lanes)
         clock = _Clock(self._stream)
         with self.resident():
-            self._policy.gather_parameters()
+            if not ahead:
+                self._policy.gather_parameters()
             with self._on_stream():
                 self._filling.begin()
                 for place, bucket in enumerate(self.buckets):

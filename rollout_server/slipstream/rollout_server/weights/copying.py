@@ -1,0 +1,59 @@
+"""One update that is copied by a plan, in two calls: what waits for nothing, then the rest.
+
+Consumes: the buckets of a transport, or staged ones. Produces: copies, one digest for each bucket.
+Waits for: the device, in `finish` alone where the transport enqueues. Unblocked by: the bytes, or
+the deadline of a bucket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from slipstream.rollout_server.weights.bucket_transport import BucketTransport, Incoming
+from slipstream.rollout_server.weights.staging import Staging
+
+# Copies the bucket of this number to where it belongs, on the current stream.
+Take = Callable[[int, torch.Tensor], None]
+
+
+class Copying:
+    """Of one update."""
+
+    def __init__(
+        self, take: Take, transport: BucketTransport, incoming: Incoming, staging: Staging | None
+    ) -> None:
+        """`staging`: all buckets lie there already."""
+        self._take, self._transport, self._incoming = take, transport, incoming
+        self._staging = staging
+        self._started_s: float | None = None
+        # Until all had arrived; what is staged is not waited for.
+        self.receive_s = 0.0
+
+    def begin(self) -> None:
+        """Does what waits for nobody; WeightSyncError as `BucketTransport.receive`."""
+        if self._staging is not None or self._transport.enqueues:
+            self._copy()
+
+    def finish(self) -> list[bytes]:
+        """The digests, when all has arrived; WeightSyncError after a missed deadline."""
+        if self._started_s is None:
+            self._copy()
+        if self._staging is not None:
+            return self._staging.digests
+        digests = self._transport.digests()
+        self.receive_s = self.seconds()
+        return digests
+
+    def seconds(self) -> float:
+        """Since the first copy was begun."""
+        assert self._started_s is not None
+        return time.perf_counter() - self._started_s
+
+    def _copy(self) -> None:
+        self._started_s = time.perf_counter()
+        staging = self._staging
+        arriving = self._transport.receive(self._incoming) if staging is None else staging.buffers
+        for place, buffer in enumerate(arriving):
+            self._take(place, buffer)

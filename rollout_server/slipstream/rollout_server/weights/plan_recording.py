@@ -1,0 +1,46 @@
+"""The copy plan of a worker's model, or why there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.rollout_server.weights import vllm_layers
+from slipstream.rollout_server.weights.copy_plan import CopyPlan, NotCopied, record
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.logger import init_logger
+
+# vLLM's own logger: the engine's processes have no other handler.
+log = init_logger(f"vllm.{__name__}")
+
+# What models' loaders raise when their layers do not look as they did at the start.
+_LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def recorded_plan(
+    model: torch.nn.Module,
+    buckets: tuple[Bucket, ...],
+    device: torch.device,
+    vllm_config: VllmConfig,
+) -> CopyPlan | None:
+    """Of these buckets; None, and a line in the log, for a model that it cannot be made of."""
+    parameters = dict(model.named_parameters())
+    try:
+        if vllm_config.parallel_config.enable_eplb:
+            raise NotCopied("experts change their places while the engine runs")
+        vllm_layers.check_layers(model)
+        # Every model of vLLM has it, its base class has not.
+        load_weights: Any = model.load_weights
+        with set_current_vllm_config(vllm_config):
+            return record(load_weights, parameters, buckets, device)
+    except NotCopied as error:
+        log_loader(str(error))
+    except _LOADER_ERRORS as error:
+        log_loader(f"{type(error).__name__} while its copies were recorded: {error}")
+    return None
+
+
+def log_loader(reason: str) -> None:
+    """Says why no plan is used."""
+    log.warning("weights go through vLLM's loader at every update: %s", reason)
