@@ -69,8 +69,8 @@ def empty_model(folder: Path) -> Path:
     """A model folder that passes all checks of its files, and that nothing can load."""
     model = folder / "empty-model"
     model.mkdir(parents=True)
-    write_loadable_files(model)
     (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    write_loadable_files(model)
     return model
 
 

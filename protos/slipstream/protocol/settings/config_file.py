@@ -20,8 +20,9 @@ from slipstream.protocol.routed_experts import routing_bytes_per_token
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.model_files import missing_files
 from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes
+from slipstream.protocol.settings.model_tensors import tensor_problems
 from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
-from slipstream.protocol.settings.roles import missing_weights, role_problems
+from slipstream.protocol.settings.roles import missing_weights, role_folders, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
 
 Table: TypeAlias = dict[str, JsonValue]
@@ -80,6 +81,10 @@ def check_model(config: Config) -> None:
     missing = check_sizes(config)
     if missing:
         raise ConfigError(missing[0])
+    for name, path in (("model", config.model.path), *role_folders(config)):
+        # A critic has a head of its own.
+        for problem in tensor_problems(path, f"{name}.path", has_output=name != "critic"):
+            raise ConfigError(problem)
 
 
 def check_sizes(config: Config) -> list[str]:

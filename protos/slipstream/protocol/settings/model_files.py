@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # What holds a tokenizer's vocabulary, as transformers names it; one of them is enough.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -71,6 +72,13 @@ def _damage(path: Path) -> Iterator[str]:
         yield f"{path} has {size:,} of {needed:,} bytes"
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """What a whole file says of each of its tensors: dtype, shape, data_offsets."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+
+
 def _bytes_needed(path: Path, size: int) -> int:
     """How long a file is by its own header; ValueError when there is none."""
     with path.open("rb") as file:
@@ -80,8 +88,7 @@ def _bytes_needed(path: Path, size: int) -> int:
         start = LENGTH_BYTES + length
         if size < start:
             return start
-        header = json.loads(file.read(length))
-    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    ends = [tensor["data_offsets"][1] for tensor in read_header(path).values()]
     return start + max(ends, default=0)
 
 

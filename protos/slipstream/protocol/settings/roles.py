@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings import model_files
@@ -56,13 +57,17 @@ def named(config: Config, name: str) -> Iterator[None]:
         raise ConfigError(f"the {name}: {problem}") from error
 
 
+def role_folders(config: Config) -> list[tuple[str, Path]]:
+    """The name of each role that has a folder of its own, and the folder."""
+    return [(name, role.path) for name, role in config.roles.items() if role.path is not None]
+
+
 def missing_weights(config: Config) -> list[str]:
     """What folders of their own lack to be loaded: one clause for each."""
     return [
         problem
-        for name, role in config.roles.items()
-        if role.path is not None
-        for problem in model_files.missing_weights(role.path, f"{name}.path")
+        for name, path in role_folders(config)
+        for problem in model_files.missing_weights(path, f"{name}.path")
     ]
 
 

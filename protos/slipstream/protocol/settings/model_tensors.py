@@ -1,0 +1,129 @@
+"""Whether a folder's files hold every tensor that its config.json asks for, by their headers.
+
+Megatron-Bridge 0.3.1 passes over a parameter whose tensor is missing, with a warning, and says of
+one of another shape what became of it in its own layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from slipstream.protocol.settings.model_files import INDEX, read_header
+from slipstream.protocol.settings.model_sizes import ModelSizes
+
+Shape: TypeAlias = tuple[int, ...]
+
+OUTPUT = "lm_head.weight"
+_NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+# Of gate, up and down, below a layer.
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = {
+    "Qwen3MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "Qwen2MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "MixtralForCausalLM": ("block_sparse_moe.", ("w1", "w3", "w2")),
+}
+
+
+def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> Iterator[str]:
+    """One clause for each tensor that is missing or has another shape; for whole files.
+
+    `setting` names the folder, of a supported architecture. `has_output`: the projection to the
+    vocabulary is needed. What the files hold beside that does not matter.
+    """
+    values = json.loads((folder / "config.json").read_text())
+    held = _held(folder)
+    architecture = ModelSizes.of(values).architecture
+    for name, shape in needed_tensors(values).items():
+        if name == OUTPUT and not has_output:
+            continue
+        if name not in held:
+            yield (
+                f"{setting} must hold every tensor of a {architecture}: "
+                f"{_place(folder)} has no {name} of shape {list(shape)}"
+            )
+        elif held[name][1] != shape:
+            path, found = held[name]
+            yield (
+                f"{setting} must hold tensors that fit its config.json: {path} has {name} "
+                f"of shape {list(found)}, not {list(shape)}"
+            )
+
+
+def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
+    """Name and shape of each tensor, by the table of a config.json of a known architecture."""
+    sizes = ModelSizes.of(values)
+    needed: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, sizes.hidden)}
+    for layer in range(sizes.layers):
+        within = {**_attention(sizes, values), **_feed_forward(sizes)}
+        needed |= {f"model.layers.{layer}.{name}": shape for name, shape in within.items()}
+    needed["model.norm.weight"] = (sizes.hidden,)
+    if not values.get("tie_word_embeddings", False):
+        needed[OUTPUT] = (sizes.vocab, sizes.hidden)
+    return needed
+
+
+def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden, head = sizes.hidden, sizes.head_dim
+    rows = {"q": sizes.heads * head, "k": sizes.kv_heads * head, "v": sizes.kv_heads * head}
+    found: dict[str, Shape] = {
+        f"{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")
+    }
+    found |= {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in rows.items()}
+    found["self_attn.o_proj.weight"] = (hidden, rows["q"])
+    is_biased = sizes.architecture == "Qwen2ForCausalLM" or (
+        sizes.architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias", True)
+    )
+    if is_biased:
+        found |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
+    if sizes.architecture in _NORMED_HEADS:
+        found |= {f"self_attn.{name}_norm.weight": (head,) for name in ("q", "k")}
+    return found
+
+
+def _feed_forward(sizes: ModelSizes) -> dict[str, Shape]:
+    hidden = sizes.hidden
+    if sizes.architecture not in _EXPERTS:
+        return _gated("mlp.", _PROJECTIONS, hidden, sizes.ffn)
+    prefix, names = _EXPERTS[sizes.architecture]
+    found: dict[str, Shape] = {f"{prefix}gate.weight": (sizes.experts, hidden)}
+    for expert in range(sizes.experts):
+        found |= _gated(f"{prefix}experts.{expert}.", names, hidden, sizes.expert_ffn)
+    if sizes.shared_expert_ffn:
+        found |= _gated(f"{prefix}shared_expert.", names, hidden, sizes.shared_expert_ffn)
+        found[f"{prefix}shared_expert_gate.weight"] = (1, hidden)
+    return found
+
+
+def _gated(prefix: str, names: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
+    return {gate: (ffn, hidden), up: (ffn, hidden), down: (hidden, ffn)}
+
+
+def _held(folder: Path) -> dict[str, tuple[Path, Shape]]:
+    """The file and the shape of each tensor that would be found."""
+    index = folder / INDEX
+    if not index.is_file():
+        paths = sorted(folder.glob("*.safetensors"))
+        return {name: (path, shape) for path in paths for name, shape in _shapes(path).items()}
+    shapes = cache(_shapes)
+    places = json.loads(index.read_text())["weight_map"].items()
+    files = {name: folder / file for name, file in places}
+    return {
+        name: (path, shapes(path)[name]) for name, path in files.items() if name in shapes(path)
+    }
+
+
+def _shapes(path: Path) -> dict[str, Shape]:
+    return {name: tuple(tensor["shape"]) for name, tensor in read_header(path).items()}
+
+
+def _place(folder: Path) -> Path:
+    """What people look at to see which tensors there are."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        return folder / INDEX
+    return paths[0] if len(paths) == 1 else folder
