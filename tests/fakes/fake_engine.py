@@ -50,6 +50,8 @@ class FakeEngine:
         self.running = asyncio.Event()
         self.limit: int | None = None
         self.stop_after = 3
+        # Of all requests.
+        self.samplings: list[Sampling] = []
         self.fail_with: str | None = None
         self.weights_error: str | None = None
         self.prepare_error: str | None = None
@@ -99,6 +101,7 @@ class FakeEngine:
         experts_from: int = 0,
     ) -> Generation:
         assert request_id not in self._requests
+        self.samplings.append(sampling)
         request = self._requests[request_id] = _Request()
         self._clock.enter()
         try:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.rollout_server.inference.chunking_scheduler import CHUNK_TOKENS  # noqa: E402
 from slipstream.rollout_server.inference.generation import (  # noqa: E402
     EngineDied,
     FinishReason,
@@ -148,6 +149,36 @@ async def test_sampled_logprobs_equal_those_of_transformers(rig) -> None:
     assert len(gaps) > 100
     assert gaps.mean() <= 1e-4
     assert gaps.max() <= 1e-2
+
+
+async def test_a_reply_ends_with_the_first_stop_token(rig) -> None:
+    await rig.publish(rig.old, 0)
+    greedy = dataclasses.replace(ENDLESS, temperature=0.0)
+    endless = await rig.generate("endless", sampling=greedy, num_tokens=60)
+    tokens = endless.token_ids.tolist()
+    assert (len(tokens), endless.finish_reason) == (60, FinishReason.LENGTH)
+    for stop in dict.fromkeys(tokens):
+        stopping = dataclasses.replace(greedy, stop_token_ids=(stop,))
+        reply = await rig.generate(f"stop-{stop}", sampling=stopping, num_tokens=60)
+        assert reply.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
+        assert reply.finish_reason is FinishReason.STOP
+
+
+async def test_no_token_behind_a_stop_token_is_handed_out(rig) -> None:
+    await rig.publish(rig.old, 0)
+    stops = {7, 8}
+    sampling = dataclasses.replace(ENDLESS, temperature=2.0, stop_token_ids=tuple(stops))
+    replies = await asyncio.gather(
+        *(rig.generate(f"r{n}", num_tokens=60, sampling=sampling) for n in range(32))
+    )
+    assert {len(reply.token_ids) > CHUNK_TOKENS for reply in replies} == {True, False}
+    for reply in replies:
+        *before, last = reply.token_ids.tolist()
+        assert not stops & set(before)
+        assert (last in stops) == (reply.finish_reason is FinishReason.STOP)
+        assert len(reply.logprobs) == sum(span.length for span in reply.version_spans)
+        assert len(reply.logprobs) == len(before) + 1
+    assert FinishReason.STOP in {reply.finish_reason for reply in replies}
 
 
 async def sample_as(rig, kind: str, parameters: dict[str, object]):

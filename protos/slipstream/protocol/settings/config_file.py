@@ -100,6 +100,12 @@ def check_sizes(config: Config) -> list[str]:
             f"sampling.max_episode_tokens must be at most the model's max_position_embeddings, "
             f"got {config.sampling.max_episode_tokens} and {longest}"
         )
+    unknown = [token for token in config.sampling.stop_token_ids if token >= sizes.vocab > 0]
+    if unknown:
+        raise ConfigError(
+            f"sampling.stop_token_ids must be token ids of the model, 0 to {sizes.vocab - 1}, "
+            f"got {unknown[0]}"
+        )
     rollout_tp = config.rollout_server.tensor_parallel_size
     heads, groups = sizes.heads, max(1, sizes.kv_heads)
     if heads % rollout_tp or (groups % rollout_tp and rollout_tp % groups):

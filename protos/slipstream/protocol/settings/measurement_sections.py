@@ -9,6 +9,8 @@ from slipstream.protocol.settings.section import Positive, Reference, Seconds, S
 
 # Between it and 0 vLLM samples at this one, without saying so to whoever asked.
 MIN_TEMPERATURE = 0.01
+# Above it vLLM refuses each request.
+MAX_TEMPERATURE = 2.0
 
 
 class EvaluationSection(Section):
@@ -34,7 +36,7 @@ class EvaluationSection(Section):
     # these two. A round measures all evaluations, whichever asked for it.
     every_steps: int = Field(0, ge=0)
     # 0: the most probable token; else 0.01 or more.
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
     # None: sampling.top_p.
     top_p: float | None = Field(None, gt=0, le=1)
     # Sampled tokens of one reply. None: sampling.max_reply_tokens.

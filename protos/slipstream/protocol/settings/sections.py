@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
-from slipstream.protocol.settings.measurement_sections import MIN_TEMPERATURE, ProfileSection
+from slipstream.protocol.settings.measurement_sections import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    ProfileSection,
+)
 from slipstream.protocol.settings.section import (
     Address,
     Host,
@@ -69,8 +73,8 @@ class EnvironmentSection(Section):
 class SamplingSection(Section):
     """How replies are sampled, and how long an episode may be."""
 
-    # The learner divides its logits by it too. vLLM samples at no lower one.
-    temperature: float = Field(1.0, ge=MIN_TEMPERATURE)
+    # The learner divides its logits by it too. vLLM samples at no lower and no higher one.
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     # Sampling takes the smallest set of tokens of this probability; the learner does not know it.
     top_p: float = Field(1.0, gt=0, le=1)
     # Sampling takes so many of the most probable tokens; the learner does not know it. 0: no limit.
@@ -87,6 +91,9 @@ class SamplingSection(Section):
     # What becomes of a task with a longer prompt. skip: it is set aside and counted, another one
     # takes its place; refuse: the run fails and names it.
     long_prompts: Literal["skip", "refuse"] = "skip"
+    # Token ids beside the end-of-text token at which a reply ends: that of <|eom_id|>, say. The one
+    # that ended it belongs to the reply, and is trained.
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     # Go on after the end-of-text token, up to the limits: for benchmarks.
     ignore_eos: bool = False
 

@@ -83,6 +83,7 @@ class Lease:
                 max_episode_tokens=given.max_episode_tokens,
                 ignore_eos=given.ignore_eos,
                 max_prompt_tokens=given.max_prompt_tokens or 0,
+                stop_token_ids=tuple(given.stop_token_ids),
             ),
             first_attempt=message.first_attempt,
             max_attempts=message.max_attempts,

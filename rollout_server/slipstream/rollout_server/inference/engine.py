@@ -177,6 +177,8 @@ class VllmEngine:
             top_k=sampling.top_k,
             max_tokens=max_tokens,
             ignore_eos=sampling.ignore_eos,
+            # The engine's process ends the reply there, before anything is handed out.
+            stop_token_ids=list(sampling.stop_token_ids),
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

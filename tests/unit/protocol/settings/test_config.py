@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -442,6 +443,18 @@ def test_sizes_that_the_model_does_not_have_are_refused_before_it_is_loaded(
     with pytest.raises(ConfigError) as caught:
         check_model(config)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("token", "is_refused"), [(31, False), (32, True)])
+def test_a_stop_token_is_one_of_the_model(token: int, is_refused: bool, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, vocab_size=32)
+    config = config_with(("model.path", str(folder)), ("sampling.stop_token_ids", [2, token]))
+    with pytest.raises(ConfigError) if is_refused else contextlib.nullcontext() as caught:
+        check_model(config)
+    if is_refused:
+        assert str(caught.value) == (
+            "sampling.stop_token_ids must be token ids of the model, 0 to 31, got 32"
+        )
 
 
 def test_adapters_must_fit_the_layout_and_the_weights() -> None:

@@ -39,6 +39,8 @@ WRONG: list[tuple[str, JsonValue, str]] = [
     ("controller.stall_timeout_s", 1e10, "input should be 0.001 to 1e+09 seconds, got 1e+10"),
     ("controller.heartbeat_s", 1e-9, "input should be 0.001 to 1e+09 seconds, got 1e-09"),
     ("learner.adam_betas.1", 1.0, "input should be less than 1, got 1.0"),
+    ("sampling.temperature", 2.1, "input should be less than or equal to 2, got 2.1"),
+    ("evaluations.0.temperature", 2.1, "input should be less than or equal to 2, got 2.1"),
     ("sampling.temperature", 0.001, "input should be greater than or equal to 0.01, got 0.001"),
     ("model.path", "", "input should be one line of text, not empty, got ''"),
     ("checkpoint.load", "a\nb", "input should be one line of text, not empty, got 'a\\nb'"),

@@ -184,6 +184,7 @@ class Scheduler:
             max_episode_tokens=sampling.max_episode_tokens,
             ignore_eos=sampling.ignore_eos,
             max_prompt_tokens=sampling.max_prompt_tokens or 0,
+            stop_token_ids=sampling.stop_token_ids,
         )
         if group.purpose is Purpose.EVALUATION:
             own = next(e for e in self._config.evaluations if e.name == group.environment)
