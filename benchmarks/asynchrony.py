@@ -30,7 +30,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from measure import RESULTS, Spread, note, part, progress, table, write_result
+from measure import RESULTS, Spread, note, part, progress, settings_of, table, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
@@ -319,7 +319,7 @@ def write(arguments: argparse.Namespace, found: Found) -> list[str]:
         lines, shares = summary(found.rows)
         best = max((v["share"] for n, v in shares.items() if n != "0"), default=0.0)
         lines += ["", f"best share of the ceiling {best:.2f}, target {TARGET:.2f}"]
-    settings = {key: str(value) for key, value in vars(arguments).items() if key != "out"}
+    settings = settings_of(arguments)
     spreads = {
         name: {key: asdict(Spread.of([row[key] for row in rows])) for key in rows[0]}
         for name, rows in found.rows.items()

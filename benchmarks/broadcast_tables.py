@@ -27,8 +27,10 @@ class Found:
 
 def summary(found: Found) -> tuple[list[str], dict[str, float]]:
     """The table, and the ratios that are the claim."""
-    header = ["what", "wire, ms", "GB/s", "of raw", "receive, ms", "of raw", "end to end, ms"]
-    header += ["of raw", "pause, ms", "in wire times"]
+    header = ["what", "GB/s"]
+    for name in ("wire", "receive", "end to end"):
+        header += [f"{name}, ms", f"{name} of limit"]
+    header += ["pause, ms", "pause in wire times"]
     raw = Spread.of(found.raw) if found.raw else None
     raw_wire = Spread.of(found.raw_wire) if found.raw_wire else None
     ratios: dict[str, float] = {}
@@ -63,8 +65,8 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
             ratios[f"{name}: pause in wire times"] = pauses.median / wire_s
             multiple = f"{pauses.median / wire_s:.1f}"
         end_to_end = [wholes.text(1, 1000), of_raw(f"{name}: end to end", wholes)]
-        cells = [cells[0], speed, cells[1], *times(f"{name}: receive", receive), *end_to_end]
-        rows.append([name, *cells, pauses.text(1, 1000), multiple])
+        cells += [*times(f"{name}: receive", receive), *end_to_end]
+        rows.append([name, speed, *cells, pauses.text(1, 1000), multiple])
 
     for load, measured in found.ours.items():
         if measured:
@@ -74,8 +76,10 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
             add(f"vLLM's transfer, {load}", measured, whole="whole_s", is_ours=False)
     if raw is not None and raw_wire is not None:
         speed = f"{found.num_bytes / raw_wire.median / 1e9:.1f}"
-        limits = [raw_wire.text(2, 1000), speed, "", raw.text(2, 1000)]
-        rows.append(["one buffer (limit)", *limits, *[""] * 5])
+        limits = [raw_wire.text(2, 1000), "1.00"]
+        # All that a host knows of it.
+        limits += [raw.text(2, 1000), "1.00", raw.text(1, 1000), "1.00"]
+        rows.append(["one buffer (limit)", speed, *limits, "", ""])
     return table(header, rows), ratios
 
 
@@ -96,20 +100,28 @@ def receive_seconds(row: Row) -> float:
 
 def stages(found: Found) -> list[str]:
     """Where the time of a publish goes, as trainer and servers measured it."""
-    rows = []
-    for load, measured in found.ours.items():
-        values: dict[str, list[float]] = {}
-        for row in measured:
-            for name in ("started_s", "sent_s", "loaded_s", "serving_s", "finished_s"):
-                values.setdefault(f"controller: {name}", []).append(row[name])
-            for name, value in row["trainer"].items():
-                values.setdefault(f"trainer: {name}", []).append(value)
-            for server in row["servers"].values():
-                for name, value in server.items():
-                    values.setdefault(f"server: {name}", []).append(value)
-        for name, seconds in values.items():
-            if name.endswith("_s"):
-                rows.append([load, name, Spread.of(seconds).text(2, 1000)])
-        loads = [server.get("copied", 0) for row in measured for server in row["servers"].values()]
-        rows.append([load, "server: loads by copy plan", f"{sum(loads):.0f} of {len(loads)}"])
-    return table(["engine", "stage", "ms"], rows)
+    loads = [load for load, measured in found.ours.items() if measured]
+    cells = {load: _stages(found.ours[load]) for load in loads}
+    names = dict.fromkeys(name for of_load in cells.values() for name in of_load)
+    rows = [[name, *(cells[load].get(name, "") for load in loads)] for name in names]
+    return table(["stage", *(f"{load}, ms" for load in loads)], rows)
+
+
+def _stages(measured: list[Row]) -> dict[str, str]:
+    values: dict[str, list[float]] = {}
+    for row in measured:
+        for name in ("started_s", "sent_s", "loaded_s", "serving_s", "finished_s"):
+            values.setdefault(f"controller: {name}", []).append(row[name])
+        for name, value in row["trainer"].items():
+            values.setdefault(f"trainer: {name}", []).append(value)
+        for server in row["servers"].values():
+            for name, value in server.items():
+                values.setdefault(f"server: {name}", []).append(value)
+    cells = {
+        name.removesuffix("_s"): Spread.of(seconds).text(2, 1000)
+        for name, seconds in values.items()
+        if name.endswith("_s")
+    }
+    loads = [server.get("copied", 0) for row in measured for server in row["servers"].values()]
+    cells["server: loads by copy plan"] = f"{sum(loads):.0f} of {len(loads)}"
+    return cells

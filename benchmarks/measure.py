@@ -6,10 +6,12 @@ there too; `note` adds a line to NAME.jsonl while the benchmark still runs.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -80,8 +82,14 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this process."""
-    return " ".join(["python", *sys.argv])
+    """The command line of this process, but for the places of files on this machine."""
+    return re.sub(r" --(out|model-folder)[ =]\S+", "", " ".join(["python", *sys.argv]))
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """What a benchmark was told or took for granted, but for the places of files."""
+    told = vars(arguments).items()
+    return {key: str(value) for key, value in told if key not in ("out", "model_folder")}
 
 
 def visible(places: Sequence[int]) -> str:

@@ -29,8 +29,7 @@ def render(name: str, folder: Path) -> str:
     result = json.loads(path.read_text())
     table = [line for line in result["table"] if line.startswith("|")]
     notes = [line for line in result["table"] if line and not line.startswith("|")]
-    command = re.sub(r" --(out|model-folder) \S+", "", result["command"])
-    parts = [facts(result), f"```\n{command}\n```", "\n".join(table), *notes]
+    parts = [facts(result), f"```\n{result['command']}\n```", "\n".join(table), *notes]
     if result.get("stages"):
         parts.append("\n".join(result["stages"]))
     return "\n" + "\n\n".join(parts) + "\n"

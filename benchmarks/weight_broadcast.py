@@ -24,7 +24,7 @@ from pathlib import Path
 
 from broadcast_programs import NativeTransfer, RawBroadcast
 from broadcast_tables import Found, Row, stages, summary
-from measure import RESULTS, note, part, progress, write_result
+from measure import RESULTS, note, part, progress, settings_of, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
@@ -268,9 +268,8 @@ def write(arguments: argparse.Namespace, found: Found) -> list[str]:
     """The tables of what is known by now, which are written with everything else."""
     lines, ratios = summary(found)
     targets = {**TARGETS, "pause": PAUSE_TARGETS.get(arguments.shape, "")}
-    settings = {key: str(value) for key, value in vars(arguments).items()}
-    record = {"settings": settings, "targets": targets, "ratios": ratios, "table": lines}
-    more = {"stages": stages(found), "measured": vars(found)}
+    record = {"settings": settings_of(arguments), "targets": targets, "ratios": ratios}
+    more = {"table": lines, "stages": stages(found), "measured": vars(found)}
     path = arguments.out or RESULTS / f"{arguments.name}.json"
     write_result(arguments.name, {**record, **more}, path)
     return [*lines, "", *more["stages"], "", str(ratios)]

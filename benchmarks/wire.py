@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from broadcast_programs import START_LIMIT_S, Program
-from measure import RESULTS, Spread, note, part, progress, table, write_result
+from measure import RESULTS, Spread, note, part, progress, settings_of, table, write_result
 from shapes import SHAPES
 from slipstream.protocol.settings.config import WeightsSection
 
@@ -120,14 +120,16 @@ def summary(found: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
         for key in ("wire_s", "host_s"):
             spread = Spread.of([row[key] for row in found[name]])
             share = ""
-            if name == "ours" and found["raw"]:
-                limit = Spread.of([row[key] for row in found["raw"]]).median
-                ratios[f"{key} of raw"] = limit / spread.median
-                share = f"{limit / spread.median:.3f}"
+            if found["raw"]:
+                ratio = Spread.of([row[key] for row in found["raw"]]).median / spread.median
+                share = f"{ratio:.3f}"
+                if name == "ours":
+                    ratios[f"{key} of raw"] = ratio
             cells += [spread.text(3, 1000), share]
         rate = found["num_bytes"] / Spread.of([r["wire_s"] for r in found[name]]).median / 1e9
-        rows.append([*cells, f"{rate:.1f}"])
-    header = ["what", "wire, ms", "of raw", "with copies, on the host, ms", "of raw", "GB/s"]
+        rows.append([cells[0], f"{rate:.1f}", *cells[1:]])
+    header = ["what", "GB/s", "wire, ms", "wire of limit"]
+    header += ["with copies, on the host, ms", "host of limit"]
     return table(header, rows), ratios
 
 
@@ -150,9 +152,8 @@ def main() -> None:
             for log in sorted(Path(folder).glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
     lines, ratios = summary(found)
-    settings = {key: str(value) for key, value in vars(arguments).items()}
-    record = {"settings": settings, "ratios": ratios, "table": lines, "measured": found}
-    record["failures"] = failures
+    record = {"settings": settings_of(arguments), "ratios": ratios, "table": lines}
+    record |= {"measured": found, "failures": failures}
     write_result(arguments.name, record, arguments.out or RESULTS / f"{arguments.name}.json")
     print("\n".join([*lines, "", str(ratios)]), flush=True)
     if failures:

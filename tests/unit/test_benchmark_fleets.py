@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import asynchrony
 import pytest
@@ -100,7 +101,7 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
     found.ours["idle"] = [row]
     lines, ratios = weight_broadcast.summary(found)
     assert lines[2] == (
-        "| ours, idle | 5.00 (5.00-5.00) | 200.0 | 0.60 | 6.40 (6.40-6.40) | 0.62 "
+        "| ours, idle | 200.0 | 5.00 (5.00-5.00) | 0.60 | 6.40 (6.40-6.40) | 0.62 "
         "| 10.0 (10.0-10.0) | 0.40 | 12.0 (12.0-12.0) | 2.4 |"
     )
     # On the device; what the host times is compared with what the host times.
@@ -109,8 +110,28 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
     assert ratios["ours, idle: pause in wire times"] == pytest.approx(2.4)
     assert ratios["ours, idle: receive of raw"] == pytest.approx(0.625)
     assert lines[-1] == (
-        "| one buffer (limit) | 3.00 (3.00-4.00) | 333.3 |  | 4.00 (4.00-5.00) |  |  |  |  |  |"
+        "| one buffer (limit) | 333.3 | 3.00 (3.00-4.00) | 1.00 | 4.00 (4.00-5.00) | 1.00 "
+        "| 4.0 (4.0-5.0) | 1.00 |  |  |"
     )
+
+
+def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
+    def row(sent_s: float, *copied: int) -> dict[str, Any]:
+        times = dict.fromkeys(("started_s", "loaded_s", "serving_s", "finished_s"), 0.001)
+        servers = {f"server-{at}": {"load_s": 0.002, "copied": c} for at, c in enumerate(copied)}
+        return {**times, "sent_s": sent_s, "trainer": {"bytes_sent": 5.0}, "servers": servers}
+
+    found = weight_broadcast.Found()
+    found.ours["idle"] = [row(0.006, 1, 1), row(0.008, 1, 0)]
+    assert weight_broadcast.stages(found)[0] == "| stage | idle, ms |"
+    found.ours["busy"] = [row(0.030, 1)]
+    lines = weight_broadcast.stages(found)
+    assert lines[0] == "| stage | idle, ms | busy, ms |"
+    assert lines[3] == "| controller: sent | 7.00 (6.00-8.00) | 30.00 (30.00-30.00) |"
+    assert lines[-2:] == [
+        "| server: load | 2.00 (2.00-2.00) | 2.00 (2.00-2.00) |",
+        "| server: loads by copy plan | 3 of 4 | 1 of 1 |",
+    ]
 
 
 def test_wire_alone_is_that_of_who_came_last_beside_the_limit() -> None:
@@ -125,9 +146,11 @@ def test_wire_alone_is_that_of_who_came_last_beside_the_limit() -> None:
     raw = {"wire_s": 0.003, "host_s": 0.0044}
     lines, ratios = wire.summary({"num_bytes": 10**9, "ours": [ours], "raw": [raw]})
     assert ratios == {"wire_s of raw": pytest.approx(0.75), "host_s of raw": pytest.approx(0.8)}
-    assert lines[2] == (
-        "| ours | 4.000 (4.000-4.000) | 0.750 | 5.500 (5.500-5.500) | 0.800 | 250.0 |"
-    )
+    assert lines[2:] == [
+        "| ours | 250.0 | 4.000 (4.000-4.000) | 0.750 | 5.500 (5.500-5.500) | 0.800 |",
+        "| one buffer (limit) | 333.3 | 3.000 (3.000-3.000) | 1.000 "
+        "| 4.400 (4.400-4.400) | 1.000 |",
+    ]
     with pytest.raises(RuntimeError, match="other digests than the sender"):
         wire.check([answers[0], {"digests": ["b"]}])
 

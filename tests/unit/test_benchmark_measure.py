@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -30,6 +31,14 @@ def test_result_says_machine_versions_and_command(
     assert result["machine"]["cores"] >= 1
     assert result["versions"]["torch"]
     assert json.loads((tmp_path / "out" / "x.json").read_text()) == result
+
+
+def test_result_does_not_say_where_files_lay(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "benchmarks/x.py --shape 8B --model-folder /m/8B --out=/o/x.json --repeats 5"
+    monkeypatch.setattr(sys, "argv", told.split())
+    assert measure.command() == "python benchmarks/x.py --shape 8B --repeats 5"
+    arguments = argparse.Namespace(shape="8B", model_folder=Path("/m/8B"), out=Path("/o"), tp=2)
+    assert measure.settings_of(arguments) == {"shape": "8B", "tp": "2"}
 
 
 @pytest.mark.parametrize(

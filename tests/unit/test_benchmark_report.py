@@ -10,7 +10,7 @@ import report
 
 def test_a_block_shows_command_machine_and_table_of_its_result(tmp_path: Path) -> None:
     result = {
-        "command": "python benchmarks/x.py --shape 8B --model-folder /tmp/models/8B --repeats 5",
+        "command": "python benchmarks/x.py --shape 8B --repeats 5",
         "date": "2026-11-20 12:00",
         "machine": {"processor": "EPYC", "cores": 16, "gpus": ["NVIDIA H200, 143771 MiB, 580.1"]},
         "versions": {"torch": "2.11.0"},
