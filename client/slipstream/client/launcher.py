@@ -32,6 +32,7 @@ from slipstream.client.session import (
     stop_signal,
     write_config,
 )
+from slipstream.client.terminal import say
 from slipstream.client.trainer_ranks import rank_environments
 from slipstream.protocol.access.security import without_password
 from slipstream.protocol.checkpoints import complete_steps
@@ -64,7 +65,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     await check_passed_settings(config)
     local = {"ranks": config.learner.world_size, "servers": config.rollout_server.count}
     if dry_run:
-        print(describe_dry_run(config, **local), end="")
+        say(describe_dry_run(config, **local).rstrip("\n"))
         return 0
     placement = place_here(config, **local)
     config = share_memory(config, placement)
@@ -116,7 +117,7 @@ async def run_learner(
     if dry_run or has_controller:
         await check_passed_settings(config)
     if dry_run:
-        print(describe_dry_run(config, ranks=per_node), end="")
+        say(describe_dry_run(config, ranks=per_node).rstrip("\n"))
         return 0
     placement = place_here(config, ranks=per_node)
     if has_controller:
@@ -152,7 +153,7 @@ async def run_rollout_server(
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
         config, gpus = place_dry(config, servers=1)
-        print(dump_config(without_password(config)) + as_comments(gpus), end="")
+        say((dump_config(without_password(config)) + as_comments(gpus)).rstrip("\n"))
         return 0
     placement = place_here(config, servers=1)
     await check_controller(config.controller.address, credentials, connect_timeout_s)

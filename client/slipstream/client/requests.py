@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
-from slipstream.client.terminal import plain
+from slipstream.client.terminal import plain, say
 from slipstream.protocol.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ async def submit(arguments: argparse.Namespace) -> int:
         )
     tasks = f"{status.num_tasks:,} tasks" if status.num_tasks else "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
-    print(plain(f"environment {status.name} is {status.state}: {detail}"))
+    say(plain(f"environment {status.name} is {status.state}: {detail}"))
     return 0
 
 
@@ -46,9 +46,9 @@ async def status(arguments: argparse.Namespace) -> int:
     async with connect(arguments) as client:
         run = await client.status()
     if arguments.json:
-        print(json.dumps(dataclasses.asdict(run), indent=2))
+        say(json.dumps(dataclasses.asdict(run), indent=2))
     else:
-        print("\n".join(map(plain, status_lines(run))))
+        say("\n".join(map(plain, status_lines(run))))
     return 0
 
 
@@ -56,7 +56,7 @@ async def environments(arguments: argparse.Namespace) -> int:
     """`slipstream environments`."""
     async with connect(arguments) as client:
         entries = await client.environments()
-    print("\n".join(map(plain, environment_lines(entries))))
+    say("\n".join(map(plain, environment_lines(entries))))
     return 0
 
 
@@ -64,7 +64,7 @@ async def stop(arguments: argparse.Namespace) -> int:
     """`slipstream stop`."""
     async with connect(arguments) as client:
         await client.stop(arguments.reason)
-    print("the run stops after the step that is under way")
+    say("the run stops after the step that is under way")
     return 0
 
 
@@ -72,7 +72,7 @@ async def drain(arguments: argparse.Namespace) -> int:
     """`slipstream drain`."""
     async with connect(arguments) as client:
         await client.drain(arguments.server_id, arguments.reason)
-    print(f"rollout server {arguments.server_id} drains")
+    say(f"rollout server {arguments.server_id} drains")
     return 0
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 def plain(text: str, *, indent: int = 0) -> str:
     """`text` with what a terminal would obey as escapes; further lines are moved to the right.
@@ -11,6 +14,15 @@ def plain(text: str, *, indent: int = 0) -> str:
     """
     lines = text.split("\n")
     return ("\n" + " " * indent).join(map(_visible, lines))
+
+
+def say(text: str) -> None:
+    """Prints a line; that nobody reads it any more, as behind `head`, is no failure."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _visible(line: str) -> str:

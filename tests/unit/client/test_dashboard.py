@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +146,13 @@ def test_the_pages_scripts_make_no_markup_of_what_models_wrote() -> None:
     for path in Path(folders.__file__).parent.glob("*.js"):
         for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert sink not in path.read_text(), path.name
+
+
+def test_the_page_has_each_place_that_its_script_fills() -> None:
+    folder = Path(folders.__file__).parent
+    named = set(re.findall(r'byId\("(\w+)"\)', (folder / "page.js").read_text()))
+    assert {"waiting", "unended"} <= named
+    assert named <= set(re.findall(r'id="(\w+)"', (folder / "index.html").read_text()))
 
 
 def test_a_taken_port_and_a_missing_folder_are_named(runs: Path, port: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,17 @@ def test_what_a_terminal_would_obey_is_shown_as_escapes() -> None:
 
 def test_further_lines_stand_below_the_first() -> None:
     assert plain("one\ntwo", indent=3) == "one\n   two"
+
+
+def test_nobody_has_to_read_what_is_said() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = "from slipstream.client.terminal import say\nfor _ in range(3): say('x' * 100_000)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(write)
+    assert (said.returncode, said.stderr) == (0, "")
 
 
 def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path) -> None:

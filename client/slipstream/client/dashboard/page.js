@@ -30,6 +30,8 @@ function take(row) {
   // A run that was resumed trains its last steps again.
   for (const [name, value] of Object.entries(row)) {
     if (typeof value !== "number" || name === "step" || name === "evaluation_step") continue;
+    // Without tokens of lag 0 there is no gap, which is not a gap of 0.
+    if (row.logprob_gap_tokens === 0 && (name === "logprob_gap_mean" || name === "logprob_gap_max")) continue;
     if (row.evaluation_step !== undefined && !name.startsWith("reward_")) continue;
     if (!run.series.has(name)) run.series.set(name, []);
     const points = run.series.get(name);
@@ -39,6 +41,7 @@ function take(row) {
 }
 
 function show() {
+  byId("waiting").hidden = run.series.size > 0;
   const newest = NEWEST.filter((name) => run.series.has(name));
   byId("newest").replaceChildren(...newest.map((name) => {
     const box = element("div");
@@ -89,6 +92,7 @@ async function showReplies() {
       const item = element("article"), side = element("div");
       const versions = one.versions.map(([count, version]) => `${count} by version ${version}`).join(", ");
       side.append(element("b", {}, `reward ${number(one.reward)}`), element("br"), `${one.status}`, element("br"), `tokens: ${versions}`);
+      for (const [name, value] of Object.entries(one.metrics ?? {})) side.append(element("br"), `${name}: ${number(value)}`);
       item.append(side, element("pre", {}, one.reply));
       box.append(item);
     }
@@ -98,6 +102,7 @@ async function showReplies() {
 
 async function showAbout() {
   const { summary, log } = await ask(of(run.name, "about"));
+  byId("unended").hidden = Object.keys(summary).length > 0;
   rows(byId("ledger"), Object.entries(summary.ledger ?? {}));
   rows(byId("summary"), Object.entries(summary).filter(([name]) => name !== "ledger"));
   byId("log").textContent = log.join("\n");
@@ -155,8 +160,8 @@ async function tick() {
   const isLive = !line.state && Date.now() / 1000 - line.written_s < LIVE_S;
   state.className = isLive ? "live" : line.state && line.state !== "finished" ? "bad" : "";
   const steps = run.series.get("reward_mean")?.at(-1)?.[0];
-  const at = steps === undefined ? "" : `, step ${number(steps)}`;
-  state.textContent = (line.state ? `${line.state}: ${line.cause ?? ""}` : isLive ? "is training" : "has not written for a while") + at;
+  const at = steps === undefined ? "" : `, version ${number(steps + 1)}`;
+  state.textContent = (line.state ? `${line.state}: ${line.cause ?? ""}` : isLive ? (steps === undefined ? "is starting" : "is training") : "has not written for a while") + at;
 }
 
 async function guarded(work) {

@@ -14,6 +14,7 @@ from slipstream.client.doctor.machine import check_machine
 from slipstream.client.doctor.packages import check_packages
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_passed, check_setup
+from slipstream.client.terminal import say
 from slipstream.protocol.gpus import list_gpus
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config
@@ -27,10 +28,10 @@ async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bo
     config = load_config(path, overrides) if path is not None else None
     findings = await examine(config)
     if as_json:
-        print("\n".join(found.write() for found in findings))
+        say("\n".join(found.write() for found in findings))
     else:
-        print(table(findings))
-        print(conclusion(findings))
+        say(table(findings))
+        say(conclusion(findings))
     return 1 if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
 
 

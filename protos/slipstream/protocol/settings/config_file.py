@@ -230,7 +230,9 @@ def _describe(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
     if error["type"] == "extra_forbidden":
         known = _known_keys(error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        # A table of another trainer's is not a slip of the pen: `trainer` is not `tracking`.
+        cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=cutoff)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":

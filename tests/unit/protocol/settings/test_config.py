@@ -228,6 +228,7 @@ def test_expert_parallel_sizes_do_not_depend_on_the_dense_ones() -> None:
     ("path", "message"),
     [
         ("algorithm.max_stalenes", "unknown key 'algorithm.max_stalenes'; did you mean 'max_stale"),
+        ("trainer.lr", "unknown key 'trainer'; known are run, model, "),
         ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
         ("queue.zzzzzz", "unknown key 'queue.zzzzzz'; known are kind, redis_url, "),
