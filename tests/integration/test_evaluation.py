@@ -39,7 +39,13 @@ async def test_every_round_takes_the_same_tasks_with_the_same_seeds(tmp_path):
 
 async def test_each_evaluation_has_its_own_settings(tmp_path):
     config = with_evaluations(
-        make_config(tmp_path, run__steps=1, sampling__top_p=0.9, sampling__stop_token_ids=[5, 6]),
+        make_config(
+            tmp_path,
+            run__steps=1,
+            sampling__top_p=0.9,
+            sampling__stop_token_ids=[5, 6],
+            sampling__stop=["</call>"],
+        ),
         {"name": "greedy", "num_episodes": 2, "temperature": 0, "max_reply_tokens": 3},
         {"name": "sampled", "num_episodes": 4, "top_p": 0.5, "temperature": 0.7},
     )
@@ -54,6 +60,7 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
     assert {x.sampling.max_reply_tokens for x in sampled} == {8}
     # The same for all, those of training, too.
     assert {tuple(x.sampling.stop_token_ids) for x in server.leases} == {(5, 6)}
+    assert {tuple(x.sampling.stop) for x in server.leases} == {("</call>",)}
 
 
 async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event(tmp_path, caplog):

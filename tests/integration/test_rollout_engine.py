@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
 from slipstream.rollout_server.inference.chunking_scheduler import CHUNK_TOKENS  # noqa: E402
 from slipstream.rollout_server.inference.generation import (  # noqa: E402
     EngineDied,
@@ -68,6 +69,7 @@ class Rig:
     reference: Reference
     old: Weights
     new: Weights
+    renderer: Renderer
     sender: GlooSender | None = None
     publishes: int = 0
 
@@ -130,7 +132,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     }
     config = parse_config(table, source="test")
     async with started_engine(config) as engine:
-        yield Rig(engine, Reference(folder), old, random_weights(old, seed=2))
+        new = random_weights(old, seed=2)
+        yield Rig(engine, Reference(folder), old, new, Renderer(folder))
 
 
 async def test_it_starts_paused_and_takes_its_first_weights(rig) -> None:
@@ -179,6 +182,51 @@ async def test_no_token_behind_a_stop_token_is_handed_out(rig) -> None:
         assert len(reply.logprobs) == sum(span.length for span in reply.version_spans)
         assert len(reply.logprobs) == len(before) + 1
     assert FinishReason.STOP in {reply.finish_reason for reply in replies}
+
+
+async def test_a_reply_ends_with_the_token_that_completes_a_text(rig) -> None:
+    await rig.publish(rig.old, 0)
+    greedy = dataclasses.replace(ENDLESS, temperature=0.0)
+    tokens = (await rig.generate("endless", sampling=greedy, num_tokens=60)).token_ids.tolist()
+    for start in range(0, 40, 3):
+        text = rig.renderer.decode_all(tokens[start : start + 3])
+        expected = next(
+            tokens[:n] for n in range(61) if text in rig.renderer.decode_all(tokens[:n])
+        )
+        stopping = dataclasses.replace(greedy, stop=("never said", text))
+        reply = await rig.generate(f"stop-{start}", sampling=stopping, num_tokens=60)
+        assert reply.token_ids.tolist() == expected
+        assert reply.finish_reason is FinishReason.STOP
+
+
+async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
+    await rig.publish(rig.old, 0)
+    before = rig.engine.use()
+    text = rig.renderer.decode_all([7, 8])
+    sampling = dataclasses.replace(ENDLESS, temperature=2.0, stop=(text, "</s>"))
+    replies = await asyncio.gather(
+        *(rig.generate(f"r{n}", num_tokens=60, sampling=sampling) for n in range(48))
+    )
+    assert {len(reply.token_ids) > CHUNK_TOKENS for reply in replies} == {True, False}
+    for reply in replies:
+        tokens = reply.token_ids.tolist()
+        so_far, whole = rig.renderer.decode_all(tokens[:-1]), rig.renderer.decode_all(tokens)
+        assert not any(each in so_far for each in sampling.stop)
+        is_stopped = any(each in whole for each in sampling.stop)
+        assert is_stopped == (reply.finish_reason is FinishReason.STOP)
+        assert len(reply.logprobs) == sum(span.length for span in reply.version_spans)
+        assert len(reply.logprobs) == len(tokens)
+    use, num_tokens = rig.engine.use(), sum(len(reply.token_ids) for reply in replies)
+    assert use.generated_tokens - before.generated_tokens == num_tokens
+    assert use.returned_tokens - before.returned_tokens == num_tokens
+    gaps = np.concatenate(
+        [
+            np.abs(rig.reference.logprobs(rig.old, [*PROMPT, *tokens], temperature=2.0)[4:] - own)
+            for reply in replies
+            for tokens, own in [(reply.token_ids.tolist(), reply.logprobs)]
+        ]
+    )
+    assert gaps.max() <= 1e-2
 
 
 async def sample_as(rig, kind: str, parameters: dict[str, object]):

@@ -41,7 +41,7 @@ PUBLISH_PHASE_SERVING: PublishPhase
 PUBLISH_PHASE_FAILED: PublishPhase
 
 class SamplingSettings(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_reply_tokens", "max_turns", "max_episode_tokens", "ignore_eos", "max_prompt_tokens", "stop_token_ids")
+    __slots__ = ("temperature", "top_p", "top_k", "max_reply_tokens", "max_turns", "max_episode_tokens", "ignore_eos", "max_prompt_tokens", "stop_token_ids", "stop")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class SamplingSettings(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -60,7 +61,8 @@ class SamplingSettings(_message.Message):
     ignore_eos: bool
     max_prompt_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ..., ignore_eos: bool = ..., max_prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ..., ignore_eos: bool = ..., max_prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("group_id", "environment", "task_index", "seed", "members", "deadline_step", "purpose", "sampling", "max_attempts", "first_attempt", "timeout_s")

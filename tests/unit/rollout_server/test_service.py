@@ -106,16 +106,18 @@ async def test_experts_travel_only_where_they_may_be_trained(start_server) -> No
     assert failed.routed_experts is None
 
 
-async def test_a_lease_says_which_tokens_end_a_reply(start_server) -> None:
+async def test_a_lease_says_which_tokens_and_texts_end_a_reply(start_server) -> None:
     async with start_server() as server:
         connection = await server.join()
         sampling = fleet_pb2.SamplingSettings(
             temperature=1, top_p=1, max_reply_tokens=4, max_turns=1, max_episode_tokens=32
         )
         sampling.stop_token_ids.extend([7, 9])
+        sampling.stop.append("f f")
         connection.lease("g1", members=[0], sampling=sampling)
         await server.fleet.wait_trajectories(1)
-    assert [sampling.stop_token_ids for sampling in server.engine.samplings] == [(7, 9)]
+    (given,) = server.engine.samplings
+    assert (given.stop_token_ids, given.stop) == ((7, 9), ("f f",))
 
 
 async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> None:

@@ -232,6 +232,11 @@ def check_router_replay(config: Config) -> None:
             "algorithm.router_replay needs rollout_server.enable_prefix_caching = true: "
             "vLLM keeps the experts of tokens beside their cached prefixes"
         )
+    if config.sampling.stop:
+        raise ValueError(
+            "algorithm.router_replay needs sampling.stop = []: experts of tokens behind a stop "
+            f"string were not tested, got {list(config.sampling.stop)}"
+        )
     for problem in replay_problems(config.learner.transformer):
         raise ValueError(problem)
 

@@ -94,6 +94,10 @@ class SamplingSection(Section):
     # Token ids beside the end-of-text token at which a reply ends: that of <|eom_id|>, say. The one
     # that ended it belongs to the reply, and is trained.
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    # Texts at which a reply ends: with the token that completes the first of them, which belongs to
+    # the reply, as do characters behind the text in it. Special tokens count as their text. Costs
+    # the detokenization of all replies; what stop_token_ids can say is better said there.
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     # Go on after the end-of-text token, up to the limits: for benchmarks.
     ignore_eos: bool = False
 

@@ -84,6 +84,7 @@ class Lease:
                 ignore_eos=given.ignore_eos,
                 max_prompt_tokens=given.max_prompt_tokens or 0,
                 stop_token_ids=tuple(given.stop_token_ids),
+                stop=tuple(given.stop),
             ),
             first_attempt=message.first_attempt,
             max_attempts=message.max_attempts,

@@ -179,9 +179,12 @@ class VllmEngine:
             ignore_eos=sampling.ignore_eos,
             # The engine's process ends the reply there, before anything is handed out.
             stop_token_ids=list(sampling.stop_token_ids),
+            # vLLM looks for these when it has the text of a chunk, and drops the tokens behind.
+            stop=list(sampling.stop),
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
             routed_experts_prompt_start=experts_from,
@@ -194,7 +197,11 @@ class VllmEngine:
             del self._open[request_id]
             self._clock.leave()
         (completion,) = output.outputs
-        self._returned_tokens += len(completion.token_ids)
+        num_tokens = len(completion.token_ids)
+        self._returned_tokens += num_tokens
+        if sampling.stop:
+            # Those that were counted, and dropped behind the text.
+            self._counter.generated_tokens -= output.metrics.num_generation_tokens - num_tokens
         return _generation(output)
 
     async def cancel(self, request_id: str) -> None:

@@ -39,7 +39,8 @@ class Sampling:
     `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
     counts context and sampled tokens, `max_turns` the replies; `ignore_eos` goes on after the
     end-of-text token. `max_prompt_tokens` is the limit of the context before the first reply; 0:
-    what leaves room for one token of it. A reply ends with the first of `stop_token_ids`, too.
+    what leaves room for one token of it. A reply ends with the first of `stop_token_ids`, too,
+    and with the token that completes the first of the texts in `stop`.
     """
 
     temperature: float
@@ -51,6 +52,7 @@ class Sampling:
     ignore_eos: bool = False
     max_prompt_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -473,6 +473,8 @@ def test_router_replay_needs_what_records_and_replays_the_experts(tmp_path: Path
     assert config_with(replay).algorithm.router_replay == "rollout"
     with pytest.raises(ConfigError, match=r"needs rollout_server\.enable_prefix_caching = true"):
         config_with(replay, ("rollout_server.enable_prefix_caching", False))
+    with pytest.raises(ConfigError, match=r"needs sampling\.stop = \[\]: .*, got \['x'\]"):
+        config_with(replay, ("sampling.stop", ["x"]))
     for key, value in {
         "moe_router_fusion": True,
         "moe_router_load_balancing_type": "sinkhorn",

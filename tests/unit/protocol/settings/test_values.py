@@ -117,6 +117,11 @@ def test_unusual_values_that_work_pass(path: str, value: JsonValue) -> None:
     parse_config(with_value(path, value), source="file")
 
 
+def test_a_reply_does_not_end_at_no_text() -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.stop\.1: string should have at least 1"):
+        parse_config(with_value("sampling.stop", ["a", ""]), source="file")
+
+
 def test_a_host_is_kept_without_the_brackets_of_addresses_with_ports() -> None:
     config = parse_config(with_value("weights.host", "[::1]"), source="file")
     assert config.weights.host == "::1"

@@ -185,6 +185,7 @@ class Scheduler:
             ignore_eos=sampling.ignore_eos,
             max_prompt_tokens=sampling.max_prompt_tokens or 0,
             stop_token_ids=sampling.stop_token_ids,
+            stop=sampling.stop,
         )
         if group.purpose is Purpose.EVALUATION:
             own = next(e for e in self._config.evaluations if e.name == group.environment)
