@@ -153,7 +153,11 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
             "generated tokens",
             f"{ledger['generated']:,} = {fates or 'none'}; difference {ledger['difference']}",
         ),
-        ("publishes", f"{summary['publishes']}, {summary['publishes_verified']} proved by a probe"),
+        (
+            "publishes",
+            f"{summary['publishes']} since the last start, "
+            f"{summary['publishes_verified']} of them proved by a probe",
+        ),
         (
             "log-probability gap",
             f"{_number(summary['logprob_gap_mean'], '.1e')} mean, "

@@ -203,6 +203,13 @@ async def test_what_is_passed_to_vllm_is_looked_up(
     assert finding.seen.startswith(seen)
 
 
+async def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path, model={"path": tmp_path / "none"}, learner={"ddp": {"overlap_grad_reduce": True}}
+    )
+    assert await check_passed(config) == []
+
+
 def test_port_in_use_is_a_problem(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     port = int(config.controller.address.rpartition(":")[2])

@@ -33,11 +33,16 @@ def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
 
 
 async def check_passed(config: Config) -> list[Finding]:
-    """What is passed through to vLLM and Megatron, by those of them that are installed here."""
+    """What is passed through to vLLM and Megatron, by those of them that are installed here.
+
+    Megatron is asked with the model, so not where that is missing: `check_setup` says so.
+    """
     findings = []
+    has_model = (config.model.path / "config.json").is_file()
     if config.rollout_server.engine and importlib.util.find_spec("vllm") is not None:
         findings.append(_of_engine(config))
-    if passes_to_megatron(config) and importlib.util.find_spec("megatron") is not None:
+    passes = has_model and passes_to_megatron(config)
+    if passes and importlib.util.find_spec("megatron") is not None:
         try:
             await check_passed_settings(config)
             findings.append(ok("for Megatron", "Megatron takes what is passed through to it"))
