@@ -23,7 +23,7 @@ from fake_controller import (
     publish_order,
     stop_order,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from slipstream.client.preflight import free_port
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 from slipstream.protocol.settings.config_file import dump_config, parse_config
@@ -332,14 +332,14 @@ def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path: Path, model: 
 def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path: Path, model: Path) -> None:
     """The same file would fail the same way: nobody needs to start it again."""
     damaged = shutil.copytree(model, tmp_path / "damaged")
-    weights = load_file(damaged / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    sizes = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(sizes | {"hidden_act": "none that is known"}))
     with FakeController([]) as controller:
         assert finish(start_trainer(tmp_path, damaged, controller.address), tmp_path) == [3]
     (failure,) = controller.failures
     assert failure.final
     assert failure.message.startswith("ValueError: ")
+    assert "none that is known" in failure.message
 
 
 def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path) -> None:

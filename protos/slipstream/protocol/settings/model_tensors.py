@@ -1,7 +1,6 @@
 """Whether a folder's files hold every tensor that its config.json asks for, by their headers.
 
-Megatron-Bridge 0.3.1 passes over a parameter whose tensor is missing, with a warning, and says of
-one of another shape what became of it in its own layout.
+Megatron-Bridge 0.3.1 fails without a word about the tensor: "Unknown parallelism type: None".
 """
 
 from __future__ import annotations
