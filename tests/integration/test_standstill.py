@@ -41,6 +41,10 @@ class NotedCalls:
     async def pause_scheduler_async(self, **_: object) -> None:
         self.noted.append("pause")
 
+    async def reset_prefix_cache(self, **options: bool) -> bool:
+        self.noted.append(" ".join(["forget", *(name for name, on in options.items() if on)]))
+        return True
+
     async def update_weight_version(self, stamp: str) -> None:
         self.noted.append(f"version {stamp}")
 
@@ -123,7 +127,9 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     rig.llm.arrived.clear()
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
     await rig.ask("early")
-    all_calls = ["begin", "pause", "version 0:2", "resume", "receive"]
+    # Not paused: that waits for the device, and with it for the last bucket.
+    forget = "forget reset_running_requests reset_connector"
+    all_calls = ["begin", forget, "version 0:2", "resume", "receive"]
     assert rig.llm.noted == all_calls
     rig.llm.arrived.set()
     await receiving

@@ -228,10 +228,10 @@ class VllmEngine:
         """See `Engine`."""
         if self._open:
             return await self._updates.receive(publish_id)
-        # Nothing runs, and nothing is let in before the update was judged: it is nobody's pause
-        # that ends with it, and one way to the engine and back does for everything.
+        # Nothing runs, and nothing is let in before the update was judged: nothing has to be
+        # paused, and one way to the engine and back does for everything.
         self._standstill.hold_back()
-        return await self._updates.receive(publish_id, self._standstill.go_on_ahead)
+        return await self._updates.receive(publish_id, self._standstill.turn_over)
 
     async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
         """See `Engine`."""

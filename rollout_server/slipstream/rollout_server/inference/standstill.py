@@ -20,7 +20,7 @@ class Standstill:
 
     def __init__(self, llm: AsyncLLM, *, answer_limit_s: float) -> None:
         self._llm, self._answer_limit_s = llm, answer_limit_s
-        # Between the order to stand still and the answer to the one to go on.
+        # Between the order to stand still, or to hold back, and the answer to the one to go on.
         self.is_on = False
         self._lets_in = asyncio.Event()
         self._lets_in.set()
@@ -35,7 +35,7 @@ class Standstill:
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
         if self._ahead != version:
-            await self._tell(version)
+            await self._call(asyncio.gather(*self._going_on(version)))
         self.is_on = False
         self._lets_in.set()
 
@@ -48,24 +48,32 @@ class Standstill:
         await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
 
     def hold_back(self) -> None:
-        """Lets no request in any more; for an engine that is about to be frozen."""
+        """Lets no request in any more; for an engine in which nothing runs."""
+        self.is_on = True
         self._lets_in.clear()
 
-    async def go_on_ahead(self, version: PolicyVersion) -> None:
-        """Goes on with nothing to do: for an idle engine that is held back until `resume`."""
+    async def turn_over(self, version: PolicyVersion) -> None:
+        """Forgets every cached prefix and takes `version`, for an engine that is held back.
+
+        It was not paused: that waits for all that the device was given, buckets too. One that
+        stood still goes on with nothing to do, until `resume` lets requests in.
+        """
         self._ahead = version
-        await self._tell(version)
+        await self._call(
+            asyncio.gather(
+                self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+                *self._going_on(version),
+            )
+        )
 
     async def let_in(self) -> None:
         """Returns when a request may be handed to the engine."""
         await self._lets_in.wait()
 
-    async def _tell(self, version: PolicyVersion) -> None:
+    def _going_on(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[None]]:
+        """Taken in this order; the second does not wait for the answer to the first."""
         stamp = f"{version.incarnation}:{version.step}"
-        # Taken in this order; the second does not wait for the answer to the first.
-        await self._call(
-            asyncio.gather(self._llm.update_weight_version(stamp), self._llm.resume_generation())
-        )
+        return self._llm.update_weight_version(stamp), self._llm.resume_generation()
 
     async def _call(self, call: Awaitable[object]) -> None:
         try:

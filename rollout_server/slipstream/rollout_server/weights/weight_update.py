@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 # Freezes all requests between two tokens; EngineDied.
 Pause = Callable[[], Awaitable[None]]
-# Ends a pause, with these weights; EngineDied.
-GoOn = Callable[[PolicyVersion], Awaitable[None]]
+# Makes an engine in which nothing runs one of these weights; EngineDied.
+TurnOver = Callable[[PolicyVersion], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class WeightUpdate:
         version = version_from_pb(order.version)
         self._announced = _Announced(order.publish_id, version, self._limit_s(order), terms)
 
-    async def receive(self, publish_id: str, go_on: GoOn | None = None) -> LoadedWeights:
-        """Pauses the engine, and takes the update that was prepared.
+    async def receive(self, publish_id: str, turn_over: TurnOver | None = None) -> LoadedWeights:
+        """Takes the update that was prepared; the engine stands still then.
 
-        `go_on`: for an engine in which nothing runs, and that gets no request before somebody has
-        judged the update. Where it is copied by plans the pause ends with it, whatever became of
-        it: the engine is told so at once.
+        `turn_over`: for an engine in which nothing runs, and that gets no request before somebody
+        has judged the update. Where it is copied by plans this does for a pause and its end,
+        whatever becomes of the update.
         """
         announced, self._announced = self._announced, None
         if announced is None or announced.publish_id != publish_id:
@@ -118,14 +118,14 @@ class WeightUpdate:
         # After a failure nobody knows who got how far.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
         # The engine takes calls in the order in which it gets them.
-        if by_plan and go_on is not None:
-            # The wire is busy while it clears its caches and takes the new version.
-            _, pause_s, _, results = await asyncio.gather(
+        if by_plan and turn_over is not None:
+            # The wire is busy while it forgets its caches and takes the new version.
+            _, _, results = await asyncio.gather(
                 self._answers("slipstream_begin", ()),
-                self._stand_still(),
-                go_on(announced.version),
+                turn_over(announced.version),
                 self._take(announced.limit_s),
             )
+            pause_s = 0.0
         elif by_plan:
             # Copies wait on the device for the steps before them, and an engine that was told to
             # pause begins no other.

@@ -198,21 +198,21 @@ async def test_weights_are_copied_again_after_adapters_alone() -> None:
     assert workers.started == ["prepare", "pause", "receive", "paused"]
 
 
-async def test_only_an_update_that_is_copied_ends_its_pause_of_its_own() -> None:
+async def test_only_an_update_that_is_copied_needs_no_pause_of_an_idle_engine() -> None:
     loaded = both({**result(), "by_plan": False})
     workers = Workers(both(True), loaded, both(True), both(None), both(result()))
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
-    async def go_on(version: PolicyVersion) -> None:
-        workers.started.append(f"go on with {version}")
+    async def turn_over(version: PolicyVersion) -> None:
+        workers.started.append(f"turn over to {version}")
 
     for step in (1, 2):
         version = version_to_pb(PolicyVersion(3, step))
         await update.prepare(order(f"p{step}", version=version), LAYOUT, 1)
-        await update.receive(f"p{step}", go_on)
+        await update.receive(f"p{step}", turn_over)
     assert workers.started[:4] == ["prepare", "pause", "paused", "receive"]
-    went_on = f"go on with {PolicyVersion(3, 2)}"
-    assert workers.started[4:] == ["prepare", "begin", "pause", went_on, "receive", "paused"]
+    turned = f"turn over to {PolicyVersion(3, 2)}"
+    assert workers.started[4:] == ["prepare", "begin", turned, "receive"]
 
 
 async def test_an_update_that_could_not_begin_fails_with_that_error() -> None:
@@ -221,14 +221,14 @@ async def test_an_update_that_could_not_begin_fails_with_that_error() -> None:
     workers = Workers(both(True), both(result()), both(True), errors, late)
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
-    async def go_on(_: PolicyVersion) -> None:
+    async def turn_over(_: PolicyVersion) -> None:
         pass
 
     await update.prepare(ORDER, LAYOUT, 1)
     await update.receive("p1")
     await update.prepare(order("p2", new_communicator=True), LAYOUT, 1)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
-        await update.receive("p2", go_on)
+        await update.receive("p2", turn_over)
 
 
 async def test_it_is_asked_until_every_worker_is_ready() -> None:
