@@ -94,6 +94,8 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
         _check_servers(for_servers, servers, per_server)
     if not ids:
         return Placement()
+    if servers:
+        _check_adapters(config)
     shares = len(ids) == 1 and ranks <= 1 and per_server == 1
     if for_learner is None:
         others = for_servers or ()
@@ -114,6 +116,14 @@ def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement
     gpus = list_gpus() if uses_gpus() else ()
     visible = Visible(visible_ids(os.environ, gpus), gpus)
     return place(config, visible, ranks=ranks, servers=servers)
+
+
+def _check_adapters(config: Config) -> None:
+    if config.lora.publishes_adapters and config.model.dtype == "float32":
+        raise ConfigError(
+            'model.dtype must be "bfloat16" where rollout servers on GPUs add the adapters '
+            '(vLLM does that in half precision only), or lora.publish "merged", got "float32"'
+        )
 
 
 def uses_gpus() -> bool:

@@ -197,6 +197,17 @@ def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> Non
         share_memory(config_of(), mixed)
 
 
+def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them() -> None:
+    model = {"path": "model", "dtype": "float32"}
+    lora = {"rank": 4, "alpha": 8.0, "publish": "adapters"}
+    settings = config_of().model_dump(mode="json")
+    config = parse_config(settings | {"model": model, "lora": lora}, source="test")
+    with pytest.raises(ConfigError, match=r'must be "bfloat16" .* or lora\.publish "merged"'):
+        place(config, Visible(("0",)), ranks=1, servers=1)
+    assert place(config, Visible(("0",)), ranks=1, servers=0) == Placement(("0",), ())
+    assert place(config, Visible(()), ranks=1, servers=1) == Placement()
+
+
 def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
     monkeypatch.setattr(placement, "list_gpus", lambda: CARDS[:3])

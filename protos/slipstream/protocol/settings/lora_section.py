@@ -53,7 +53,8 @@ class LoraSection(Section):
 
     # What a publish carries: merged weights, as many bytes as without adapters; or the adapters
     # alone, which vLLM computes beside the matrices. The first publish to a server, and the first
-    # one of a trainer that was started again, then carries the matrices too.
+    # one of a trainer that was started again, then carries the matrices too. On GPUs vLLM computes
+    # adapters in half precision only: not with `model.dtype` "float32".
     publish: Literal["merged", "adapters"] = "merged"
 
     @property
