@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="of one window")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--median", type=float, default=24.0, help="of the reply's tokens")
     parser.add_argument(
         "--sigma", type=float, default=0.8326, help="0.8326: coefficient of variation 1"
