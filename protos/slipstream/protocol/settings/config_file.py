@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 import tomllib
@@ -21,6 +20,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.model_files import missing_files
 from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes
 from slipstream.protocol.settings.model_tensors import tensor_problems
+from slipstream.protocol.settings.near_names import did_you_mean, near_names
 from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.settings.roles import missing_weights, role_folders, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
@@ -38,7 +38,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0".
     ConfigError: one line that names the value and the rule; for an unknown key the nearest right
-    one.
+    ones.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -232,8 +232,8 @@ def _describe(error: ErrorDetails) -> str:
         known = _known_keys(error["loc"][:-1])
         # A table of another trainer's is not a slip of the pen: `trainer` is not `tracking`.
         cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=cutoff)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        near = near_names(str(error["loc"][-1]), known, cutoff=cutoff)
+        hint = did_you_mean(near) if near else f"known are {', '.join(known)}"
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":
         return f"{where} is required"

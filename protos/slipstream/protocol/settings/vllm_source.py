@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.engine_table import SECTION
+from slipstream.protocol.settings.near_names import did_you_mean, near_names
 
 _MODULE, _CLASS = "vllm.engine.arg_utils", "AsyncEngineArgs"
 _PLAIN: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -61,7 +61,7 @@ Forms: TypeAlias = tuple[Form, ...]
 def check_engine(config: Config) -> None:
     """Looks up what is passed through in the source of the installed vLLM, if there is one.
 
-    ConfigError: one line with the nearest right name, or with the value and its type.
+    ConfigError: one line with the nearest right names, or with the value and its type.
     """
     spec = importlib.util.find_spec("vllm")
     if not config.rollout_server.engine or spec is None or not spec.submodule_search_locations:
@@ -73,8 +73,8 @@ def check_engine(config: Config) -> None:
 
 def unknown_name(name: str, known: Iterable[str], *, section: str = SECTION) -> str:
     """What is said to a name that vLLM does not have."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = near_names(name, known)
+    hint = f"; {did_you_mean(near)}" if near else ""
     return f"unknown key {section}.{name}{hint}"
 
 

@@ -238,6 +238,16 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message
     assert refusal(table_with(path, 1)).startswith(message)
 
 
+def test_an_unknown_key_between_several_right_ones_is_refused_with_them() -> None:
+    assert refusal(table_with("algorithm.groups", 1)) == (
+        "unknown key 'algorithm.groups'; did you mean 'group_size' or 'groups_per_step'?"
+    )
+    assert refusal(table_with("sampling.max_tokens", 1)) == (
+        "unknown key 'sampling.max_tokens'; "
+        "did you mean 'max_reply_tokens', 'max_prompt_tokens' or 'max_turns'?"
+    )
+
+
 def test_an_unknown_key_of_an_environment_is_refused_with_the_nearest_right_one() -> None:
     table = table_with("environments", [{"name": "a", "reference": "a:B", "wieght": 2}])
     assert refusal(table) == "unknown key 'environments.0.wieght'; did you mean 'weight'?"
