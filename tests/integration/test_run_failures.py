@@ -150,7 +150,7 @@ async def test_a_server_that_is_drained_leaves_and_loses_nothing(
             await until_gone([server, *below], limit_s=GONE_LIMIT_S)
             await until_event(client, lambda event: event.number > left.number and event.step > 0)
             states = {s.server_id: s.state for s in (await client.status()).servers}
-            assert states == {"server-0": "serving", "server-1": "dead"}
+            assert states == {"server-0": "serving", "server-1": "left"}
             await client.stop("enough")
         assert await run.wait(END_LIMIT_S) == 0, run.out + run.err
     summary = summary_of(tmp_path / "run")

@@ -36,7 +36,7 @@ class ServerStatus:
     """One rollout server. Counts run from its start."""
 
     server_id: str
-    # joining, loading, serving, stale, draining or dead.
+    # joining, loading, serving, stale, draining, dead or left.
     state: str
     version: PolicyVersion
     cause: str

@@ -19,6 +19,7 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_STALE: _ClassVar[ServerState]
     SERVER_STATE_DRAINING: _ClassVar[ServerState]
     SERVER_STATE_DEAD: _ClassVar[ServerState]
+    SERVER_STATE_LEFT: _ClassVar[ServerState]
 
 class PublishPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -34,6 +35,7 @@ SERVER_STATE_SERVING: ServerState
 SERVER_STATE_STALE: ServerState
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_DEAD: ServerState
+SERVER_STATE_LEFT: ServerState
 PUBLISH_PHASE_UNSPECIFIED: PublishPhase
 PUBLISH_PHASE_READY: PublishPhase
 PUBLISH_PHASE_LOADED: PublishPhase

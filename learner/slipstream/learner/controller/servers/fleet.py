@@ -19,6 +19,7 @@ from slipstream.learner.controller.servers.server_states import (
     DEAD,
     DRAINING,
     JOINING,
+    LEFT,
     SERVING,
     ServerEvent,
     next_state,
@@ -65,7 +66,7 @@ class ServerSession:
     @property
     def is_leaving(self) -> bool:
         """Whether it takes no part in anything new."""
-        return self.state in (DRAINING, DEAD)
+        return self.state in (DRAINING, DEAD, LEFT)
 
     def on(self, event: ServerEvent) -> None:
         """Moves to the state that follows."""
@@ -164,13 +165,15 @@ class Fleet:
         if self.find(session.key) is not session:
             return
         del self.sessions[session.key.server_id]
-        session.on(ServerEvent.LOST)
+        has_left = session.drained.is_set()
+        session.on(ServerEvent.LEFT if has_left else ServerEvent.LOST)
         self._note_serving()
-        session.cause = "it was drained" if session.drained.is_set() else cause
+        if not has_left:
+            session.cause = cause
         self.departed[session.key.server_id] = describe(session)
         if not self.sessions:
             self.empty_since_s = time.monotonic()
-        if session.drained.is_set():
+        if has_left:
             self._tell(f"rollout server {session.name} has left")
         else:
             self._progress.events.add(

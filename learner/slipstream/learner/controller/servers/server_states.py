@@ -4,6 +4,7 @@ JOINING --receive--> LOADING --published--> SERVING --receive--> LOADING ...
 any of them --failed--> STALE --receive--> LOADING
 any of them --drain--> DRAINING, which nothing but its end leaves
 all of them --lost--> DEAD
+all of them --left--> LEFT
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ SERVING = fleet_pb2.SERVER_STATE_SERVING
 STALE = fleet_pb2.SERVER_STATE_STALE
 DRAINING = fleet_pb2.SERVER_STATE_DRAINING
 DEAD = fleet_pb2.SERVER_STATE_DEAD
+LEFT = fleet_pb2.SERVER_STATE_LEFT
 
 
 class ServerEvent(Enum):
@@ -31,10 +33,14 @@ class ServerEvent(Enum):
     FAILED = "failed"
     # It leaves: of its own, or because it was told to.
     DRAIN = "drain"
-    # Its stream ended, or it was silent.
+    # Its stream ended, or it was silent, in the middle of something.
     LOST = "lost"
+    # It is gone in order: it had drained, and told its last counters.
+    LEFT = "left"
 
 
+# What ends every other state, and what nothing leaves.
+_ENDS = {ServerEvent.LOST: DEAD, ServerEvent.LEFT: LEFT}
 _NEXT = {
     (JOINING, ServerEvent.RECEIVE): LOADING,
     (SERVING, ServerEvent.RECEIVE): LOADING,
@@ -49,8 +55,10 @@ def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.Se
     A server that drains may finish the publish that it is part of: others would lose it. That makes
     it no server that serves.
     """
-    if state == DEAD or event is ServerEvent.LOST:
-        return DEAD
+    if state in _ENDS.values():
+        return state
+    if event in _ENDS:
+        return _ENDS[event]
     if state == DRAINING or event is ServerEvent.DRAIN:
         return DRAINING
     if event is ServerEvent.FAILED:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 from publishing_scene import joined, nothing, progress_of
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.server_states import DEAD, LEFT
+from slipstream.v1 import fleet_pb2
 
 
 @pytest.mark.parametrize(("kind", "waiting"), [("grpc", 700), ("redis", 400)])
@@ -16,3 +18,27 @@ async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(
         joined(fleet, name).report.queued_bytes = num_bytes
     assert fleet.queued_bytes == waiting
     assert fleet.gauges()["queued_bytes"] == waiting
+
+
+@pytest.mark.parametrize(
+    ("last", "state", "cause"),
+    [
+        (fleet_pb2.ServerMessage(drained=fleet_pb2.ServerReport()), LEFT, "new driver"),
+        (fleet_pb2.ServerMessage(heartbeat=fleet_pb2.ServerReport()), DEAD, "its stream ended"),
+    ],
+)
+def test_a_server_has_left_only_if_it_said_goodbye(
+    last: fleet_pb2.ServerMessage, state: fleet_pb2.ServerState, cause: str
+) -> None:
+    fleet = Fleet(progress_of())
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    session = joined(fleet, "a")
+    fleet.order_drain(session, "new driver", finish=True)
+    fleet.receive(session, last)
+    fleet.remove(session, "its stream ended")
+    gone = fleet.departed[session.key.server_id]
+    assert (gone.state, gone.cause) == (state, cause)
+    assert session.is_leaving
+    # Another life of it begins anew.
+    joined(fleet, "a")
+    assert not fleet.departed

@@ -7,6 +7,7 @@ from slipstream.learner.controller.servers.server_states import (
     DEAD,
     DRAINING,
     JOINING,
+    LEFT,
     LOADING,
     SERVING,
     STALE,
@@ -15,15 +16,16 @@ from slipstream.learner.controller.servers.server_states import (
 )
 from slipstream.v1 import fleet_pb2
 
-RECEIVE, PUBLISHED, FAILED, DRAIN, LOST = ServerEvent
-# Of each state after receive, published, failed, drain and lost; None: it cannot happen.
+RECEIVE, PUBLISHED, FAILED, DRAIN, LOST, LEAVE = ServerEvent
+# Of each state after receive, published, failed, drain, lost and left; None: it cannot happen.
 TABLE = {
-    JOINING: (LOADING, None, STALE, DRAINING, DEAD),
-    LOADING: (None, SERVING, STALE, DRAINING, DEAD),
-    SERVING: (LOADING, None, STALE, DRAINING, DEAD),
-    STALE: (LOADING, None, STALE, DRAINING, DEAD),
-    DRAINING: (DRAINING, DRAINING, DRAINING, DRAINING, DEAD),
-    DEAD: (DEAD, DEAD, DEAD, DEAD, DEAD),
+    JOINING: (LOADING, None, STALE, DRAINING, DEAD, LEFT),
+    LOADING: (None, SERVING, STALE, DRAINING, DEAD, LEFT),
+    SERVING: (LOADING, None, STALE, DRAINING, DEAD, LEFT),
+    STALE: (LOADING, None, STALE, DRAINING, DEAD, LEFT),
+    DRAINING: (DRAINING, DRAINING, DRAINING, DRAINING, DEAD, LEFT),
+    DEAD: (DEAD,) * 6,
+    LEFT: (LEFT,) * 6,
 }
 
 
@@ -60,4 +62,4 @@ def test_nothing_but_its_end_leaves_draining() -> None:
         state = todo.pop()
         reached.add(state)
         todo += [following for following in TABLE[state] if following not in {None, *reached}]
-    assert reached == {DRAINING, DEAD}
+    assert reached == {DRAINING, DEAD, LEFT}
