@@ -12,6 +12,10 @@ from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import plain, say
 from slipstream.protocol.errors import ConfigError
 
+_RATE = "pass_at_"
+# Of the episodes of a round.
+_COUNTS = ("episodes", "failed")
+
 
 def connect(arguments: argparse.Namespace) -> Client:
     """The client of a command's connection arguments."""
@@ -114,7 +118,16 @@ def status_lines(run: RunStatus) -> list[str]:
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
-    """The environments of a run for people."""
+    """The environments of a run for people, and its evaluations with their newest results."""
+    trained = [entry for entry in entries if entry.purpose != "evaluation"]
+    evaluations = [entry for entry in entries if entry.purpose == "evaluation"]
+    lines = _training_lines(trained) if trained or not evaluations else []
+    if evaluations:
+        lines += [*([""] if lines else []), *_evaluation_lines(evaluations)]
+    return lines
+
+
+def _training_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
     rows = [("environment", "state", "tasks", "weight", "accepted", "failed", "reward", "cause")]
     rows += [
         (
@@ -124,12 +137,28 @@ def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
             f"{entry.weight:g}",
             f"{entry.groups_accepted:,}",
             f"{entry.groups_failed:,}",
-            # Of an evaluation nothing is accepted; `metrics.jsonl` has what it measured.
             f"{entry.reward_mean:.3f}" if entry.groups_accepted else "-",
             entry.cause,
         )
         for entry in entries
     ]
+    return _table(rows)
+
+
+def _evaluation_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
+    """What the newest round of each measured, with a column for each pass@k."""
+    found = {e.name: e.newest_round.numbers if e.newest_round else {} for e in entries}
+    rates = {name for numbers in found.values() for name in numbers if name.startswith(_RATE)}
+    columns = sorted(rates, key=lambda name: int(name.removeprefix(_RATE)))
+    passes = [f"pass@{name.removeprefix(_RATE)}" for name in columns]
+    rows = [("evaluation", "state", "tasks", "version", "reward", *passes, *_COUNTS, "cause")]
+    for entry in entries:
+        numbers = found[entry.name]
+        measured = [f"{numbers[k]:.3f}" if k in numbers else "-" for k in ("reward_mean", *columns)]
+        counts = [f"{numbers[f'num_{k}']:,.0f}" if numbers else "-" for k in _COUNTS]
+        version = str(entry.newest_round.step) if entry.newest_round else "-"
+        start = (entry.name, entry.state, _tasks(entry), version)
+        rows.append((*start, *measured, *counts, entry.cause))
     return _table(rows)
 
 

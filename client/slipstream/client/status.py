@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 from slipstream.protocol.types import PolicyVersion
-from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
+
+
+@dataclass(frozen=True)
+class EvaluationRound:
+    """What one round of an evaluation measured."""
+
+    # The version that was measured.
+    step: int
+    # As in metrics.jsonl, without the name of the evaluation: reward_mean, pass_at_1, ...
+    numbers: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,12 @@ class EnvironmentStatus:
     groups_accepted: int
     groups_failed: int
     episodes_failed: int
+    # Of the accepted groups.
     reward_mean: float
+    # training or evaluation.
+    purpose: str
+    # Of an evaluation: the newest round that is over; None before there is one.
+    newest_round: EvaluationRound | None
 
 
 @dataclass(frozen=True)
@@ -129,7 +144,14 @@ def environment_from_pb(message: environment_pb2.EnvironmentStatus) -> Environme
         groups_failed=message.groups_failed,
         episodes_failed=message.episodes_failed,
         reward_mean=message.reward_mean,
+        purpose=_word(trajectory_pb2.EpisodePurpose.Name(message.spec.purpose), "EPISODE_PURPOSE_"),
+        newest_round=_round_from_pb(message) if message.HasField("newest_round") else None,
     )
+
+
+def _round_from_pb(message: environment_pb2.EnvironmentStatus) -> EvaluationRound:
+    found = message.newest_round
+    return EvaluationRound(step=found.step, numbers=dict(found.numbers))
 
 
 def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:

@@ -39,8 +39,23 @@ class EnvironmentSpec(_message.Message):
     purpose: _trajectory_pb2.EpisodePurpose
     def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ..., args_json: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_workers: _Optional[int] = ..., search_path: _Optional[str] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ...) -> None: ...
 
+class EvaluationRound(_message.Message):
+    __slots__ = ("step", "numbers")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    numbers: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class EnvironmentStatus(_message.Message):
-    __slots__ = ("spec", "state", "num_tasks", "cause", "groups_accepted", "groups_failed", "episodes_failed", "reward_mean")
+    __slots__ = ("spec", "state", "num_tasks", "cause", "groups_accepted", "groups_failed", "episodes_failed", "reward_mean", "newest_round")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +64,7 @@ class EnvironmentStatus(_message.Message):
     GROUPS_FAILED_FIELD_NUMBER: _ClassVar[int]
     EPISODES_FAILED_FIELD_NUMBER: _ClassVar[int]
     REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_ROUND_FIELD_NUMBER: _ClassVar[int]
     spec: EnvironmentSpec
     state: EnvironmentState
     num_tasks: int
@@ -57,7 +73,8 @@ class EnvironmentStatus(_message.Message):
     groups_failed: int
     episodes_failed: int
     reward_mean: float
-    def __init__(self, spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., state: _Optional[_Union[EnvironmentState, str]] = ..., num_tasks: _Optional[int] = ..., cause: _Optional[str] = ..., groups_accepted: _Optional[int] = ..., groups_failed: _Optional[int] = ..., episodes_failed: _Optional[int] = ..., reward_mean: _Optional[float] = ...) -> None: ...
+    newest_round: EvaluationRound
+    def __init__(self, spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., state: _Optional[_Union[EnvironmentState, str]] = ..., num_tasks: _Optional[int] = ..., cause: _Optional[str] = ..., groups_accepted: _Optional[int] = ..., groups_failed: _Optional[int] = ..., episodes_failed: _Optional[int] = ..., reward_mean: _Optional[float] = ..., newest_round: _Optional[_Union[EvaluationRound, _Mapping]] = ...) -> None: ...
 
 class SubmitEnvironmentRequest(_message.Message):
     __slots__ = ("spec",)

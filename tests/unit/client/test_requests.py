@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.client.requests import environment_lines, status_lines
 from slipstream.client.status import environment_from_pb, run_from_pb
-from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
 
 
 def environment(name: str, state: int, num_tasks: int) -> environment_pb2.EnvironmentStatus:
@@ -61,3 +61,35 @@ def test_an_environment_without_accepted_groups_has_no_reward() -> None:
     lines = environment_lines([environment_from_pb(new), environment_from_pb(old)])
     assert lines[1].split()[-1] == "-"
     assert lines[2].split()[-1] == "0.000"
+
+
+def test_evaluations_show_what_their_newest_round_measured() -> None:
+    trained = environment("trained", environment_pb2.ENVIRONMENT_STATE_READY, 3)
+    trained.spec.purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+    held, new, failed = (
+        environment(name, environment_pb2.ENVIRONMENT_STATE_READY, 3)
+        for name in ("held", "new", "failed")
+    )
+    for entry in (held, new, failed):
+        entry.spec.purpose = trajectory_pb2.EPISODE_PURPOSE_EVALUATION
+    held.newest_round.step = 50
+    numbers = {"reward_mean": 0.25, "pass_at_10": 0.75, "pass_at_2": 0.5}
+    held.newest_round.numbers.update(numbers | {"num_episodes": 1256, "num_failed": 3})
+    failed.newest_round.numbers.update({"num_episodes": 0, "num_failed": 4})
+    entries = [environment_from_pb(entry) for entry in (held, trained, new, failed)]
+    lines = [" ".join(line.split()) for line in environment_lines(entries)]
+    assert lines[1] == "trained ready 3 1 0 0 -"
+    assert lines[2] == ""
+    assert lines[3] == "evaluation state tasks version reward pass@2 pass@10 episodes failed cause"
+    assert lines[4] == "held ready 3 50 0.250 0.500 0.750 1,256 3"
+    assert lines[5] == "new ready 3 - - - - - -"
+    # No episode has a reward.
+    assert lines[6] == "failed ready 3 0 - - - 0 4"
+
+
+def test_a_run_of_evaluations_only_has_no_table_of_what_is_trained() -> None:
+    held = environment("held", environment_pb2.ENVIRONMENT_STATE_READY, 3)
+    held.spec.purpose = trajectory_pb2.EPISODE_PURPOSE_EVALUATION
+    lines = environment_lines([environment_from_pb(held)])
+    assert lines[0].startswith("evaluation ")
+    assert len(lines) == 2

@@ -96,7 +96,7 @@ class Evaluator:
         """Takes over the results so far; what was due and is missing is measured now."""
         for record in history.evaluations:
             mean = record["reward_mean"]
-            self.results.append(
+            self._keep(
                 EvaluationResult(
                     step=record["version"],
                     reward_mean=float("nan") if mean is None else mean,
@@ -272,11 +272,15 @@ class Evaluator:
             num_failed=round_.failed.total(),
             wall_s=time.monotonic() - round_.started_s,
         )
-        self.results.append(result)
+        self._keep(result)
         self._on_result(result)
         for line in result.lines():
             self._progress.events.add(line)
         self._progress.signal.notify()
+
+    def _keep(self, result: EvaluationResult) -> None:
+        self.results.append(result)
+        self._environments.measured(result.step, result.evaluations)
 
 
 def _line(step: int, name: str, values: Mapping[str, float]) -> str:

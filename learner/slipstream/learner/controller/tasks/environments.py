@@ -48,6 +48,8 @@ class EnvironmentEntry:
     head_start: float = 0.0
     next_number: int = 0
     order: list[int] = field(default_factory=list)
+    # Of an evaluation: what was measured last.
+    newest_round: pb.EvaluationRound | None = None
 
     @property
     def is_training(self) -> bool:
@@ -87,6 +89,7 @@ class EnvironmentEntry:
             groups_failed=self.groups_failed,
             episodes_failed=self.episodes_failed,
             reward_mean=self.reward_sum / self.rewards if self.rewards else 0.0,
+            newest_round=self.newest_round,
         )
 
 
@@ -220,6 +223,14 @@ class EnvironmentBook:
             entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
             return True
         return False
+
+    def measured(self, step: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
+        """A round is over: the numbers of each evaluation, by name, at the version `step`."""
+        for name, numbers in evaluations.items():
+            # One of an earlier start may be in the configuration no more.
+            entry = self.entries.get(name)
+            if entry is not None:
+                entry.newest_round = pb.EvaluationRound(step=step, numbers=numbers)
 
     def task_skipped(self, name: str, cause: str) -> bool:
         """A task does not fit; True when that suspends the environment: none of many did."""

@@ -97,3 +97,18 @@ def test_each_cause_is_told_once_and_only_the_first_few():
     (entry,) = make_book(1.0).training()
     causes = ["a", "a", "b", "a", "c", "d", "b", "d"]
     assert [cause for cause in causes if entry.is_news(cause)] == ["a", "b", "c"]
+
+
+def test_an_evaluation_tells_its_newest_round_only():
+    book = make_book(1.0)
+    spec = environment_pb2.EnvironmentSpec(
+        name="held", weight=1.0, purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION
+    )
+    held = book.add(spec)
+    assert not held.describe().HasField("newest_round")
+    # The second is in the configuration no more.
+    book.measured(0, {"held": {"reward_mean": 0.25, "pass_at_1": 0.5}, "gone": {"reward_mean": 1}})
+    book.measured(50, {"held": {"reward_mean": 0.75}})
+    newest = held.describe().newest_round
+    assert (newest.step, dict(newest.numbers)) == (50, {"reward_mean": 0.75})
+    assert not book.entries["e0"].describe().HasField("newest_round")
