@@ -143,12 +143,13 @@ class SteeredController(Controller):
 
         def timed_report(session: ServerSession, message: fleet_pb2.PublishReport) -> None:
             times = next((t for t in self.publishes if t.publish_id == message.publish_id), None)
-            moments = {
-                fleet_pb2.PUBLISH_PHASE_LOADED: "loaded",
-                fleet_pb2.PUBLISH_PHASE_SERVING: "serving",
-            }
-            if times is not None and message.phase in moments:
-                getattr(times, moments[message.phase])[session.name] = time.monotonic()
+            phases = (fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING)
+            if times is not None and message.phase in phases:
+                now = time.monotonic()
+                # Who serves has loaded; some say it in one report.
+                times.loaded.setdefault(session.name, now)
+                if message.phase == fleet_pb2.PUBLISH_PHASE_SERVING:
+                    times.serving[session.name] = now
                 times.servers.setdefault(session.name, {}).update(numbers(message))
                 if message.probe_logprobs:
                     times.answers[session.name] = message.probe_logprobs

@@ -62,6 +62,8 @@ class Publisher:
         # Who prepares a publish waits for its other members: it is told when that is in vain.
         self._aborted, self._preparing = deque[str](maxlen=_MAX_ABORTED), ""
         self._given_up = asyncio.Event()
+        # The commit that came last; it may be in the queue.
+        self._committed = ""
         # Of the buckets that were loaded last.
         self._digests: list[bytes] = []
         self._stages = fleet_pb2.PublishStages()
@@ -78,10 +80,13 @@ class Publisher:
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
         """Takes an order; it is carried out after those before it."""
-        if order.WhichOneof("message") == "abort":
+        kind = order.WhichOneof("message")
+        if kind == "abort":
             self._aborted.append(order.abort.publish_id)
             if self._preparing == order.abort.publish_id:
                 self._given_up.set()
+        elif kind == "commit" and not order.commit.HasField("probe"):
+            self._committed = order.commit.publish_id
         self._orders.put_nowait(order)
 
     def close(self, *, carry_out: bool) -> None:
@@ -144,6 +149,9 @@ class Publisher:
             copied=loaded.by_plan,
             wire_s=loaded.wire_s,
         )
+        if loaded.goes_on and self._committed == publish_id:
+            # Its commit is next and waits for nothing: one report says both.
+            return
         self._answer(
             publish_id,
             fleet_pb2.PUBLISH_PHASE_LOADED,
@@ -207,6 +215,7 @@ class Publisher:
         self._answer(
             publish_id,
             fleet_pb2.PUBLISH_PHASE_SERVING,
+            bucket_digests=self._digests,
             probe_logprobs=logprobs,
             paused_s=paused_s,
             stages=self._stages,

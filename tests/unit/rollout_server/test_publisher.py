@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -35,11 +36,13 @@ class SlowEngine(FakeEngine):
             asyncio.Event(),
         )
         self.resumed = 0
+        # As one in which nothing ran says.
+        self.goes_on = False
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         self.receiving.set()
         await self.arrived.wait()
-        return await super().receive_weights(publish_id)
+        return replace(await super().receive_weights(publish_id), goes_on=self.goes_on)
 
     async def resume(self, version: PolicyVersion) -> None:
         self.resumed += 1
@@ -171,3 +174,39 @@ async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(
             rig.receive("p1")
             rig.commit("p1", PROBE)
             await rig.until("p1", SERVING)
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "probe", "phases"),
+    [
+        (True, None, [SERVING]),
+        # Going on takes the time of a step, the trainer need not wait for it.
+        (False, None, [LOADED, SERVING]),
+        (True, PROBE, [LOADED, SERVING]),
+    ],
+)
+async def test_who_goes_on_already_tells_of_both_phases_at_once(
+    goes_on: bool, probe: weights_pb2.Probe | None, phases: list[int]
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.engine.goes_on = goes_on
+        rig.engine.arrived.set()
+        rig.engine.scored.set()
+        rig.receive("p1")
+        rig.commit("p1", probe)
+        await rig.until("p1", SERVING)
+        assert rig.reports == [("p1", phase) for phase in phases]
+        await rig.end()
+
+
+async def test_who_goes_on_before_its_commit_has_come_tells_that_all_is_loaded() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.engine.goes_on = True
+        rig.engine.arrived.set()
+        rig.receive("p1")
+        await rig.until("p1", LOADED)
+        rig.commit("p1")
+        await rig.until("p1", SERVING)
+        await rig.end()

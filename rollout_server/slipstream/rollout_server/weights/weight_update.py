@@ -118,6 +118,7 @@ class WeightUpdate:
         # After a failure nobody knows who got how far.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
         # The engine takes calls in the order in which it gets them.
+        goes_on = by_plan and turn_over is not None
         if by_plan and turn_over is not None:
             # The wire is busy while it forgets its caches and takes the new version.
             _, _, results = await asyncio.gather(
@@ -150,6 +151,7 @@ class WeightUpdate:
             load_s=max(result["load_s"] for result in results),
             # The worker that came last waited for no other one.
             wire_s=min(result["wire_s"] for result in results),
+            goes_on=goes_on,
         )
 
     async def _stand_still(self) -> float:

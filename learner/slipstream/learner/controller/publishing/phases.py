@@ -15,6 +15,15 @@ from slipstream.v1 import fleet_pb2
 ReportKey: TypeAlias = tuple[str, ServerKey, int]
 
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+# What a report of a phase says.
+SAID = {
+    fleet_pb2.PUBLISH_PHASE_READY: (fleet_pb2.PUBLISH_PHASE_READY,),
+    fleet_pb2.PUBLISH_PHASE_LOADED: (fleet_pb2.PUBLISH_PHASE_LOADED,),
+    fleet_pb2.PUBLISH_PHASE_SERVING: (
+        fleet_pb2.PUBLISH_PHASE_LOADED,
+        fleet_pb2.PUBLISH_PHASE_SERVING,
+    ),
+}
 
 
 class PhaseReports:
@@ -56,10 +65,10 @@ class PhaseReports:
 
     def receive(self, server: ServerKey, report: fleet_pb2.PublishReport) -> None:
         """Hands a report on; a failure ends every wait of its publish for that server."""
-        failed = report.phase == FAILED
+        failed, said = report.phase == FAILED, SAID.get(report.phase, ())
         for (publish_id, key, phase), future in self._open.items():
             concerned = (publish_id, key) == (report.publish_id, server)
-            if concerned and (failed or phase == report.phase) and not future.done():
+            if concerned and (failed or phase in said) and not future.done():
                 future.set_result(report)
 
     def give_up(self, publish_id: str, server: ServerKey, message: str) -> None:

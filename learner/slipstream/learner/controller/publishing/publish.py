@@ -16,7 +16,7 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
-from slipstream.learner.controller.publishing.phases import PhaseReports
+from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.publishing.readiness import Readiness
 from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
@@ -270,7 +270,7 @@ class Publisher:
             return "it failed"
         limit_s = self._settings.join_deadline_s
         report = await self._reports.wait(publish.publish_id, session.key, LOADED, limit_s)
-        if report.phase != LOADED:
+        if report.phase == FAILED:
             return report.message or "it failed"
         if list(report.bucket_digests) != digests:
             return "the digests of the loaded buckets are not those that were sent"

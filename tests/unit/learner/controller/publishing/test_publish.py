@@ -53,6 +53,21 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
         assert scene.sent() == []
 
 
+@pytest.mark.parametrize("has_sent", [True, False])
+async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
+    has_sent: bool, progress: RunProgress
+) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        order = await scene.ordered()
+        finishing = scene.finish(order.publish_id) if has_sent else None
+        scene.say(order.publish_id, SERVING, bucket_digests=DIGESTS)
+        await scene.until_serving()
+        receipt = await (finishing or scene.finish(order.publish_id))
+        assert (list(receipt.serving), receipt.discard_communicator) == (["a"], False)
+
+
 async def test_servers_are_asked_while_the_trainer_makes_the_version(
     progress: RunProgress,
 ) -> None:
