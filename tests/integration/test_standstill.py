@@ -15,7 +15,7 @@ from slipstream.protocol.codec import version_to_pb  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
-from slipstream.rollout_server.inference.generation import Sampling  # noqa: E402
+from slipstream.rollout_server.inference.generation import FinishReason, Sampling  # noqa: E402
 from slipstream.v1 import weights_pb2  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
@@ -33,6 +33,8 @@ class NotedCalls:
         self.noted: list[str] = []
         self.arrived = asyncio.Event()
         self.arrived.set()
+        self.takes_requests = asyncio.Event()
+        self.takes_requests.set()
         self.answer: dict[str, Any] = {"value": RESULT}
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.logger_manager = SimpleNamespace(stat_loggers=[_TokenCounter(None)])
@@ -61,6 +63,7 @@ class NotedCalls:
         return [self.answer]
 
     async def add_request(self, request_id: str, *_: object, **__: object) -> object:
+        await self.takes_requests.wait()
         self.noted.append(f"request {request_id}")
         return SimpleNamespace(get=asyncio.Event().wait)
 
@@ -140,6 +143,18 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     assert rig.llm.noted == [*all_calls, "request early", "request later", "request last"]
 
 
+async def test_a_probe_is_held_back_too(rig: Rig) -> None:
+    await rig.prepare(2)
+    await rig.engine.receive_weights("p2")
+    probing = asyncio.create_task(rig.engine.teacher_forced_logprobs([[1, 2]]))
+    rig.requests.append(probing)
+    await rig.ask("other")
+    assert not any(noted.startswith("request") for noted in rig.llm.noted)
+    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.ask("last")
+    assert sorted(rig.llm.noted[-3:]) == ["request last", "request other", "request probe/0"]
+
+
 async def test_requests_that_run_go_on_only_when_the_update_was_judged(
     rig: Rig,
 ) -> None:
@@ -168,14 +183,28 @@ async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_any
     assert rig.llm.noted[3:] == ["version 0:2", "resume"]
 
 
-async def test_a_request_that_was_cancelled_while_it_was_held_back_ends_in_the_engine(
+async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(
     rig: Rig,
 ) -> None:
     await rig.prepare(2)
     await rig.engine.receive_weights("p2")
     await rig.ask("held")
     await rig.engine.cancel("held")
-    del rig.llm.noted[:]
+    async with asyncio.timeout(10):
+        generation = await rig.requests[0]
+    assert generation.finish_reason is FinishReason.CANCELLED
+    assert not len(generation.token_ids)
     await rig.engine.resume(PolicyVersion(0, 2))
     await rig.ask("other")
-    assert rig.llm.noted[:2] == ["request held", "abort held"]
+    # The engine never heard of it.
+    assert rig.llm.noted[-1] == "request other"
+    assert "request held" not in rig.llm.noted
+
+
+async def test_a_request_that_is_cancelled_on_its_way_to_the_engine_ends_there(rig: Rig) -> None:
+    rig.llm.takes_requests.clear()
+    await rig.ask("late")
+    await rig.engine.cancel("late")
+    rig.llm.takes_requests.set()
+    await rig.ask("other")
+    assert rig.llm.noted == ["abort late", "request late", "abort late", "request other"]

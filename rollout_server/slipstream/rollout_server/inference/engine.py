@@ -110,7 +110,7 @@ class VllmEngine:
         self._standstill = Standstill(llm, answer_limit_s=answer_limit_s)
         self._updates = WeightUpdate(self._ask, self._standstill.freeze, stage=stage)
         self._returned_tokens = 0
-        # Open requests; True: to be cancelled as soon as the engine knows them.
+        # Open requests; True: to be cancelled, also before the engine knows them.
         self._open: dict[str, bool] = {}
 
     @classmethod
@@ -192,6 +192,9 @@ class VllmEngine:
         self._open[request_id] = False
         self._clock.enter()
         try:
+            await self._standstill.let_in(request_id)
+            if self._open[request_id]:
+                return Generation.unbegun()
             output = await self._request(request_id, prompt_token_ids, parameters)
         finally:
             del self._open[request_id]
@@ -208,6 +211,7 @@ class VllmEngine:
         """See `Engine`."""
         if request_id in self._open:
             self._open[request_id] = True
+            self._standstill.release(request_id)
             await self._llm.abort(request_id)
 
     async def pause(self) -> None:
@@ -244,6 +248,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
+        await self._standstill.let_in(_PROBE_PREFIX)
         outputs = await asyncio.gather(
             *(
                 self._request(f"{_PROBE_PREFIX}{n}", sequence, parameters)
@@ -286,7 +291,6 @@ class VllmEngine:
     async def _request(
         self, request_id: str, prompt_token_ids: Sequence[int], parameters: SamplingParams
     ) -> RequestOutput:
-        await self._standstill.let_in()
         try:
             collector = await self._llm.add_request(
                 request_id,

@@ -73,6 +73,12 @@ class Generation:
     cached_tokens: int = 0
     expert_ids: npt.NDArray[np.unsignedinteger] | None = None
 
+    @classmethod
+    def unbegun(cls) -> Generation:
+        """Of a request that was cancelled before the engine knew it."""
+        nothing = np.empty(0, dtype=np.float32)
+        return cls(nothing.astype(np.uint32), nothing, (), FinishReason.CANCELLED)
+
 
 @dataclass(frozen=True)
 class EngineUse:
@@ -153,10 +159,7 @@ class Engine(Protocol):
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a generation, paused or not: it returns what was handed out, if it is still open.
-
-        One that was asked for while weights came returns when these are served or given back.
-        """
+        """Ends a generation, paused or not: it returns what was handed out, if it is still open."""
         ...
 
     async def pause(self) -> None:

@@ -1,7 +1,8 @@
 """Whether vLLM's engine runs its requests, and what it is told for that.
 
 Consumes: orders to stand still and to go on. Waits for: the engine's answers; requests wait to be
-let in. Unblocked by: the answers, or their limit: then the engine hangs; `resume` or `pause`.
+let in. Unblocked by: the answers, or their limit: then the engine hangs; `resume`, `pause` or
+`release`.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ class Standstill:
         self._llm, self._answer_limit_s = llm, answer_limit_s
         # Between the order to stand still, or to hold back, and the answer to the one to go on.
         self.is_on = False
-        self._lets_in = asyncio.Event()
-        self._lets_in.set()
+        self._lets_in = True
+        # Requests that are held back, in the order in which they came.
+        self._held: dict[str, asyncio.Future[None]] = {}
         # The version that the engine goes on with already, while nothing is let in.
         self._ahead: PolicyVersion | None = None
 
     async def pause(self) -> None:
         """See `Engine`; requests that were held back wait in the engine then."""
         await self.freeze()
-        self._lets_in.set()
+        self._let_all_in()
 
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
         if self._ahead != version:
             await self._call(asyncio.gather(*self._going_on(version)))
         self.is_on = False
-        self._lets_in.set()
+        self._let_all_in()
 
     async def freeze(self) -> None:
         """Freezes what runs, and forgets every cached prefix."""
@@ -50,7 +52,7 @@ class Standstill:
     def hold_back(self) -> None:
         """Lets no request in any more; for an engine in which nothing runs."""
         self.is_on = True
-        self._lets_in.clear()
+        self._lets_in = False
 
     async def turn_over(self, version: PolicyVersion) -> None:
         """Forgets every cached prefix and takes `version`, for an engine that is held back.
@@ -66,9 +68,26 @@ class Standstill:
             )
         )
 
-    async def let_in(self) -> None:
-        """Returns when a request may be handed to the engine."""
-        await self._lets_in.wait()
+    async def let_in(self, request_id: str) -> None:
+        """Returns when a request may be handed to the engine, or is released."""
+        if self._lets_in:
+            return
+        held = self._held[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await held
+        finally:
+            del self._held[request_id]
+
+    def release(self, request_id: str) -> None:
+        """Ends the waiting of a request that is held back, if it is."""
+        held = self._held.get(request_id)
+        if held is not None and not held.done():
+            held.set_result(None)
+
+    def _let_all_in(self) -> None:
+        self._lets_in = True
+        for request_id in self._held:
+            self.release(request_id)
 
     def _going_on(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[None]]:
         """Taken in this order; the second does not wait for the answer to the first."""
