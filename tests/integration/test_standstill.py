@@ -33,18 +33,23 @@ class NotedCalls:
         self.noted: list[str] = []
         self.arrived = asyncio.Event()
         self.arrived.set()
+        self.told = asyncio.Event()
         self.takes_requests = asyncio.Event()
         self.takes_requests.set()
         self.answer: dict[str, Any] = {"value": RESULT}
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.logger_manager = SimpleNamespace(stat_loggers=[_TokenCounter(None)])
         self.engine_core = self
+        # What it is told before an update waits behind it, as where a step is under way.
+        self.answers_behind_update = False
 
     async def pause_scheduler_async(self, **_: object) -> None:
         self.noted.append("pause")
+        await self._behind_update()
 
     async def reset_prefix_cache(self, **options: bool) -> bool:
         self.noted.append(" ".join(["forget", *(name for name, on in options.items() if on)]))
+        await self._behind_update()
         return True
 
     async def update_weight_version(self, stamp: str) -> None:
@@ -57,6 +62,7 @@ class NotedCalls:
         if method == "slipstream_prepare":
             return [{"value": True}]
         self.noted.append(method.removeprefix("slipstream_"))
+        self.told.set()
         if method == "slipstream_begin":
             return [{"value": None}]
         await self.arrived.wait()
@@ -67,6 +73,10 @@ class NotedCalls:
         self.noted.append(f"request {request_id}")
         return SimpleNamespace(get=asyncio.Event().wait)
 
+    async def _behind_update(self) -> None:
+        if self.answers_behind_update:
+            await self.arrived.wait()
+
     async def abort(self, request_id: str) -> None:
         self.noted.append(f"abort {request_id}")
 
@@ -74,11 +84,11 @@ class NotedCalls:
 class Rig:
     """An engine that has a plan for its copies and serves version 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, answer_limit_s: float = 120.0) -> None:
         from slipstream.rollout_server.inference.engine import VllmEngine
 
         self.llm = NotedCalls()
-        self.engine = VllmEngine(self.llm, [], stage=False)
+        self.engine = VllmEngine(self.llm, [], stage=False, answer_limit_s=answer_limit_s)
         self.requests: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
@@ -164,6 +174,27 @@ async def test_requests_that_run_go_on_only_when_the_update_was_judged(
     assert rig.llm.noted == ["request running", "pause", "receive"]
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[3:] == ["version 0:2", "resume"]
+
+
+@pytest.mark.parametrize("requests", [[], ["running"]], ids=["idle", "busy"])
+async def test_an_answer_that_waits_behind_an_update_may_take_as_long_as_that(
+    requests: list[str],
+) -> None:
+    rig = Rig(answer_limit_s=0.5)
+    await rig.start()
+    for request in requests:
+        await rig.ask(request)
+    await rig.prepare(2)
+    rig.llm.answers_behind_update = True
+    rig.llm.arrived.clear()
+    receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
+    await rig.llm.told.wait()
+    await asyncio.wait((receiving,), timeout=1.0)
+    rig.llm.arrived.set()
+    await receiving
+    for asked in rig.requests:
+        asked.cancel()
+    await asyncio.gather(*rig.requests, return_exceptions=True)
 
 
 async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_anything_in(

@@ -41,31 +41,37 @@ class Standstill:
         self.is_on = False
         self._let_all_in()
 
-    async def freeze(self) -> None:
-        """Freezes what runs, and forgets every cached prefix."""
+    async def freeze(self, update_limit_s: float = 0.0) -> None:
+        """Freezes what runs, and forgets every cached prefix.
+
+        `update_limit_s`: of an update that is ordered with it. The engine may take that first.
+        """
         # What `pause_generation` does, without its 20 ms of sleep for the look of things: late
         # tokens carry the version that the engine process stamped on them.
         self._ahead, self.is_on = None, True
         core = self._llm.engine_core
-        await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
+        pausing = core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await self._call(pausing, update_limit_s)
 
     def hold_back(self) -> None:
         """Lets no request in any more; for an engine in which nothing runs."""
         self.is_on = True
         self._lets_in = False
 
-    async def turn_over(self, version: PolicyVersion) -> None:
+    async def turn_over(self, version: PolicyVersion, update_limit_s: float) -> None:
         """Forgets every cached prefix and takes `version`, for an engine that is held back.
 
         It was not paused: that waits for all that the device was given, buckets too. One that
-        stood still goes on with nothing to do, until `resume` lets requests in.
+        stood still goes on with nothing to do, until `resume` lets requests in. For
+        `update_limit_s` see `freeze`.
         """
         self._ahead = version
         await self._call(
             asyncio.gather(
                 self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
                 *self._going_on(version),
-            )
+            ),
+            update_limit_s,
         )
 
     async def let_in(self, request_id: str) -> None:
@@ -94,13 +100,14 @@ class Standstill:
         stamp = f"{version.incarnation}:{version.step}"
         return self._llm.update_weight_version(stamp), self._llm.resume_generation()
 
-    async def _call(self, call: Awaitable[object]) -> None:
+    async def _call(self, call: Awaitable[object], update_limit_s: float = 0.0) -> None:
+        limit_s = self._answer_limit_s + update_limit_s
         try:
-            async with asyncio.timeout(self._answer_limit_s):
+            async with asyncio.timeout(limit_s):
                 await call
         except TimeoutError:
             raise EngineDied(
-                f"vLLM's engine neither paused nor resumed within {self._answer_limit_s:g} s"
+                f"vLLM's engine neither paused nor resumed within {limit_s:g} s"
             ) from None
         except EngineDeadError as error:
             raise EngineDied(str(error)) from error

@@ -26,10 +26,11 @@ _READY_POLL_S = 0.002
 Result = TypeVar("Result")
 # Calls a method of all workers; EngineDied, WeightSyncError.
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
-# Freezes all requests between two tokens; EngineDied.
-Pause = Callable[[], Awaitable[None]]
-# Makes an engine in which nothing runs one of these weights; EngineDied.
-TurnOver = Callable[[PolicyVersion], Awaitable[None]]
+# Freezes all requests between two tokens, so many seconds later than its own limit where an update
+# may come first; EngineDied.
+Pause = Callable[[float], Awaitable[None]]
+# Makes an engine in which nothing runs one of these weights, as late; EngineDied.
+TurnOver = Callable[[PolicyVersion, float], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -120,22 +121,27 @@ class WeightUpdate:
         # The engine takes calls in the order in which it gets them.
         goes_on = by_plan and turn_over is not None
         if by_plan and turn_over is not None:
-            # The wire is busy while it forgets its caches and takes the new version.
-            _, _, results = await asyncio.gather(
-                self._answers("slipstream_begin", ()),
-                turn_over(announced.version),
-                self._take(announced.limit_s),
-            )
-            pause_s = 0.0
+            pause_s, beginning = 0.0, asyncio.ensure_future(self._answers("slipstream_begin", ()))
+            try:
+                # The wire is busy while it forgets its caches and takes the new version.
+                _, results = await asyncio.gather(
+                    turn_over(announced.version, announced.limit_s),
+                    self._take(announced.limit_s),
+                )
+            except WeightSyncError:
+                # Only now no worker is inside the update. One that could not begin said why.
+                await beginning
+                raise
+            await beginning
         elif by_plan:
             # Copies wait on the device for the steps before them, and an engine that was told to
             # pause begins no other.
             pause_s, results = await asyncio.gather(
-                self._stand_still(), self._take(announced.limit_s)
+                self._stand_still(announced.limit_s), self._take(announced.limit_s)
             )
         else:
             # vLLM's loader takes layers apart: no step may be under way.
-            pause_s = await self._stand_still()
+            pause_s = await self._stand_still(0.0)
             results = await self._take(announced.limit_s)
         if any(result["digests"] != results[0]["digests"] for result in results):
             raise WeightSyncError("the workers of one engine received different bytes")
@@ -154,10 +160,10 @@ class WeightUpdate:
             goes_on=goes_on,
         )
 
-    async def _stand_still(self) -> float:
+    async def _stand_still(self, update_limit_s: float) -> float:
         """Seconds until it does."""
         begun_s = time.monotonic()
-        await self._pause()
+        await self._pause(update_limit_s)
         return time.monotonic() - begun_s
 
     async def _take(self, limit_s: float) -> list[Any]:

@@ -53,7 +53,7 @@ class Workers:
         self.started.append(self.calls[-1][0])
         return self._answers.pop(0)
 
-    async def pause(self) -> None:
+    async def pause(self, _: float) -> None:
         self.started.append("pause")
         await asyncio.sleep(0.01)
         self.started.append("paused")
@@ -203,7 +203,7 @@ async def test_only_an_update_that_is_copied_needs_no_pause_of_an_idle_engine() 
     workers = Workers(both(True), loaded, both(True), both(None), both(result()))
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
-    async def turn_over(version: PolicyVersion) -> None:
+    async def turn_over(version: PolicyVersion, _: float) -> None:
         workers.started.append(f"turn over to {version}")
 
     for step in (1, 2):
@@ -221,7 +221,7 @@ async def test_an_update_that_could_not_begin_fails_with_that_error() -> None:
     workers = Workers(both(True), both(result()), both(True), errors, late)
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
-    async def turn_over(_: PolicyVersion) -> None:
+    async def turn_over(*_: object) -> None:
         pass
 
     await update.prepare(ORDER, LAYOUT, 1)
@@ -229,6 +229,35 @@ async def test_an_update_that_could_not_begin_fails_with_that_error() -> None:
     await update.prepare(order("p2", new_communicator=True), LAYOUT, 1)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
         await update.receive("p2", turn_over)
+
+
+async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() -> None:
+    errors = [{"value": None}, {"error": "a bucket did not arrive"}]
+    workers = Workers(both(True), both(result()), both(True), errors, both(result()))
+    is_asked, is_over = asyncio.Event(), asyncio.Event()
+
+    async def ask(method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        if method == "slipstream_receive" and "begin" in workers.started:
+            is_asked.set()
+            await is_over.wait()
+            return [{"error": "no update was announced"}, {"error": "a member is gone"}]
+        return await workers.ask(method, arguments)
+
+    async def turn_over(*_: object) -> None:
+        pass
+
+    update = WeightUpdate(ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    await update.receive("p1")
+    await update.prepare(order("p2", new_communicator=True), LAYOUT, 1)
+    receiving = asyncio.create_task(update.receive("p2", turn_over))
+    await is_asked.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not receiving.done()
+    is_over.set()
+    with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
+        await receiving
 
 
 async def test_it_is_asked_until_every_worker_is_ready() -> None:
