@@ -71,6 +71,18 @@ function rows(table, entries) {
   }));
 }
 
+// An episode of several turns: what the model sampled, and what it read in between. The prompt stands above all replies.
+function conversation(one) {
+  const box = element("div", { class: "conversation" });
+  // Runs of before, and models without a tokenizer.json, have no turns.
+  if (!one.turns) { box.append(element("pre", { class: "sampled" }, one.reply)); return box; }
+  one.turns.forEach((turn, place) => {
+    if (place > 0) box.append(element("small", {}, `context, ${number(turn.context_tokens)} tokens`), element("pre", { class: "context" }, turn.context));
+    box.append(element("small", {}, `turn ${place + 1}, ${number(turn.sampled_tokens)} tokens sampled`), element("pre", { class: "sampled" }, turn.sampled));
+  });
+  return box;
+}
+
 async function showReplies() {
   const query = run.step === null ? "" : `?step=${run.step}`;
   const found = await ask(of(run.name, `trajectories${query}`));
@@ -87,13 +99,13 @@ async function showReplies() {
     const mean = members.reduce((sum, one) => sum + one.reward, 0) / members.length;
     const box = element("details", place === 0 ? { open: "" } : {});
     box.append(element("summary", {}, `${key}: mean reward ${number(mean)}, ${members.length} replies`));
-    box.append(element("pre", {}, members[0].prompt));
+    box.append(element("pre", { class: "context" }, members[0].prompt));
     for (const one of members) {
       const item = element("article"), side = element("div");
       const versions = one.versions.map(([count, version]) => `${count} by version ${version}`).join(", ");
       side.append(element("b", {}, `reward ${number(one.reward)}`), element("br"), `${one.status}`, element("br"), `tokens: ${versions}`);
       for (const [name, value] of Object.entries(one.metrics ?? {})) side.append(element("br"), `${name}: ${number(value)}`);
-      item.append(side, element("pre", {}, one.reply));
+      item.append(side, conversation(one));
       box.append(item);
     }
     return box;

@@ -28,10 +28,9 @@ from slipstream.learner.controller.records.restoration import (
     restore,
 )
 from slipstream.learner.controller.reporting.curves import draw_curves
-from slipstream.learner.controller.reporting.metrics import Ending, RunRecorder
+from slipstream.learner.controller.reporting.metrics import Ending, open_recorder
 from slipstream.learner.controller.reporting.service_health import ServiceHealth
 from slipstream.learner.controller.reporting.status_service import StatusServicer
-from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.servers.fleet_service import FleetService
 from slipstream.learner.controller.servers.joining import FleetServicer
@@ -92,8 +91,7 @@ class Controller:
             journal = stack.enter_context(Journal(folder / "journal"))
             history = begin(journal, folder / "journal", self._progress)
             self._environments.restore(history)
-            trackers = open_trackers(self._config, folder, self._progress.events)
-            self._recorder = RunRecorder(folder, self._config, trackers)
+            self._recorder = await open_recorder(self._config, self._progress.events)
             stack.callback(self._recorder.close)
             server = create_server(self._credentials)
             stack.push_async_callback(server.stop, GRACE_S)

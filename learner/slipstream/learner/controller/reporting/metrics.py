@@ -14,10 +14,17 @@ from typing import IO
 
 from pydantic import JsonValue
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.generation_rate import GenerationRate
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.busy import BusyMeter, Interval
+from slipstream.learner.controller.reporting.readable import (
+    TokenTexts,
+    open_token_texts,
+    readable,
+)
 from slipstream.learner.controller.reporting.resources import run_resources
+from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch_statistics import (
     batch_statistics,
@@ -29,7 +36,6 @@ from slipstream.learner.controller.trajectories.batches import (
     with_several_versions,
 )
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import Trajectory
 from slipstream.v1 import fleet_pb2, status_pb2
 
 EDGE_STEPS = 5
@@ -66,8 +72,13 @@ class Ending:
 class RunRecorder:
     """Writes the files of a run folder; one per run."""
 
-    def __init__(self, folder: Path, config: Config, trackers: Trackers) -> None:
-        """`trackers` get the numbers of each step and round; `close` closes them."""
+    def __init__(
+        self, folder: Path, config: Config, trackers: Trackers, texts: TokenTexts | None
+    ) -> None:
+        """`trackers` get the numbers of each step and round; `close` closes them.
+
+        With `texts`, what is kept of episodes of several turns tells them apart.
+        """
         self._folder = folder
         self._config = config
         earlier = whole_rows(folder / "metrics.jsonl")
@@ -76,6 +87,7 @@ class RunRecorder:
         self._metrics: IO[str] = (folder / "metrics.jsonl").open("a", buffering=1)
         self._samples: IO[str] = (folder / "trajectories.jsonl").open("a", buffering=1)
         self._trackers = trackers
+        self._texts = texts
         # Time goes on where the last row of an earlier start has it.
         self._started_s = time.time() - max((row["wall_s"] for row in earlier), default=0.0)
         self.rate = GenerationRate()
@@ -239,7 +251,15 @@ class RunRecorder:
     def _sample(self, batch: Batch) -> None:
         for group in batch.groups[:SAMPLED_GROUPS]:
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
-                self._samples.write(json.dumps(_readable(batch.step, trajectory)) + "\n")
+                line = readable(batch.step, trajectory, self._texts)
+                self._samples.write(json.dumps(line) + "\n")
+
+
+async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
+    """The recorder of a run, with the trackers and the tokenizer that its settings ask for."""
+    texts = await open_token_texts(config, events)
+    trackers = open_trackers(config, config.run_dir, events)
+    return RunRecorder(config.run_dir, config, trackers, texts)
 
 
 def whole_rows(path: Path) -> list[dict[str, float]]:
@@ -252,22 +272,6 @@ def whole_rows(path: Path) -> list[dict[str, float]]:
         file.truncate(whole)
     rows = [json.loads(line) for line in data[:whole].splitlines()]
     return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
-
-
-def _readable(step: int, trajectory: Trajectory) -> dict[str, JsonValue]:
-    return {
-        "step": step,
-        "trajectory_id": trajectory.trajectory_id,
-        "environment": trajectory.environment,
-        "task_index": trajectory.task_index,
-        "prompt": trajectory.prompt_text,
-        "reply": trajectory.reply_text,
-        "reward": trajectory.reward,
-        "status": trajectory.status.name.lower(),
-        "sampled_tokens": trajectory.num_sampled_tokens,
-        "versions": [[span.length, str(span.version)] for span in trajectory.version_spans],
-        "metrics": dict(trajectory.metrics),
-    }
 
 
 def _mean(values: list[float]) -> float | None:

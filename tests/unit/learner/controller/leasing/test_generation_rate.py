@@ -38,7 +38,7 @@ def test_the_rate_is_that_of_the_newest_seconds() -> None:
 
 
 def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, lambda text: None))
+    recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, lambda text: None), None)
     history = RunHistory()
     # The second had delivered more than its last heartbeat said.
     history.servers[("a", 1)] = ServerTokens(generated=700, received=600)

@@ -1,0 +1,95 @@
+"""What trajectories.jsonl says of an episode."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from documented_metrics import tables
+from fake_trajectories import make_trajectory
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.reporting.readable import (
+    TokenTexts,
+    open_token_texts,
+    readable,
+)
+from slipstream.protocol.settings.config import Config
+from small_configs import config_of
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+WORDS = ["<s>", "</s>", "a", "b", "c", "d"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def episode(words: str, *run_lengths: int):
+    token_ids = np.asarray([WORDS.index(word) for word in words.split()], np.uint32)
+    plain = make_trajectory(1, 1)
+    return dataclasses.replace(
+        plain, token_ids=token_ids, run_lengths=run_lengths, reply_text="all that follows"
+    )
+
+
+def with_turns(folder: Path, max_turns: int) -> Config:
+    config = config_of(folder)
+    table = config.model_dump() | {"model": {"path": folder}}
+    table["sampling"]["max_turns"] = max_turns
+    return Config.model_validate(table)
+
+
+def test_each_turn_has_what_the_model_read_and_what_it_sampled(model: Path) -> None:
+    texts = TokenTexts(model / "tokenizer.json")
+    line = readable(7, episode("<s> a b c </s> d a b </s>", 2, 3, 1, 3), texts)
+    assert line["turns"] == [
+        {"context": "<s> a", "context_tokens": 2, "sampled": "b c </s>", "sampled_tokens": 3},
+        {"context": "d", "context_tokens": 1, "sampled": "a b </s>", "sampled_tokens": 3},
+    ]
+    assert (line["step"], line["sampled_tokens"], line["reply"]) == (7, 6, "all that follows")
+
+
+def test_a_turn_without_a_reply_is_one_all_the_same(model: Path) -> None:
+    texts = TokenTexts(model / "tokenizer.json")
+    turns = readable(0, episode("a b c", 1, 1, 1), texts)["turns"]
+    assert turns[1] == {"context": "c", "context_tokens": 1, "sampled": "", "sampled_tokens": 0}
+
+
+def test_an_episode_of_one_turn_has_prompt_and_reply_only(model: Path) -> None:
+    assert "turns" not in readable(0, episode("a b", 1, 1), TokenTexts(model / "tokenizer.json"))
+    assert "turns" not in readable(0, episode("a b c d", 1, 1, 1, 1), None)
+
+
+def test_all_that_a_line_says_is_documented(model: Path) -> None:
+    line = readable(0, episode("a b c d", 1, 1, 1, 1), TokenTexts(model / "tokenizer.json"))
+    fields, turn, *_ = tables("trajectories.jsonl")
+    assert set(line) <= set(fields)
+    assert set(line["turns"][0]) <= set(turn)
+    assert json.loads(json.dumps(line)) == line
+
+
+async def test_the_tokenizer_is_read_for_several_turns_only(model: Path) -> None:
+    events = EventLog()
+    assert await open_token_texts(with_turns(model, 1), events) is None
+    texts = await open_token_texts(with_turns(model, 2), events)
+    assert texts is not None
+    assert texts.text(np.asarray([2, 1], np.uint32)) == "a </s>"
+    assert not events._events
+
+
+async def test_a_model_without_tokenizer_json_is_one_warning(tmp_path: Path) -> None:
+    events = EventLog()
+    assert await open_token_texts(with_turns(tmp_path, 2), events) is None
+    (event,) = events._events
+    assert event.text == (
+        f"trajectories.jsonl does not tell turns apart: {tmp_path} has no tokenizer.json"
+    )
