@@ -14,6 +14,16 @@ from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
 
 
+@dataclass(frozen=True)
+class Owed:
+    """The end of a publish, which the trainer was told to send."""
+
+    publish_id: str
+    limit_s: float
+    # Of time.monotonic.
+    since_s: float = field(default_factory=time.monotonic)
+
+
 @dataclass(eq=False)
 class RunProgress:
     """State of the run; `signal` is notified at each change that someone may wait for."""
@@ -37,6 +47,8 @@ class RunProgress:
     started_s: float = field(default_factory=time.monotonic)
     # Time in which a server served, since an episode ended or a step was made last.
     idle: Stopwatch = field(default_factory=Stopwatch)
+    # What the trainer has to say before servers can go on; None: nothing.
+    owed: Owed | None = None
     # The version with which training ends.
     last_step: int = field(init=False)
     # How late groups are leased; None: as early as may be.

@@ -77,6 +77,9 @@ class RunWatch:
         if training and len(unloadable) == len(training):
             causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
             return f"no environment could be loaded: {causes}"
+        owed = self._progress.owed
+        if owed is not None and now > owed.since_s + owed.limit_s:
+            return f"the trainer did not end publish {owed.publish_id} within {owed.limit_s:.0f} s"
         if not self._fleet.sessions:
             empty = now - self._fleet.empty_since_s
             if empty > settings.fleet_timeout_s:

@@ -119,7 +119,8 @@ class ControllerSection(Section):
     # Groups in a row that may fail before their environment is suspended.
     max_failed_groups: Positive = 8
     # The run stops when no step was made and no episode ended in so long a time of serving: while
-    # every server loads weights, is stale or gone the clock stands still.
+    # every server loads weights, is stale or gone the clock stands still. Also so long after a
+    # publish should have ended that the trainer was told to send.
     stall_timeout_s: Seconds = 600.0
     # The run stops when no rollout server was connected for so long.
     fleet_timeout_s: Seconds = 600.0

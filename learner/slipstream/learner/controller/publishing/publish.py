@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import ServerKey
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.progress import Owed, RunProgress
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.publishing.readiness import Readiness
@@ -139,7 +139,15 @@ class Publisher:
             order.begun = True
             publish.digests = tuple(trainer.bucket_digests)
             self._tell_receivers(publish, None)
+        self._await_end(publish, len(publish.digests))
         return order
+
+    def _await_end(self, publish: Publish, num_buckets: int) -> None:
+        """The run ends when nothing is heard of the trainer for too long from now on."""
+        settings = self._settings
+        limit_s = 2 * settings.join_deadline_s + num_buckets * settings.bucket_deadline_s
+        limit_s += self._progress.config.controller.stall_timeout_s
+        self._progress.owed = Owed(publish.publish_id, limit_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         """The trainer can send: tells every receiver that is still there to receive."""
@@ -158,6 +166,8 @@ class Publisher:
             return list(known.values())
         publish.order.communicator.CopyFrom(start.communicator)
         self._tell_receivers(publish, start.layout)
+        # A bucket holds a tensor or more.
+        self._await_end(publish, len(start.layout.tensors) + len(start.layout.adapters))
         return list(known.values())
 
     def _still_there(self, publish: Publish) -> list[weights_pb2.Receiver]:
@@ -177,6 +187,7 @@ class Publisher:
         is followed to its end while the trainer goes on.
         """
         publish, self._current = self._current, None
+        self._progress.owed = None
         if publish is None or publish.publish_id != result.publish_id:
             # A call that was repeated: its trainer leaves the communicator now.
             self._membership.forget()
@@ -293,7 +304,7 @@ class Publisher:
     def _give_up(self, publish: Publish, cause: str) -> None:
         if self._current is publish:
             # One that is being finished may have a successor.
-            self._current = None
+            self._current = self._progress.owed = None
         self._membership.forget(publish.communicator_id)
         if not publish.is_announced:
             # They know nothing of it.

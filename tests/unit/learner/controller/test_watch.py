@@ -1,0 +1,70 @@
+"""What ends a run that cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from publishing_scene import Scene, progress_of
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.watch import RunWatch
+from slipstream.v1 import status_pb2
+
+
+@dataclass
+class Watched:
+    """A run whose one server has served a version, under a watch."""
+
+    scene: Scene
+    watching: asyncio.Task[None]
+
+    @classmethod
+    async def start(cls, progress: RunProgress, tasks: asyncio.TaskGroup) -> Watched:
+        scene = Scene(progress, tasks)
+        await scene.serve()
+        book = LeaseBook(groups_per_step=1, group_size=2, max_staleness=2, num_steps=100)
+        environments = EnvironmentBook(seed=1, max_failed_groups=2)
+        watch = RunWatch(progress, book, environments, scene.fleet, lambda *_: None)
+        return cls(scene, tasks.create_task(watch.watch_forever()))
+
+    async def until_over(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.scene.progress.is_over:
+                await self.scene.progress.signal.wait(1.0)
+        self.watching.cancel()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_trainer_that_never_ends_a_publish_ends_the_run(*, begun: bool) -> None:
+    weights = {"join_deadline_s": 0.05, "bucket_deadline_s": 0.05}
+    progress = progress_of(controller={"stall_timeout_s": 0.2}, weights=weights)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        watched = await Watched.start(progress, tasks)
+        scene = watched.scene
+        if not begun:
+            scene.trainer.communicator_id = ""
+        order = await scene.ordered()
+        assert order.begun == begun
+        if not begun:
+            assert scene.publisher.start(scene.start_of(order))
+        # No server serves, and nobody would ever say what the servers should do.
+        assert not scene.fleet.serving()
+        await watched.until_over()
+        assert progress.state == status_pb2.RUN_STATE_FAILED
+        assert progress.cause.startswith(f"the trainer did not end publish {order.publish_id} ")
+
+
+async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None:
+    progress = progress_of()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        watched = await Watched.start(progress, tasks)
+        assert progress.owed is None
+        order = await watched.scene.ordered()
+        assert progress.owed is not None
+        watched.scene.publisher.trainer_lost()
+        assert progress.owed is None
+        assert order.begun
+        watched.watching.cancel()
