@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.near_names import did_you_mean, near_names
 
 # An object of Megatron's or of transformers': untyped for us.
 Megatron: TypeAlias = Any
@@ -63,15 +63,15 @@ def passed_through(
 ) -> dict[str, object]:
     """The values of `settings` for the dataclass (or instance) `target`.
 
-    ConfigError for a key that it does not have, with the nearest one, and for a key that the
+    ConfigError for a key that it does not have, with the nearest ones, and for a key that the
     trainer decides itself. Names of torch's element types become the types.
     """
     fields = {field.name: field for field in dataclasses.fields(target) if field.init}
     values: dict[str, object] = {}
     for key, value in settings.items():
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = near_names(key, fields)
+            hint = f"; {did_you_mean(near)}" if near else ""
             raise ConfigError(f"unknown key {section}.{key}{hint}")
         if key in _OWNED:
             ours = _OWNED[key]
