@@ -117,7 +117,6 @@ class Windows:
         self._controller = rig.controller
         self._steps = arguments.steps
         self._limit_s = arguments.window_limit_s
-        self._bound = 0
 
     async def alone(self) -> Row:
         """Seconds per step of generation without training, and of training without generation."""
@@ -149,7 +148,6 @@ class Windows:
         controller.hold = False
         await self._until_rows(first + self._steps)
         rows = controller.rows[first : first + self._steps]
-        self._bound = 0
         return {
             "generation_s": tokens / rate / self._steps,
             "training_s": sum(row["training_s"] for row in rows) / self._steps,
@@ -176,13 +174,14 @@ class Windows:
         }
 
     async def _settle(self, max_staleness: int) -> None:
-        """Trains until no group is left that was leased under a wider bound, and a step more.
-
-        The newest of them may be trained `before` steps after the step that is under way.
-        """
-        first, self._bound, before = len(self._controller.rows), max_staleness, self._bound
-        self._controller.bound(max_staleness)
-        await self._until_rows(first + before + WARMUP_STEPS)
+        """Trains until no group is left that was leased under the bound before, and two steps."""
+        controller = self._controller
+        controller.bound(max_staleness)
+        before = controller.group_ids()
+        await self._rig.until(
+            lambda: before.isdisjoint(controller.group_ids()), "the groups before", self._limit_s
+        )
+        await self._until_rows(len(controller.rows) + WARMUP_STEPS)
 
     async def _until_rows(self, count: int) -> None:
         controller = self._controller

@@ -201,6 +201,10 @@ class SteeredController(Controller):
         """Groups that are leased and not trained."""
         return len(self._book.training_groups())
 
+    def group_ids(self) -> set[str]:
+        """Of the groups that are leased and not trained."""
+        return {group.group_id for group in self._book.training_groups()}
+
     def bound(self, max_staleness: int) -> None:
         """From now on leases keep this bound, which is at most the configured one."""
         self._book.max_staleness = max_staleness
