@@ -30,6 +30,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import uvloop
 from measure import RESULTS, Spread, note, part, progress, settings_of, table, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
@@ -301,7 +302,7 @@ def main() -> None:
     found = Found({name: [] for name in ("alone", *map(str, arguments.staleness))})
     with tempfile.TemporaryDirectory() as name:
         with part("the whole", found.failures):
-            asyncio.run(measure(arguments, Path(name), found))
+            uvloop.run(measure(arguments, Path(name), found))
         if found.failures:
             for log in sorted((Path(name) / "r" / "logs").glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)

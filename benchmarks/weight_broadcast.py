@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import uvloop
 from broadcast_programs import NativeTransfer, RawBroadcast
 from broadcast_tables import Found, Row, stages, summary
 from measure import RESULTS, note, part, progress, settings_of, write_result
@@ -255,7 +256,7 @@ def main() -> None:
             progress(f"a model of shape {arguments.shape} lies in {model}")
         (folder / "model").symlink_to(model.resolve())
         with part("the whole", found.failures):
-            asyncio.run(Measurement(arguments, folder, found).run())
+            uvloop.run(Measurement(arguments, folder, found).run())
         if found.failures:
             for log in sorted((folder / "r" / "logs").glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)

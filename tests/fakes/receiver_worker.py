@@ -46,15 +46,15 @@ class Scene:
         try:
             ready = value_of(
                 self._worker.slipstream_prepare(
-                    order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+                    0, order.SerializeToString(), layout.SerializeToString(), 1, self._stage
                 )
             )
             while not ready:
                 time.sleep(0.002)
-                ready = value_of(self._worker.slipstream_is_ready())
+                ready = value_of(self._worker.slipstream_is_ready(0))
             if self._worker.weight_transfer_engine.can_copy:
-                value_of(self._worker.slipstream_begin())
-            result = value_of(self._worker.slipstream_receive())
+                value_of(self._worker.slipstream_begin(0))
+            result = value_of(self._worker.slipstream_receive(0))
         except WeightSyncError as error:
             self.seen.append(str(error))
             return

@@ -312,6 +312,7 @@ def test_a_pause_finds_the_same_blocks_in_the_cache(start, overlapping: bool) ->
     ours, theirs = (start(ours=each, overlapping=overlapping) for each in (True, False))
     for engine in (ours, theirs):
         add(engine, "r0", 60)
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     for _ in range(40):
         for engine in (ours, theirs):
             engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -320,6 +321,22 @@ def test_a_pause_finds_the_same_blocks_in_the_cache(start, overlapping: bool) ->
             engine.drain()
         assert ours.state() == theirs.state()
     assert len(ours.tokens["r0"]) > 22
+
+
+@both
+def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(
+    start, overlapping: bool
+) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = start(ours=True, overlapping=overlapping)
+    add(engine, "r0", 40)
+    engine.drain()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert len(pool.cached_block_hash_to_block) > 0
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert len(pool.cached_block_hash_to_block) == 0
+    assert all(block.block_hash is None for block in pool.blocks)
 
 
 @both

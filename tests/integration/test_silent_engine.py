@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.inference.generation import EngineDied, Sampling  # noqa: E402
+from slipstream.rollout_server.weights.direct_answers import DirectAnswers  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 
@@ -34,7 +35,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
         update_weight_version=never,
         resume_generation=never,
     )
-    engine = VllmEngine(llm, [], stage=False, answer_limit_s=0.01)
+    engine = VllmEngine(llm, [], DirectAnswers(), stage=False, answer_limit_s=0.01)
     async with asyncio.timeout(20):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.pause()
@@ -62,7 +63,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
         abort=done,
         errored=False,
     )
-    engine = VllmEngine(llm, [], stage=False, silence_limit_s=0.05)
+    engine = VllmEngine(llm, [], DirectAnswers(), stage=False, silence_limit_s=0.05)
     async with asyncio.timeout(20):
         await engine.pause()
         request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))

@@ -16,6 +16,7 @@ from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
 from slipstream.rollout_server.inference.generation import FinishReason, Sampling  # noqa: E402
+from slipstream.rollout_server.weights.direct_answers import DirectAnswers  # noqa: E402
 from slipstream.v1 import weights_pb2  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
@@ -46,11 +47,6 @@ class NotedCalls:
     async def pause_scheduler_async(self, **_: object) -> None:
         self.noted.append("pause")
         await self._behind_update()
-
-    async def reset_prefix_cache(self, **options: bool) -> bool:
-        self.noted.append(" ".join(["forget", *(name for name, on in options.items() if on)]))
-        await self._behind_update()
-        return True
 
     async def update_weight_version(self, stamp: str) -> None:
         self.noted.append(f"version {stamp}")
@@ -88,7 +84,9 @@ class Rig:
         from slipstream.rollout_server.inference.engine import VllmEngine
 
         self.llm = NotedCalls()
-        self.engine = VllmEngine(self.llm, [], stage=False, answer_limit_s=answer_limit_s)
+        self.engine = VllmEngine(
+            self.llm, [], DirectAnswers(), stage=False, answer_limit_s=answer_limit_s
+        )
         self.requests: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
@@ -110,7 +108,7 @@ class Rig:
         """A request that comes as far as it can."""
         asked = asyncio.create_task(self.engine.generate(request_id, [1], SAMPLING, 4))
         self.requests.append(asked)
-        for _ in range(5):
+        for _ in range(20):
             await asyncio.sleep(0)
 
 
@@ -141,8 +139,7 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
     await rig.ask("early")
     # Not paused: that waits for the device, and with it for the last bucket.
-    forget = "forget reset_running_requests reset_connector"
-    all_calls = ["begin", forget, "version 0:2", "resume", "receive"]
+    all_calls = ["begin", "version 0:2", "resume", "receive"]
     assert rig.llm.noted == all_calls
     rig.llm.arrived.set()
     await receiving

@@ -18,6 +18,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import uvloop
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.card_lock import cards_of, fill_cards
 from slipstream.protocol.errors import ConfigError, SlipstreamError
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_server_id(options.server_id)
         config = load_config(options.config)
         check_model(config)
-        asyncio.run(_serve(config, options))
+        uvloop.run(_serve(config, options))
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import uvloop
 from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.settings.config_file import load_config
 
@@ -20,7 +21,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        return asyncio.run(_serve(arguments.config))
+        return uvloop.run(_serve(arguments.config))
     except (SlipstreamError, FileExistsError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2

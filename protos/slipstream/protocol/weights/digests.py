@@ -144,7 +144,4 @@ def _sums(blocks: npt.NDArray[np.uint32], keys: Words) -> Words:
 
 
 def _blake(parts: Iterable[bytes]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()

@@ -32,6 +32,7 @@ from slipstream.rollout_server.inference.generation import (
 from slipstream.rollout_server.inference.silence import SILENCE_LIMIT_S, Silence
 from slipstream.rollout_server.inference.standstill import Standstill
 from slipstream.rollout_server.inference.usage import UseClock
+from slipstream.rollout_server.weights.direct_answers import DirectAnswers
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm import SamplingParams
@@ -92,6 +93,7 @@ class VllmEngine:
         self,
         llm: AsyncLLM,
         processes: list[psutil.Process],
+        answers: DirectAnswers,
         *,
         stage: bool,
         answer_limit_s: float = _ANSWER_LIMIT_S,
@@ -99,7 +101,7 @@ class VllmEngine:
     ) -> None:
         self._llm = llm
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
-        self._processes = processes
+        self._processes, self._answers = processes, answers
         self._silence_limit_s = silence_limit_s
         (self._counter,) = (
             logger
@@ -125,11 +127,13 @@ class VllmEngine:
         # for a thread that did not come along.
         gc.collect()
         gc.freeze()
+        answers = DirectAnswers()
         llm = AsyncLLM.from_vllm_config(
             settings, stat_loggers=[_TokenCounter], disable_log_stats=True
         )
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        engine = cls(llm, started, stage=config.weights.stage_on_server)
+        engine = cls(llm, started, answers, stage=config.weights.stage_on_server)
+        answers.listen(engine.num_workers)
         await engine.pause()
         # What is there now stays: collections need not look through all of vLLM's modules again.
         gc.collect()
@@ -275,6 +279,7 @@ class VllmEngine:
 
     async def aclose(self) -> None:
         """See `Engine`."""
+        self._answers.close()
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for process in alive:
@@ -312,6 +317,9 @@ class VllmEngine:
 
     async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Answers of all workers to one of `WorkerExtension`'s calls."""
+        return await self._answers.of(lambda call: self._call(method, (call, *arguments)))
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         try:
             return list(await self._llm.collective_rpc(method, args=arguments))
         except EngineDeadError as error:

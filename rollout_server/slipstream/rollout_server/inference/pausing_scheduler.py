@@ -36,8 +36,13 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
             pool.blocks = every
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Notes the end of a pause for the next `schedule`."""
+        """Notes the end of a pause for the next `schedule`.
+
+        Who goes on without a pause, which forgets cached prefixes, has new weights too.
+        """
         self._has_resumed = pause_state is PauseState.UNPAUSED
+        if self._has_resumed and self.pause_state is PauseState.UNPAUSED:
+            self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         super().set_pause_state(pause_state)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own

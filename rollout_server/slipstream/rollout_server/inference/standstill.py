@@ -59,20 +59,14 @@ class Standstill:
         self._lets_in = False
 
     async def turn_over(self, version: PolicyVersion, update_limit_s: float) -> None:
-        """Forgets every cached prefix and takes `version`, for an engine that is held back.
+        """Takes `version` and goes on with nothing to do, until `resume` lets requests in.
 
-        It was not paused: that waits for all that the device was given, buckets too. One that
-        stood still goes on with nothing to do, until `resume` lets requests in. For
-        `update_limit_s` see `freeze`.
+        For an engine that is held back and was not paused: that waits for all that the device was
+        given, buckets too. Its scheduler forgets cached prefixes then. For `update_limit_s` see
+        `freeze`.
         """
         self._ahead = version
-        await self._call(
-            asyncio.gather(
-                self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
-                *self._going_on(version),
-            ),
-            update_limit_s,
-        )
+        await self._call(asyncio.gather(*self._going_on(version)), update_limit_s)
 
     async def let_in(self, request_id: str) -> None:
         """Returns when a request may be handed to the engine, or is released."""

@@ -7,6 +7,7 @@ Unblocked by: these, or the sum of their own deadlines: then they hang.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -118,31 +119,33 @@ class WeightUpdate:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
         # After a failure nobody knows who got how far.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
-        # The engine takes calls in the order in which it gets them.
         goes_on = by_plan and turn_over is not None
         if by_plan and turn_over is not None:
-            pause_s, beginning = 0.0, asyncio.ensure_future(self._answers("slipstream_begin", ()))
+            pause_s = 0.0
             try:
-                # The wire is busy while it forgets its caches and takes the new version.
-                _, results = await asyncio.gather(
-                    turn_over(announced.version, announced.limit_s),
-                    self._take(announced.limit_s),
-                )
+                await self._carry_out("slipstream_begin", announced.limit_s)
             except WeightSyncError:
-                # Only now no worker is inside the update. One that could not begin said why.
-                await beginning
+                # It is over when those that could begin are not inside it any more.
+                with contextlib.suppress(WeightSyncError):
+                    await self._carry_out("slipstream_receive", announced.limit_s)
                 raise
-            await beginning
+            # Now the wire is busy. The engine takes calls in the order in which it gets them: what
+            # turns it over must not come behind the last bucket.
+            _, results = await asyncio.gather(
+                turn_over(announced.version, announced.limit_s),
+                self._carry_out("slipstream_receive", announced.limit_s),
+            )
         elif by_plan:
             # Copies wait on the device for the steps before them, and an engine that was told to
             # pause begins no other.
             pause_s, results = await asyncio.gather(
-                self._stand_still(announced.limit_s), self._take(announced.limit_s)
+                self._stand_still(announced.limit_s),
+                self._carry_out("slipstream_receive", announced.limit_s),
             )
         else:
             # vLLM's loader takes layers apart: no step may be under way.
             pause_s = await self._stand_still(0.0)
-            results = await self._take(announced.limit_s)
+            results = await self._carry_out("slipstream_receive", announced.limit_s)
         if any(result["digests"] != results[0]["digests"] for result in results):
             raise WeightSyncError("the workers of one engine received different bytes")
         self._all_have_plan = all(result["has_plan"] for result in results)
@@ -166,9 +169,9 @@ class WeightUpdate:
         await self._pause(update_limit_s)
         return time.monotonic() - begun_s
 
-    async def _take(self, limit_s: float) -> list[Any]:
+    async def _carry_out(self, method: str, limit_s: float) -> list[Any]:
         # Never half of it: a cancelled call would leave the workers inside an update.
-        asking = asyncio.ensure_future(self._answers("slipstream_receive", ()))
+        asking = asyncio.ensure_future(self._answers(method, ()))
         return await _within(limit_s, asyncio.shield(asking))
 
     def _limit_s(self, order: weights_pb2.PublishOrder) -> float:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.rollout_server.weights.direct_answers import answer_directly
 from slipstream.rollout_server.weights.plan_recording import log
 from slipstream.rollout_server.weights.weight_receiver import JoinInfo, SlipstreamWeightTransfer
 from slipstream.v1 import weights_pb2
@@ -22,6 +23,7 @@ class WorkerExtension:
 
     Each answers {"value": ...} or {"error": message} and never raises: with several workers vLLM
     raises the first error and leaves the answers of the others behind, for the next call to read.
+    `call` is the number under which `DirectAnswers` hears the same.
     """
 
     weight_transfer_engine: SlipstreamWeightTransfer
@@ -31,7 +33,7 @@ class WorkerExtension:
     finish_weight_update: Callable[[], None]
 
     def slipstream_prepare(
-        self, order: bytes, layout: bytes, first_rank: int, stage: bool
+        self, call: int, order: bytes, layout: bytes, first_rank: int, stage: bool
     ) -> dict[str, Any]:
         """Begins to join if the order says so; whether its update can be received already."""
 
@@ -47,20 +49,20 @@ class WorkerExtension:
             engine.prepare(parsed, stage=stage)
             return engine.is_ready()
 
-        return _answer(prepare)
+        return _answer(call, prepare)
 
-    def slipstream_is_ready(self) -> dict[str, Any]:
+    def slipstream_is_ready(self, call: int) -> dict[str, Any]:
         """Whether the announced update can be received now."""
-        return _answer(self.weight_transfer_engine.is_ready)
+        return _answer(call, self.weight_transfer_engine.is_ready)
 
-    def slipstream_begin(self) -> dict[str, Any]:
+    def slipstream_begin(self, call: int) -> dict[str, Any]:
         """Begins to copy the announced update and waits for nothing; `slipstream_receive` ends it.
 
         For an engine in which nothing runs; what it is told between the two, it does meanwhile.
         """
-        return _answer(self.weight_transfer_engine.begin_copies)
+        return _answer(call, self.weight_transfer_engine.begin_copies)
 
-    def slipstream_receive(self) -> dict[str, Any]:
+    def slipstream_receive(self, call: int) -> dict[str, Any]:
         """Takes the announced update, from the first bucket to the last copy: a `LoadResult`."""
 
         def receive() -> dict[str, Any]:
@@ -73,7 +75,7 @@ class WorkerExtension:
             engine.put_adapters_on()
             return asdict(engine.result)
 
-        return _answer(receive)
+        return _answer(call, receive)
 
     def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off, to show what it is for."""
@@ -92,7 +94,13 @@ def _load(worker: WorkerExtension) -> None:
         raise
 
 
-def _answer(work: Callable[[], object]) -> dict[str, Any]:
+def _answer(call: int, work: Callable[[], object]) -> dict[str, Any]:
+    answer = _result(work)
+    answer_directly(call, answer)
+    return answer
+
+
+def _result(work: Callable[[], object]) -> dict[str, Any]:
     try:
         return {"value": work()}
     except WeightSyncError as error:
