@@ -7,7 +7,8 @@ coefficient of variation 1. In each repeat:
 - first the work of each fleet by itself: generation of `--steps` batches while the learner has
   none, at the rate that it has while it is never short of work, then their training while nothing
   is generated. The slower of the two is the ceiling;
-- then a window of `--steps` steps for each `max_staleness`. 0 is the synchronous algorithm.
+- then a window of `--steps` steps or more for each `max_staleness`. 0 is the synchronous
+  algorithm.
 
 On a CPU the learner has one core and the rollout server the other; with `--device cuda` each has a
 GPU of its own:
@@ -158,19 +159,28 @@ class Windows:
         }
 
     async def bounded(self, max_staleness: int) -> Row:
-        """Steps of one setting; those before them still have groups of the setting before."""
+        """Steps of one setting; none of them has groups of the setting before.
+
+        At least twice as many as a group may wait: in fewer, short replies could go ahead of long
+        ones that later steps wait for.
+        """
         controller = self._controller
         await self._settle(max_staleness)
-        first = len(controller.rows)
-        await self._until_rows(first + self._steps)
-        rows = controller.rows[first - 1 : first + self._steps]
+        steps = max(self._steps, 2 * max_staleness)
+        first, before = len(controller.rows), controller.generated_tokens()
+        await self._until_rows(first + steps)
+        generated = controller.generated_tokens() - before
+        rows = controller.rows[first - 1 : first + steps]
         wall_s = rows[-1]["wall_s"] - rows[0]["wall_s"]
         return {
-            "step_s": wall_s / self._steps,
-            "training_s": sum(row["training_s"] for row in rows[1:]) / self._steps,
-            "pause_s": sum(row["pause_s"] for row in rows[1:]) / self._steps,
-            "lag_mean": sum(row["lag_mean"] for row in rows[1:]) / self._steps,
-            "tokens": sum(row["trained_tokens"] for row in rows[1:]) / self._steps,
+            "steps": steps,
+            "step_s": wall_s / steps,
+            "training_s": sum(row["training_s"] for row in rows[1:]) / steps,
+            "pause_s": sum(row["pause_s"] for row in rows[1:]) / steps,
+            "lag_mean": sum(row["lag_mean"] for row in rows[1:]) / steps,
+            "tokens": sum(row["trained_tokens"] for row in rows[1:]) / steps,
+            # As of heartbeats: as many as were trained, unless the window lived on a stock.
+            "generated": generated / steps,
             "ledger_difference": rows[-1]["ledger_difference"],
         }
 

@@ -70,7 +70,7 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
 
     for load, measured in found.ours.items():
         if measured:
-            add(f"ours, {load}", measured, whole="serving_s", is_ours=True)
+            add(f"ours, {load}", measured, whole="served_s", is_ours=True)
     for load, measured in found.native.items():
         if measured:
             add(f"vLLM's transfer, {load}", measured, whole="whole_s", is_ours=False)
@@ -112,6 +112,7 @@ def _stages(measured: list[Row]) -> dict[str, str]:
     for row in measured:
         for name in ("started_s", "sent_s", "loaded_s", "serving_s", "finished_s"):
             values.setdefault(f"controller: {name}", []).append(row[name])
+        values.setdefault("server: served_s", []).append(row["served_s"])
         for name, value in row["trainer"].items():
             values.setdefault(f"trainer: {name}", []).append(value)
         for server in row["servers"].values():

@@ -60,9 +60,10 @@ class PublishTimes:
     # The trainer has sent everything; it was told that all have loaded it, and trains on.
     sent: float = 0.0
     finished: float = 0.0
-    # By server: all is loaded; the server goes on generating.
+    # By server: it said that all is loaded, and that it goes on generating; when it did so.
     loaded: dict[str, float] = field(default_factory=dict)
     serving: dict[str, float] = field(default_factory=dict)
+    served: dict[str, float] = field(default_factory=dict)
     # What the trainer and the servers measured themselves, by the names of the protocol.
     trainer: dict[str, float] = field(default_factory=dict)
     servers: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class PublishTimes:
             "sent_s": self.sent - start,
             "loaded_s": max(self.loaded.values(), default=start) - start,
             "serving_s": max(self.serving.values(), default=start) - start,
+            "served_s": max(self.served.values(), default=start) - start,
             "finished_s": self.finished - start,
             "paused_s": max((s.get("paused_s", 0.0) for s in self.servers.values()), default=0.0),
             "trainer": self.trainer,
@@ -150,6 +152,8 @@ class SteeredController(Controller):
                 times.loaded.setdefault(session.name, now)
                 if message.phase == fleet_pb2.PUBLISH_PHASE_SERVING:
                     times.serving[session.name] = now
+                    # All processes are on this host.
+                    times.served[session.name] = message.stages.served_at
                 times.servers.setdefault(session.name, {}).update(numbers(message))
                 if message.probe_logprobs:
                     times.answers[session.name] = message.probe_logprobs

@@ -83,7 +83,9 @@ def test_a_window_that_failed_leaves_what_was_measured_before(
 
 def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
     row = {
-        "serving_s": 0.010,
+        # By the controller's clock, and by that of the server.
+        "serving_s": 0.011,
+        "served_s": 0.010,
         "started_s": 0.001,
         "sent_s": 0.006,
         "loaded_s": 0.008,
@@ -117,7 +119,8 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
 
 def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
     def row(sent_s: float, *copied: int) -> dict[str, Any]:
-        times = dict.fromkeys(("started_s", "loaded_s", "serving_s", "finished_s"), 0.001)
+        names = ("started_s", "loaded_s", "serving_s", "served_s", "finished_s")
+        times = dict.fromkeys(names, 0.001)
         servers = {f"server-{at}": {"load_s": 0.002, "copied": c} for at, c in enumerate(copied)}
         return {**times, "sent_s": sent_s, "trainer": {"bytes_sent": 5.0}, "servers": servers}
 

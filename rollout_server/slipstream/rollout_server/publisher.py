@@ -263,11 +263,12 @@ class Publisher:
         """Serves `version`; the seconds that generation stood still."""
         begun_s = time.monotonic()
         await self._engine.resume(version)
-        self._stages.resume_s = time.monotonic() - begun_s
+        now_s = time.monotonic()
+        self._stages.resume_s, self._stages.served_at = now_s - begun_s, now_s
         self.state, self.version = ServingState.SERVING, version
         paused_s = 0.0
         if self._paused_at_s is not None:
-            paused_s = time.monotonic() - self._paused_at_s
+            paused_s = now_s - self._paused_at_s
             self._paused_s, self._paused_at_s = self._paused_s + paused_s, None
         return paused_s
 

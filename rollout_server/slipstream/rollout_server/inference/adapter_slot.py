@@ -67,8 +67,7 @@ class Arriving:
         WeightSyncError, and then the engine has none.
         """
         tensors, self._tensors = self._tensors, {}
-        if self.buckets:
-            _put_on(model, tensors, self._scale)
+        _put_on(model, tensors, self._scale)
 
 
 def _put_on(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], scale: float) -> None:

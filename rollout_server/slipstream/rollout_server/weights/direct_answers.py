@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -61,15 +62,14 @@ class DirectAnswers:
         """
         self._num_calls += 1
         number = self._num_calls
-        direct: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._heard[number] = [], direct
+        found: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._heard[number] = [], found
         through_vllm = asyncio.ensure_future(call(number))
-        through_vllm.add_done_callback(_take_note)
+        through_vllm.add_done_callback(functools.partial(_pass_on, found))
         try:
-            await asyncio.wait((direct, through_vllm), return_when=asyncio.FIRST_COMPLETED)
+            return await found
         finally:
             del self._heard[number]
-        return direct.result() if direct.done() else through_vllm.result()
 
     def close(self) -> None:
         """Hears nothing any more."""
@@ -81,14 +81,22 @@ class DirectAnswers:
         with contextlib.suppress(BlockingIOError):
             while data := self._socket.recv(_MAX_BYTES):
                 number, answer = json.loads(data)
-                answers, everybody = self._heard.get(number, ([], None))
+                answers, found = self._heard.get(number, ([], None))
                 answers.append(answer)
-                if everybody is not None and len(answers) == self._num_workers:
-                    everybody.set_result(answers)
+                if found is not None and len(answers) == self._num_workers and not found.done():
+                    found.set_result(answers)
             self.close()
 
 
-def _take_note(call: asyncio.Future[list[Any]]) -> None:
-    """An error of a call that was answered directly is of no interest."""
-    if not call.cancelled():
-        call.exception()
+def _pass_on(found: asyncio.Future[list[Any]], through_vllm: asyncio.Future[list[Any]]) -> None:
+    """What vLLM brought, unless it is late: then its errors are of no interest either."""
+    if through_vllm.cancelled():
+        found.cancel()
+        return
+    error = through_vllm.exception()
+    if found.done():
+        return
+    if error is not None:
+        found.set_exception(error)
+    else:
+        found.set_result(through_vllm.result())

@@ -262,12 +262,13 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def put_adapters_on(self) -> None:
         """The last part of an update: hands the engine the adapters that arrived with it."""
-        started_s = time.perf_counter()
-        self._adapters.put_on(self.model)
-        self._wait_for_device()
+        if self._adapters.buckets:
+            started_s = time.perf_counter()
+            self._adapters.put_on(self.model)
+            self._wait_for_device()
+            seconds = self.result.load_s + time.perf_counter() - started_s
+            self.result = replace(self.result, load_s=seconds)
         self._is_whole = True
-        seconds = self.result.load_s + time.perf_counter() - started_s
-        self.result = replace(self.result, load_s=seconds)
 
     def shutdown(self) -> None:
         """Leaves the communicator."""

@@ -25,7 +25,8 @@ _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
 
 Result = TypeVar("Result")
-# Calls a method of all workers; EngineDied, WeightSyncError.
+# Calls a method of all workers; EngineDied, WeightSyncError. Never half of it: when nobody waits
+# any more it is still made to its end.
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 # Freezes all requests between two tokens, so many seconds later than its own limit where an update
 # may come first; EngineDied.
@@ -170,9 +171,7 @@ class WeightUpdate:
         return time.monotonic() - begun_s
 
     async def _carry_out(self, method: str, limit_s: float) -> list[Any]:
-        # Never half of it: a cancelled call would leave the workers inside an update.
-        asking = asyncio.ensure_future(self._answers(method, ()))
-        return await _within(limit_s, asyncio.shield(asking))
+        return await _within(limit_s, self._answers(method, ()))
 
     def _limit_s(self, order: weights_pb2.PublishOrder) -> float:
         return order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
