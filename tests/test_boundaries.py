@@ -34,6 +34,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.cpu_worker",
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
+        "slipstream.rollout_server.inference.token_counter",
         "slipstream.rollout_server.weights.weight_receiver",
         # Parts of the receiver: what a model's plan is made of, and which of vLLM's layers do more
         # than hold their weights.

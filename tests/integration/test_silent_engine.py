@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.inference.generation import EngineDied, Sampling  # noqa: E402
-from slipstream.rollout_server.weights.direct_answers import DirectAnswers  # noqa: E402
+from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 
@@ -26,16 +26,17 @@ async def never(*_: object, **__: object) -> None:
 
 
 async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> None:
-    from slipstream.rollout_server.inference.engine import VllmEngine, _TokenCounter
+    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.inference.token_counter import TokenCounter
 
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
-        logger_manager=SimpleNamespace(stat_loggers=[_TokenCounter(None)]),
+        logger_manager=SimpleNamespace(stat_loggers=[TokenCounter(None)]),
         engine_core=SimpleNamespace(pause_scheduler_async=never),
         update_weight_version=never,
         resume_generation=never,
     )
-    engine = VllmEngine(llm, [], DirectAnswers(), stage=False, answer_limit_s=0.01)
+    engine = VllmEngine(llm, [], DirectLine(1), stage=False, answer_limit_s=0.01)
     async with asyncio.timeout(20):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.pause()
@@ -44,9 +45,10 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
 
 
 async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
-    from slipstream.rollout_server.inference.engine import VllmEngine, _TokenCounter
+    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.inference.token_counter import TokenCounter
 
-    counter = _TokenCounter(None)
+    counter = TokenCounter(None)
     asked = asyncio.Event()
 
     async def swallow(*_: object, **__: object) -> object:
@@ -63,7 +65,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
         abort=done,
         errored=False,
     )
-    engine = VllmEngine(llm, [], DirectAnswers(), stage=False, silence_limit_s=0.05)
+    engine = VllmEngine(llm, [], DirectLine(1), stage=False, silence_limit_s=0.05)
     async with asyncio.timeout(20):
         await engine.pause()
         request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))
@@ -83,12 +85,12 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
 
 
 def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.rollout_server.inference.engine import _TokenCounter
+    from slipstream.rollout_server.inference.engine import TokenCounter
     from slipstream.rollout_server.inference.silence import Silence
 
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    counter, silence = _TokenCounter(None), Silence(10.0)
+    counter, silence = TokenCounter(None), Silence(10.0)
     for _ in range(3):
         now_s[0] += 6.0
         # A step in which no token was finished.

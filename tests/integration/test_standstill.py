@@ -16,7 +16,7 @@ from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
 from slipstream.rollout_server.inference.generation import FinishReason, Sampling  # noqa: E402
-from slipstream.rollout_server.weights.direct_answers import DirectAnswers  # noqa: E402
+from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
 from slipstream.v1 import weights_pb2  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
@@ -29,7 +29,7 @@ class NotedCalls:
     """Stands for AsyncLLM: notes when it is called; `arrived` lets an update's buckets come."""
 
     def __init__(self) -> None:
-        from slipstream.rollout_server.inference.engine import _TokenCounter
+        from slipstream.rollout_server.inference.token_counter import TokenCounter
 
         self.noted: list[str] = []
         self.arrived = asyncio.Event()
@@ -39,7 +39,7 @@ class NotedCalls:
         self.takes_requests.set()
         self.answer: dict[str, Any] = {"value": RESULT}
         self.vllm_config = SimpleNamespace(lora_config=None)
-        self.logger_manager = SimpleNamespace(stat_loggers=[_TokenCounter(None)])
+        self.logger_manager = SimpleNamespace(stat_loggers=[TokenCounter(None)])
         self.engine_core = self
         # What it is told before an update waits behind it, as where a step is under way.
         self.answers_behind_update = False
@@ -85,7 +85,7 @@ class Rig:
 
         self.llm = NotedCalls()
         self.engine = VllmEngine(
-            self.llm, [], DirectAnswers(), stage=False, answer_limit_s=answer_limit_s
+            self.llm, [], DirectLine(1), stage=False, answer_limit_s=answer_limit_s
         )
         self.requests: list[asyncio.Task[Any]] = []
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,59 +30,25 @@ from slipstream.rollout_server.inference.generation import (
 )
 from slipstream.rollout_server.inference.silence import SILENCE_LIMIT_S, Silence
 from slipstream.rollout_server.inference.standstill import Standstill
+from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
 from slipstream.rollout_server.inference.usage import UseClock
-from slipstream.rollout_server.weights.direct_answers import DirectAnswers
+from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm import SamplingParams
-from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-_PROBE_PREFIX = "probe/"
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
 # What the engine may take to stand still or go on before it is taken for hung: a step or two, and
 # as many calls before it.
 _ANSWER_LIMIT_S = 120.0
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
-
-
-class _TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
-    """Counts the tokens that vLLM hands out, in place of its Prometheus metrics."""
-
-    generated_tokens = 0
-    # When the engine told of a step last; of time.monotonic.
-    heard_s = 0.0
-
-    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
-        pass
-
-    def record(
-        self,
-        scheduler_stats: object,
-        iteration_stats: Any,  # noqa: ANN401 - not a stable type of vLLM's
-        mm_cache_stats: object = None,
-        engine_idx: int = 0,
-    ) -> None:
-        self.heard_s = time.monotonic()
-        if iteration_stats is None:
-            return
-        self.generated_tokens += iteration_stats.num_generation_tokens
-        for request in iteration_stats.finished_requests:
-            if request.request_id.startswith(_PROBE_PREFIX):
-                self.generated_tokens -= request.num_generation_tokens
-
-    def log_engine_initialized(self) -> None:
-        pass
-
-    def log(self) -> None:
-        pass
 
 
 class VllmEngine:
@@ -93,7 +58,7 @@ class VllmEngine:
         self,
         llm: AsyncLLM,
         processes: list[psutil.Process],
-        answers: DirectAnswers,
+        line: DirectLine,
         *,
         stage: bool,
         answer_limit_s: float = _ANSWER_LIMIT_S,
@@ -101,12 +66,10 @@ class VllmEngine:
     ) -> None:
         self._llm = llm
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
-        self._processes, self._answers = processes, answers
+        self._processes, self._line = processes, line
         self._silence_limit_s = silence_limit_s
         (self._counter,) = (
-            logger
-            for logger in llm.logger_manager.stat_loggers
-            if isinstance(logger, _TokenCounter)
+            logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, TokenCounter)
         )
         self._clock = UseClock()
         self._standstill = Standstill(llm, answer_limit_s=answer_limit_s)
@@ -127,13 +90,13 @@ class VllmEngine:
         # for a thread that did not come along.
         gc.collect()
         gc.freeze()
-        answers = DirectAnswers()
+        line = DirectLine(config.rollout_server.tensor_parallel_size)
         llm = AsyncLLM.from_vllm_config(
-            settings, stat_loggers=[_TokenCounter], disable_log_stats=True
+            settings, stat_loggers=[TokenCounter], disable_log_stats=True
         )
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        engine = cls(llm, started, answers, stage=config.weights.stage_on_server)
-        answers.listen(engine.num_workers)
+        engine = cls(llm, started, line, stage=config.weights.stage_on_server)
+        line.listen()
         await engine.pause()
         # What is there now stays: collections need not look through all of vLLM's modules again.
         gc.collect()
@@ -252,10 +215,10 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        await self._standstill.let_in(_PROBE_PREFIX)
+        await self._standstill.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
             *(
-                self._request(f"{_PROBE_PREFIX}{n}", sequence, parameters)
+                self._request(f"{PROBE_PREFIX}{n}", sequence, parameters)
                 for n, sequence in enumerate(sequences)
             ),
             return_exceptions=True,
@@ -279,7 +242,7 @@ class VllmEngine:
 
     async def aclose(self) -> None:
         """See `Engine`."""
-        self._answers.close()
+        self._line.close()
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for process in alive:
@@ -317,7 +280,9 @@ class VllmEngine:
 
     async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Answers of all workers to one of `WorkerExtension`'s calls."""
-        return await self._answers.of(lambda call: self._call(method, (call, *arguments)))
+        if method == "slipstream_begin" and self._line.is_up:
+            return await self._line.begin()
+        return await self._line.of(lambda call: self._call(method, (call, *arguments)))
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         try:

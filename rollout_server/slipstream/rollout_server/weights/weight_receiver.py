@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,6 +159,22 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def can_copy(self) -> bool:
         """Whether this update can be received without vLLM's loader."""
         return self._replay is not None or not self._weights
+
+    def enqueueing(self, work: Callable[[int], object]) -> Callable[[int], object]:
+        """`work` for another thread: what it gives the device comes behind the engine's steps.
+
+        Call this in the engine's thread.
+        """
+        if self.device.type == "cpu":
+            return work
+        stream = torch.cuda.current_stream(self.device)
+
+        def on_stream(call: int) -> object:
+            # The stream's device becomes the thread's too.
+            with torch.cuda.stream(stream):
+                return work(call)
+
+        return on_stream
 
     def begin_copies(self) -> None:
         """Does what waits for nobody of an update that is copied; `copy_weights` does the rest."""

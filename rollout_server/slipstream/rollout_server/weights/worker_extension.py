@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.rollout_server.weights.direct_answers import answer_directly
+from slipstream.rollout_server.weights.direct_line import WorkerEnd
 from slipstream.rollout_server.weights.plan_recording import log
 from slipstream.rollout_server.weights.weight_receiver import JoinInfo, SlipstreamWeightTransfer
 from slipstream.v1 import weights_pb2
@@ -23,7 +23,7 @@ class WorkerExtension:
 
     Each answers {"value": ...} or {"error": message} and never raises: with several workers vLLM
     raises the first error and leaves the answers of the others behind, for the next call to read.
-    `call` is the number under which `DirectAnswers` hears the same.
+    `call` is the number under which `DirectLine` hears the same.
     """
 
     weight_transfer_engine: SlipstreamWeightTransfer
@@ -31,6 +31,7 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
+    _line: WorkerEnd | None = None
 
     def slipstream_prepare(
         self, call: int, order: bytes, layout: bytes, first_rank: int, stage: bool
@@ -49,18 +50,23 @@ class WorkerExtension:
             engine.prepare(parsed, stage=stage)
             return engine.is_ready()
 
-        return _answer(call, prepare)
+        engine = self.weight_transfer_engine
+        if self._line is None:
+            self._line = WorkerEnd(engine.parallel_config.rank)
+            self._line.serve(engine.enqueueing(self.slipstream_begin))
+        return self._answer(call, prepare)
 
     def slipstream_is_ready(self, call: int) -> dict[str, Any]:
         """Whether the announced update can be received now."""
-        return _answer(call, self.weight_transfer_engine.is_ready)
+        return self._answer(call, self.weight_transfer_engine.is_ready)
 
     def slipstream_begin(self, call: int) -> dict[str, Any]:
         """Begins to copy the announced update and waits for nothing; `slipstream_receive` ends it.
 
-        For an engine in which nothing runs; what it is told between the two, it does meanwhile.
+        For an engine in which nothing runs; what it is told between the two, it does meanwhile. Not
+        always in the engine's thread.
         """
-        return _answer(call, self.weight_transfer_engine.begin_copies)
+        return self._answer(call, self.weight_transfer_engine.begin_copies)
 
     def slipstream_receive(self, call: int) -> dict[str, Any]:
         """Takes the announced update, from the first bucket to the last copy: a `LoadResult`."""
@@ -75,11 +81,17 @@ class WorkerExtension:
             engine.put_adapters_on()
             return asdict(engine.result)
 
-        return _answer(call, receive)
+        return self._answer(call, receive)
 
     def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off, to show what it is for."""
         self.weight_transfer_engine.refresh_kept_linears = enabled
+
+    def _answer(self, call: int, work: Callable[[], object]) -> dict[str, Any]:
+        answer = _result(work)
+        if self._line is not None:
+            self._line.answer(call, answer)
+        return answer
 
 
 def _load(worker: WorkerExtension) -> None:
@@ -92,12 +104,6 @@ def _load(worker: WorkerExtension) -> None:
         with contextlib.suppress(WeightSyncError, RuntimeError):
             worker.update_weights({"abandon": True})
         raise
-
-
-def _answer(call: int, work: Callable[[], object]) -> dict[str, Any]:
-    answer = _result(work)
-    answer_directly(call, answer)
-    return answer
 
 
 def _result(work: Callable[[], object]) -> dict[str, Any]:

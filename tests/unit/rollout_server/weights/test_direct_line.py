@@ -1,14 +1,17 @@
-"""Answers that forked workers give directly, beside a vLLM that is slow, silent or faster."""
+"""A line to forked workers, beside a vLLM that is slow, silent or faster."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from slipstream.rollout_server.weights.direct_answers import DirectAnswers, answer_directly
+from slipstream.rollout_server.inference.generation import EngineDied
+from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
 
 LIMIT_S = 20
 FORK = multiprocessing.get_context("fork")
@@ -17,8 +20,8 @@ FORK = multiprocessing.get_context("fork")
 class Scene:
     """Answers of workers, which are forked as an engine's processes are."""
 
-    def __init__(self) -> None:
-        self.answers = DirectAnswers()
+    def __init__(self, num_workers: int) -> None:
+        self.line = DirectLine(num_workers)
         self.workers: list[Any] = []
 
     def fork(self, work: Callable[..., None], *arguments: object) -> None:
@@ -33,31 +36,36 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
-    found = Scene()
+def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    found = Scene(getattr(request, "param", 1))
     yield found
     found.end_workers()
 
 
+two_workers = pytest.mark.parametrize("scene", [2], indirect=True, ids=["two"])
+
+
 def say(calls: Any, place: int) -> None:
     """A worker's loop: answers the calls whose numbers it is given."""
+    end = WorkerEnd(place)
     while (call := calls.get()) is not None:
-        answer_directly(call, {"value": [call, place]})
+        end.answer(call, {"value": [call, place]})
 
 
 def say_at_once(call: int, text: str) -> None:
-    answer_directly(call, {"value": text})
+    WorkerEnd(0).answer(call, {"value": text})
 
 
 async def never(_: int) -> list[Any]:
     return await asyncio.Event().wait()
 
 
+@two_workers
 async def test_all_workers_answers_count_though_vllm_says_nothing(scene: Scene) -> None:
     queues = [FORK.Queue() for _ in range(2)]
     for place, calls in enumerate(queues):
         scene.fork(say, calls, place)
-    scene.answers.listen(2)
+    scene.line.listen()
 
     async def call(number: int) -> list[Any]:
         for calls in queues:
@@ -67,36 +75,37 @@ async def test_all_workers_answers_count_though_vllm_says_nothing(scene: Scene) 
     try:
         async with asyncio.timeout(LIMIT_S):
             for number in (1, 2):
-                found = await scene.answers.of(call)
+                found = await scene.line.of(call)
                 expected = [{"value": [number, place]} for place in range(2)]
                 assert sorted(found, key=str) == expected
     finally:
-        scene.answers.close()
+        scene.line.close()
 
 
+@two_workers
 async def test_half_of_the_workers_are_not_enough(scene: Scene) -> None:
     scene.fork(say_at_once, 1, "direct")
-    scene.answers.listen(2)
+    scene.line.listen()
     said = asyncio.Event()
 
     async def call(_: int) -> list[Any]:
         await said.wait()
         return ["vllm", "vllm"]
 
-    asking = asyncio.ensure_future(scene.answers.of(call))
+    asking = asyncio.ensure_future(scene.line.of(call))
     scene.workers[0].join()
     await asyncio.sleep(0.1)
     assert not asking.done()
     said.set()
     async with asyncio.timeout(LIMIT_S):
         assert await asking == ["vllm", "vllm"]
-    scene.answers.close()
+    scene.line.close()
 
 
 async def test_what_comes_late_is_no_answer_to_the_next_call(scene: Scene) -> None:
     calls = FORK.Queue()
     scene.fork(say, calls, 0)
-    scene.answers.listen(1)
+    scene.line.listen()
 
     async def faster(_: int) -> list[Any]:
         return ["vllm"]
@@ -108,37 +117,85 @@ async def test_what_comes_late_is_no_answer_to_the_next_call(scene: Scene) -> No
         return ["vllm"]
 
     async with asyncio.timeout(LIMIT_S):
-        assert await scene.answers.of(faster) == ["vllm"]
-        assert await scene.answers.of(late) == ["vllm"]
-    scene.answers.close()
+        assert await scene.line.of(faster) == ["vllm"]
+        assert await scene.line.of(late) == ["vllm"]
+    scene.line.close()
 
 
 async def test_an_answer_that_is_too_long_comes_through_vllm(scene: Scene) -> None:
     scene.fork(say_at_once, 1, "x" * 4_000_000)
-    scene.answers.listen(1)
+    scene.line.listen()
 
     async def call(_: int) -> list[Any]:
         await asyncio.to_thread(scene.workers[0].join)
         return ["vllm"]
 
     async with asyncio.timeout(LIMIT_S):
-        assert await scene.answers.of(call) == ["vllm"]
+        assert await scene.line.of(call) == ["vllm"]
     assert scene.workers[0].exitcode == 0
-    scene.answers.close()
+    scene.line.close()
 
 
 async def test_an_error_of_vllm_is_raised_when_the_workers_are_gone(scene: Scene) -> None:
     scene.fork(say_at_once, 7, "to nobody")
-    scene.answers.listen(1)
+    scene.line.listen()
     scene.workers[0].join()
     # Nobody can answer any more, and nothing is read from now on.
     async with asyncio.timeout(LIMIT_S):
-        while scene.answers._socket.fileno() >= 0:
+        while scene.line._sockets[0].fileno() >= 0:
             await asyncio.sleep(0.01)
 
     async def call(_: int) -> list[Any]:
         raise RuntimeError("the engine died")
 
     with pytest.raises(RuntimeError, match="the engine died"):
-        await scene.answers.of(call)
-    scene.answers.close()
+        await scene.line.of(call)
+    scene.line.close()
+
+
+def begin(place: int, stays: bool) -> None:
+    """A worker that answers a call and then hears of others on the line."""
+    end = WorkerEnd(place)
+
+    def work(call: int) -> None:
+        if not stays:
+            os._exit(1)
+        end.answer(call, {"value": threading.current_thread().name})
+
+    end.serve(work)
+    end.answer(1, {"value": place})
+    threading.Event().wait()
+
+
+async def up(scene: Scene) -> None:
+    """Waits until all workers have answered the first call."""
+    assert not scene.line.is_up
+    async with asyncio.timeout(LIMIT_S):
+        answers = await scene.line.of(never)
+    assert sorted(answer["value"] for answer in answers) == list(range(len(scene.workers)))
+    assert scene.line.is_up
+
+
+@two_workers
+async def test_workers_begin_in_a_thread_of_theirs_when_they_hear_of_it(scene: Scene) -> None:
+    for place in range(2):
+        scene.fork(begin, place, True)
+    scene.line.listen()
+    await up(scene)
+    async with asyncio.timeout(LIMIT_S):
+        for _ in range(2):
+            assert await scene.line.begin() == [{"value": "direct-line"}] * 2
+    scene.line.close()
+
+
+@two_workers
+async def test_what_was_begun_ends_with_the_engine(scene: Scene) -> None:
+    for place in range(2):
+        scene.fork(begin, place, False)
+    scene.line.listen()
+    await up(scene)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(EngineDied, match="the engine is gone"):
+            await scene.line.begin()
+    # The next update goes through vLLM, which knows what became of its engine.
+    assert not scene.line.is_up
