@@ -81,6 +81,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "max_episodes": arguments.max_episodes,
             "threads": 4 if on_gpu else 1,
             "enforce_eager": arguments.enforce_eager or not on_gpu,
+            "recompute_context": not arguments.keep_context,
         },
         "weights": {"verify_every": 1_000_000, "transport": arguments.transport},
     }
@@ -294,6 +295,9 @@ def main() -> None:
     parser.add_argument("--groups-per-step", type=int, default=8)
     parser.add_argument("--max-episodes", type=int, default=64)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--keep-context", action="store_true", help="rollout_server.recompute_context = false"
+    )
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no new repeat after it")
     parser.add_argument("--window-limit-s", type=float, default=600.0)
     parser.add_argument("--out", type=Path)

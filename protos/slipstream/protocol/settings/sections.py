@@ -234,8 +234,12 @@ class RolloutServerSection(Section):
     threads: int = Field(1, ge=0)
     # Neither torch.compile nor CUDA graphs.
     enforce_eager: bool = False
-    # Cached prefixes are forgotten at each new version.
+    # Cached prefixes never serve a request of a newer version.
     enable_prefix_caching: bool = True
+    # New weights compute the context of running replies anew: each token is what the weights of
+    # its version sample. False: replies go on with what older weights computed, and nothing is
+    # computed twice.
+    recompute_context: bool = True
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}

@@ -61,6 +61,7 @@ class VllmEngine:
         line: DirectLine,
         *,
         stage: bool,
+        recompute_context: bool = True,
         answer_limit_s: float = _ANSWER_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
@@ -72,7 +73,9 @@ class VllmEngine:
             logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, TokenCounter)
         )
         self._clock = UseClock()
-        self._standstill = Standstill(llm, answer_limit_s=answer_limit_s)
+        self._standstill = Standstill(
+            llm, answer_limit_s=answer_limit_s, recompute_context=recompute_context
+        )
         self._updates = WeightUpdate(self._ask, self._standstill.freeze, stage=stage)
         self._returned_tokens = 0
         # Open requests; True: to be cancelled, also before the engine knows them.
@@ -95,7 +98,13 @@ class VllmEngine:
             settings, stat_loggers=[TokenCounter], disable_log_stats=True
         )
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        engine = cls(llm, started, line, stage=config.weights.stage_on_server)
+        engine = cls(
+            llm,
+            started,
+            line,
+            stage=config.weights.stage_on_server,
+            recompute_context=config.rollout_server.recompute_context,
+        )
         line.listen()
         await engine.pause()
         # What is there now stays: collections need not look through all of vLLM's modules again.
@@ -262,7 +271,7 @@ class VllmEngine:
         try:
             collector = await self._llm.add_request(
                 request_id,
-                tokens_input(list(prompt_token_ids)),
+                tokens_input(list(prompt_token_ids), cache_salt=self._standstill.salt),
                 parameters,
                 lora_request=self._adapter,
             )

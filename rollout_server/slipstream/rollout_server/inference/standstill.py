@@ -19,8 +19,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 class Standstill:
     """Of one engine."""
 
-    def __init__(self, llm: AsyncLLM, *, answer_limit_s: float) -> None:
+    def __init__(
+        self, llm: AsyncLLM, *, answer_limit_s: float, recompute_context: bool = True
+    ) -> None:
+        """`recompute_context`: see the setting of `rollout_server`."""
         self._llm, self._answer_limit_s = llm, answer_limit_s
+        self._recompute = recompute_context
+        self._version: PolicyVersion | None = None
         # Between the order to stand still, or to hold back, and the answer to the one to go on.
         self.is_on = False
         self._lets_in = True
@@ -29,28 +34,44 @@ class Standstill:
         # The version that the engine goes on with already, while nothing is let in.
         self._ahead: PolicyVersion | None = None
 
+    @property
+    def salt(self) -> str | None:
+        """What a request's cached prefixes must have been computed with; None: with anything.
+
+        For vLLM's `cache_salt`.
+        """
+        if self._recompute or self._version is None:
+            return None
+        return _stamp(self._version)
+
     async def pause(self) -> None:
-        """See `Engine`; requests that were held back wait in the engine then."""
-        await self.freeze()
+        """See `Engine`; requests that were held back wait in the engine then.
+
+        Whatever was computed is forgotten: the weights may be nobody's.
+        """
+        await self._freeze(0.0, clear_cache=True)
         self._let_all_in()
 
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
         if self._ahead != version:
             await self._call(asyncio.gather(*self._going_on(version)))
-        self.is_on = False
+        self._version, self.is_on = version, False
         self._let_all_in()
 
-    async def freeze(self, update_limit_s: float = 0.0) -> None:
-        """Freezes what runs, and forgets every cached prefix.
+    async def freeze(self, update_limit_s: float) -> None:
+        """Freezes what runs for an update; its context is forgotten if it is to be computed anew.
 
         `update_limit_s`: of an update that is ordered with it. The engine may take that first.
         """
+        await self._freeze(update_limit_s, clear_cache=self._recompute)
+
+    async def _freeze(self, update_limit_s: float, *, clear_cache: bool) -> None:
         # What `pause_generation` does, without its 20 ms of sleep for the look of things: late
         # tokens carry the version that the engine process stamped on them.
         self._ahead, self.is_on = None, True
         core = self._llm.engine_core
-        pausing = core.pause_scheduler_async(mode="keep", clear_cache=True)
+        pausing = core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         await self._call(pausing, update_limit_s)
 
     def hold_back(self) -> None:
@@ -91,8 +112,8 @@ class Standstill:
 
     def _going_on(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[None]]:
         """Taken in this order; the second does not wait for the answer to the first."""
-        stamp = f"{version.incarnation}:{version.step}"
-        return self._llm.update_weight_version(stamp), self._llm.resume_generation()
+        stamping = self._llm.update_weight_version(_stamp(version))
+        return stamping, self._llm.resume_generation()
 
     async def _call(self, call: Awaitable[object], update_limit_s: float = 0.0) -> None:
         limit_s = self._answer_limit_s + update_limit_s
@@ -105,3 +126,7 @@ class Standstill:
             ) from None
         except EngineDeadError as error:
             raise EngineDied(str(error)) from error
+
+
+def _stamp(version: PolicyVersion) -> str:
+    return f"{version.incarnation}:{version.step}"

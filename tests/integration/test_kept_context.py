@@ -1,0 +1,90 @@
+"""Replies that go on with what older weights computed of them (`recompute_context = false`)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from engine_rig import PROMPT, SAMPLING, Rig, engine_rig  # noqa: E402
+from running_replies import until_generated  # noqa: E402
+from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.rollout_server.inference.generation import Generation  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True)
+# Nine blocks and a rest.
+LONG_PROMPT = [1, *(4 + n % 28 for n in range(150)), 3]
+CACHED_TOKENS = 128
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    async with engine_rig(tmp_path_factory.mktemp("model"), recompute_context=False) as found:
+        yield found
+
+
+async def begin(rig: Rig, name: str) -> list[asyncio.Task[Generation]]:
+    """Replies that run for a while, each of which has some tokens."""
+    start = rig.engine.use().generated_tokens
+    replies = [
+        asyncio.create_task(rig.generate(f"{name}{n}", num_tokens=200, sampling=ENDLESS))
+        for n in range(4)
+    ]
+    await until_generated(rig.engine, start + 80, replies)
+    return replies
+
+
+async def cached_tokens(rig: Rig, name: str) -> int:
+    return (await rig.generate(name, LONG_PROMPT, 2)).cached_tokens
+
+
+async def test_replies_go_on_with_the_context_that_older_weights_computed(rig: Rig) -> None:
+    await rig.publish(rig.old, 1)
+    replies = await begin(rig, "kept")
+    await rig.publish(rig.new, 2)
+    crossed = 0
+    for reply in await asyncio.gather(*replies):
+        first, *others = reply.version_spans
+        assert first.version == PolicyVersion(0, 1)
+        assert rig.gap(rig.old, PROMPT, reply)[: first.length].mean() <= 1e-4
+        for span in others:
+            crossed += 1
+            assert span.version == PolicyVersion(0, 2)
+            # Neither of one nor of the other weights alone.
+            assert rig.gap(rig.old, PROMPT, reply)[first.length :].mean() > 0.1
+            assert rig.gap(rig.new, PROMPT, reply)[first.length :].mean() > 0.01
+    assert crossed >= 2
+
+
+async def test_cached_prefixes_serve_no_request_of_a_newer_version(rig: Rig) -> None:
+    await rig.publish(rig.old, 3)
+    assert await cached_tokens(rig, "before") == 0
+    assert await cached_tokens(rig, "again") >= CACHED_TOKENS
+    # Nothing is forgotten while these run.
+    replies = await begin(rig, "running")
+    await rig.publish(rig.new, 4)
+    fresh = await rig.generate("fresh", LONG_PROMPT, 20)
+    assert fresh.cached_tokens == 0
+    assert rig.gap(rig.new, LONG_PROMPT, fresh).mean() <= 1e-4
+    assert await cached_tokens(rig, "of the new version") >= CACHED_TOKENS
+    await asyncio.gather(*replies)
+
+
+async def test_a_pause_without_an_update_forgets_everything(rig: Rig) -> None:
+    await rig.publish(rig.old, 5)
+    await cached_tokens(rig, "cached")
+    replies = await begin(rig, "paused")
+    await rig.engine.pause()
+    # The same version: weights that were found wrong are sent again under their own number.
+    await rig.engine.resume(PolicyVersion(0, 5))
+    assert await cached_tokens(rig, "after") == 0
+    for reply in await asyncio.gather(*replies):
+        assert rig.gap(rig.old, PROMPT, reply).mean() <= 1e-4
