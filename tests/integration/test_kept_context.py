@@ -78,6 +78,29 @@ async def test_cached_prefixes_serve_no_request_of_a_newer_version(rig: Rig) -> 
     await asyncio.gather(*replies)
 
 
+async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weights_alone(
+    rig: Rig,
+) -> None:
+    await rig.publish(rig.old, 7)
+    await cached_tokens(rig, "older")
+    replies = await begin(rig, "meanwhile")
+    resume, late = rig.engine.resume, []
+
+    async def resume_later(version: PolicyVersion) -> None:
+        late.append(asyncio.create_task(rig.generate("late", LONG_PROMPT, 20)))
+        await asyncio.sleep(0.1)
+        await resume(version)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.engine, "resume", resume_later)
+        await rig.publish(rig.new, 8)
+    reply = await late[0]
+    assert [span.version for span in reply.version_spans] == [PolicyVersion(0, 8)]
+    assert reply.cached_tokens == 0
+    assert rig.gap(rig.new, LONG_PROMPT, reply).mean() <= 1e-4
+    await asyncio.gather(*replies)
+
+
 async def test_a_pause_without_an_update_forgets_everything(rig: Rig) -> None:
     await rig.publish(rig.old, 5)
     await cached_tokens(rig, "cached")

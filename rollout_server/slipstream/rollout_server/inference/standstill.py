@@ -64,6 +64,9 @@ class Standstill:
 
         `update_limit_s`: of an update that is ordered with it. The engine may take that first.
         """
+        if not self._recompute:
+            # What comes from now on is the new weights', and is not to be salted as the old ones'.
+            self._lets_in = False
         await self._freeze(update_limit_s, clear_cache=self._recompute)
 
     async def _freeze(self, update_limit_s: float, *, clear_cache: bool) -> None:
