@@ -53,7 +53,9 @@ class FakeCupy:
             get_elapsed_time=lambda begin, end: 1.0,
         )
         vars(package).update(cuda=cuda, RawKernel=self._kernel, asarray=np.asarray, zeros=np.zeros)
-        return {"cupy": package, "cupy.cuda": cuda}
+        beside = ModuleType("cupyx")
+        vars(beside).update(empty_pinned=np.empty)
+        return {"cupy": package, "cupy.cuda": cuda, "cupyx": beside}
 
     def _connect(self, world_size: int, unique_id: bytes, rank: int) -> Communicator:
         self.seen.append("join")

@@ -61,7 +61,8 @@ class Publisher:
         self._failed_publish = ""
         # Who prepares a publish waits for its other members: it is told when that is in vain.
         self._aborted, self._preparing = deque[str](maxlen=_MAX_ABORTED), ""
-        self._given_up = asyncio.Event()
+        # Of what is prepared now.
+        self._giving_up: asyncio.Future[None] | None = None
         # The commit that came last; it may be in the queue.
         self._committed = ""
         # Of the buckets that were loaded last.
@@ -84,7 +85,7 @@ class Publisher:
         if kind == "abort":
             self._aborted.append(order.abort.publish_id)
             if self._preparing == order.abort.publish_id:
-                self._given_up.set()
+                self._give_up_preparing()
         elif kind == "commit" and not order.commit.HasField("probe"):
             self._committed = order.commit.publish_id
         self._orders.put_nowait(order)
@@ -95,7 +96,7 @@ class Publisher:
         Others wait for a receiver that was told to receive.
         """
         if not carry_out:
-            self._given_up.set()
+            self._give_up_preparing()
         while not (carry_out or self._orders.empty()):
             self._orders.get_nowait()
         self._orders.put_nowait(None)
@@ -161,25 +162,27 @@ class Publisher:
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
         """Old weights serve until all is ready: waiting for other members costs no pause."""
         publish_id = order.order.publish_id
-        self._given_up.clear()
         if publish_id in self._aborted:
             raise WeightSyncError("the publish was given up")
         self._preparing = publish_id
+        giving_up = self._giving_up = asyncio.get_running_loop().create_future()
         preparing = asyncio.create_task(
             self._engine.prepare_weights(order.order, order.layout, order.first_rank)
         )
-        giving_up = asyncio.create_task(self._given_up.wait())
-        tasks = (preparing, giving_up)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((preparing, giving_up), return_when=asyncio.FIRST_COMPLETED)
             if not preparing.done():
                 raise WeightSyncError("the publish was given up")
-            await preparing
+            preparing.result()
         finally:
-            self._preparing = ""
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            self._preparing, self._giving_up = "", None
+            if not preparing.done():
+                preparing.cancel()
+                await asyncio.wait((preparing,))
+
+    def _give_up_preparing(self) -> None:
+        if self._giving_up is not None and not self._giving_up.done():
+            self._giving_up.set_result(None)
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
         publish_id = order.publish_id

@@ -118,6 +118,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.Directive]:
         """The order that is possible first: stop, publish, or the next batch."""
+        # Beforehand: an order that servers wait for comes alone.
+        await context.send_initial_metadata(())
         async with self._lock:
             order = await self._next_order(request, context)
         if not isinstance(order, Batch):

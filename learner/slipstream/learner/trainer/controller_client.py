@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -71,10 +72,15 @@ class ControllerClient:
 
         def read(_: pb.NextRequest, *, timeout: float) -> list[pb.Directive]:
             stream = self._stub.Next(request, timeout=timeout, metadata=self._metadata)
+            # Kept until the next one: a call that is let go of before its end is cancelled.
             self._next_call = stream
             if self._stop_reason is not None:
                 stream.cancel()
-            return list(stream)
+            directives = list(itertools.islice(stream, 1))
+            # Servers may wait for what it orders: only chunks of a batch are worth waiting for.
+            if directives and directives[0].WhichOneof("directive") == "batch":
+                directives += stream
+            return directives
 
         try:
             return self._retried("Next", read, request, self._long_timeout_s)
@@ -82,8 +88,6 @@ class ControllerClient:
             if self._stop_reason is None:
                 raise self._failure("Next", error) from error
             return [pb.Directive(stop=pb.StopOrder(reason=self._stop_reason))]
-        finally:
-            self._next_call = None
 
     def stop(self, reason: str) -> None:
         """Makes `next` answer with a stop order; may be called from a signal handler."""

@@ -52,8 +52,6 @@ def read_order(directives: Sequence[trainer_pb2.Directive]) -> Order:
         raise ProtocolError("the controller answered Next without an order")
     first = directives[0]
     kind = first.WhichOneof("directive")
-    if kind != "batch" and len(directives) > 1:
-        raise ProtocolError(f"{len(directives) - 1} messages follow an order of kind {kind}")
     if kind == "batch":
         return _read_batch(first.batch, directives[1:])
     if kind == "publish":

@@ -137,7 +137,7 @@ class Trainer:
         self._version = version_from_pb(message)
 
     def _next_order(self) -> Order:
-        data = None
+        directives: list[trainer_pb2.Directive] = []
         # While parameters come back from host memory nobody should wait for a bucket: then a
         # publish begins when the trainer says so.
         at_once = not self._config.learner.offload.parameters
@@ -149,8 +149,10 @@ class Trainer:
                 communicator_id=self._publisher.communicator_id,
                 bucket_digests=self._digests.buckets if at_once else (),
             )
-            data = pack_directives(directives)
-        return read_order(unpack_directives(self._ranks.broadcast_bytes(data)))
+        if self._ranks.world_size > 1:
+            data = pack_directives(directives) if self._ranks.is_main else None
+            directives = unpack_directives(self._ranks.broadcast_bytes(data))
+        return read_order(directives)
 
     def _train(self, batch: Batch) -> None:
         if batch.step != self._version.step:

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import grpc
 import grpc.aio
+from grpc.experimental import ChannelOptions
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.settings.config import Config, QueueSection, SecuritySection, address_parts
@@ -46,6 +47,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Two servers on one port would share its connections without a word.
     ("grpc.so_reuseport", 0),
 )
+_BLOCKING_OPTIONS = (*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1))
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,17 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
 
 
 def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channel:
-    """`open_channel` for code that is not asynchronous."""
+    """`open_channel` for code that is not asynchronous; the answers of a stream come in one thread.
+
+    That of whoever asks for them: grpc's own would have to wake it up for each.
+    """
     check_address(address, credentials, what="the controller")
     if _client_tls(credentials, address):
         secret = grpc.ssl_channel_credentials(
             root_certificates=credentials.ca or credentials.certificate
         )
-        return grpc.secure_channel(address, secret, options=CHANNEL_OPTIONS)
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(address, secret, options=_BLOCKING_OPTIONS)
+    return grpc.insecure_channel(address, options=_BLOCKING_OPTIONS)
 
 
 def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:

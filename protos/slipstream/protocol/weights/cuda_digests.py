@@ -114,6 +114,7 @@ class CudaDigests:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         import cupy
+        import cupyx
 
         device = cupy.cuda.runtime.getDevice()
         self._kernel = load_kernel(device)
@@ -122,6 +123,8 @@ class CudaDigests:
         self._ends = np.cumsum([0, *(len(bucket.spans) for bucket in buckets)])
         self._tables = [_table(bucket) for bucket in buckets]
         self._sums = cupy.zeros((int(self._ends[-1]), 2), dtype=np.uint64)
+        # Pinned: what brings the sums here can be enqueued behind them.
+        self._found = cupyx.empty_pinned(self._sums.shape, dtype=np.uint64)
         # What was made above went to the current stream; the caller's streams do not wait for it.
         cupy.cuda.get_current_stream().synchronize()
 
@@ -144,9 +147,11 @@ class CudaDigests:
         import cupy
 
         external = cupy.cuda.ExternalStream(stream)
-        # An abort of a communicator releases who waits for a stream, not surely a copy behind it.
+        self._sums.get(stream=external, out=self._found, blocking=False)
+        # Nobody waits in the copy: an abort of a communicator surely releases who waits for a
+        # stream, and nothing else.
         external.synchronize()
-        data = self._sums.get(stream=external).astype("<u8", copy=False).tobytes()
+        data = self._found.astype("<u8", copy=False).tobytes()
         rows = [data[place : place + 16] for place in range(0, len(data), 16)]
         ends = self._ends.tolist()
         return [rows[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]

@@ -43,7 +43,6 @@ def test_batch_with_a_chunk_missing_is_refused() -> None:
         [],
         [pb.Directive()],
         batch_order(BATCH)[1:],
-        [*stop_order(), *stop_order()],
         [*batch_order(BATCH), *stop_order()],
     ],
 )

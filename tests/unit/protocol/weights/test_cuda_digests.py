@@ -29,11 +29,12 @@ def test_sums_become_digests_of_each_buckets_tensors() -> None:
     with fake_cupy.installed() as cupy:
         digests = CudaDigests(plan_buckets(tensors, 40_000))
 
-        def get(stream: object) -> npt.NDArray[np.uint64]:
+        def get(stream: object, out: npt.NDArray[np.uint64], *, blocking: bool) -> None:
+            assert not blocking
             cupy.seen.append("copy")
-            return sums
+            out[:] = sums
 
         digests._sums = SimpleNamespace(get=get)
         assert digests.read(7) == [expected[:2], expected[2:]]
-        # An abort releases who waits for a stream, not surely a copy.
-        assert cupy.seen[-2:] == ["wait for stream 7", "copy"]
+        # An abort releases who waits for a stream, not surely who waits in a copy.
+        assert cupy.seen[-2:] == ["copy", "wait for stream 7"]
