@@ -24,7 +24,6 @@ after every repeat.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import tempfile
 import time
@@ -38,11 +37,10 @@ from shapes import SHAPES, make_apart
 from slipstream.client.preflight import free_port
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
+from step_windows import Row, Windows
 
 TARGET = 0.80
-WARMUP_STEPS = 2
 START_LIMIT_S = 400.0
-Row = dict[str, float]
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
@@ -88,118 +86,6 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
     return parse_config(settings, source="the benchmark")
 
 
-class Beats:
-    """When heartbeats brought a new count of generated tokens.
-
-    Neither the publish before the first token counts nor the time since the newest heartbeat.
-    """
-
-    def __init__(self, before: int) -> None:
-        """`before`: the count at the start."""
-        self._before = before
-        self._found: list[tuple[int, float]] = []
-
-    def note(self, tokens: int, now_s: float) -> None:
-        """The count at this moment."""
-        if tokens != (self._found[-1][0] if self._found else self._before):
-            self._found.append((tokens, now_s))
-
-    def rate(self) -> float:
-        """Tokens per second from the first to the last; RuntimeError when there are not two."""
-        if len(self._found) < 2:
-            raise RuntimeError("generation alone took less than two heartbeats: give more --steps")
-        (first, first_s), (last, last_s) = self._found[0], self._found[-1]
-        return (last - first) / (last_s - first_s)
-
-
-class Windows:
-    """Measures one window after the other in a run that is under way."""
-
-    def __init__(self, rig: Rig, arguments: argparse.Namespace) -> None:
-        self._rig = rig
-        self._controller = rig.controller
-        self._steps = arguments.steps
-        self._limit_s = arguments.window_limit_s
-
-    async def alone(self) -> Row:
-        """Seconds per step of generation without training, and of training without generation."""
-        controller = self._controller
-        await self._settle(0)
-        controller.hold = True
-        wanted = self._steps * self._rig.config.algorithm.groups_per_step
-        # A window of so many batches may be leased at once.
-        controller.bound(self._steps - 1)
-        before, started = controller.generated_tokens(), time.monotonic()
-        beats = Beats(before)
-
-        def all_leased() -> bool:
-            beats.note(controller.generated_tokens(), time.monotonic())
-            return controller.leased_groups() >= wanted
-
-        await self._rig.until(all_leased, "generation alone", self._limit_s)
-        # From now on places stay empty: this part shows what the engine can do.
-        rate = beats.rate()
-        await self._rig.until(
-            lambda: controller.complete_groups() >= wanted, "generation alone", self._limit_s
-        )
-        makespan_s = time.monotonic() - started
-        await asyncio.sleep(2 * self._rig.config.controller.heartbeat_s)
-        tokens = controller.generated_tokens() - before
-        # Nothing new fits beside what is complete.
-        controller.bound(0)
-        first = len(controller.rows)
-        controller.hold = False
-        await self._until_rows(first + self._steps)
-        rows = controller.rows[first : first + self._steps]
-        return {
-            "generation_s": tokens / rate / self._steps,
-            "training_s": sum(row["training_s"] for row in rows) / self._steps,
-            "makespan_s": makespan_s / self._steps,
-            "tokens": tokens / self._steps,
-            "tokens_per_s": rate,
-        }
-
-    async def bounded(self, max_staleness: int) -> Row:
-        """Steps of one setting; none of them has groups of the setting before.
-
-        At least twice as many as a group may wait: in fewer, short replies could go ahead of long
-        ones that later steps wait for.
-        """
-        controller = self._controller
-        await self._settle(max_staleness)
-        steps = max(self._steps, 2 * max_staleness)
-        first, before = len(controller.rows), controller.generated_tokens()
-        await self._until_rows(first + steps)
-        generated = controller.generated_tokens() - before
-        rows = controller.rows[first - 1 : first + steps]
-        wall_s = rows[-1]["wall_s"] - rows[0]["wall_s"]
-        return {
-            "steps": steps,
-            "step_s": wall_s / steps,
-            "training_s": sum(row["training_s"] for row in rows[1:]) / steps,
-            "pause_s": sum(row["pause_s"] for row in rows[1:]) / steps,
-            "lag_mean": sum(row["lag_mean"] for row in rows[1:]) / steps,
-            "tokens": sum(row["trained_tokens"] for row in rows[1:]) / steps,
-            # As of heartbeats: as many as were trained, unless the window lived on a stock.
-            "generated": generated / steps,
-            "ledger_difference": rows[-1]["ledger_difference"],
-        }
-
-    async def _settle(self, max_staleness: int) -> None:
-        """Trains until no group is left that was leased under the bound before, and two steps."""
-        controller = self._controller
-        controller.bound(max_staleness)
-        before = controller.group_ids()
-        await self._rig.until(
-            lambda: before.isdisjoint(controller.group_ids()), "the groups before", self._limit_s
-        )
-        await self._until_rows(len(controller.rows) + WARMUP_STEPS)
-
-    async def _until_rows(self, count: int) -> None:
-        controller = self._controller
-        await self._rig.until(lambda: len(controller.rows) >= count, f"step {count}", self._limit_s)
-
-
 @dataclass
 class Found:
     """Rows of both fleets alone and of every setting, and what failed."""
@@ -223,7 +109,12 @@ async def measure(arguments: argparse.Namespace, folder: Path, found: Found) -> 
         await rig.start_server(0)
         waited_s = await rig.until_serving(START_LIMIT_S)
         progress(f"both fleets are up after {waited_s:.0f} s")
-        windows = Windows(rig, arguments)
+        windows = Windows(
+            rig,
+            steps=arguments.steps,
+            bounds=arguments.bounds_per_window,
+            limit_s=arguments.window_limit_s,
+        )
         deadline = time.monotonic() + arguments.limit_s
         longest_s = 0.0
         for repeat in range(arguments.repeats):
@@ -263,6 +154,8 @@ def summary(found: dict[str, list[Row]]) -> tuple[list[str], dict[str, dict[str,
             [max(a["generation_s"], a["training_s"]) / row["step_s"] for row, _, a in complete]
         )
         lag = Spread.of([row["lag_mean"] for row in found[name]])
+        # Below 1 the window lived on groups that were complete before it.
+        made = Spread.of([row["generated"] / row["tokens"] for row in found[name]])
         step = Spread.of([row["step_s"] for row in found[name]])
         shares[name] = {
             "speedup": speedup.median,
@@ -271,11 +164,11 @@ def summary(found: dict[str, list[Row]]) -> tuple[list[str], dict[str, dict[str,
             "step_s": step.median,
         }
         cells = (step.text(2), speedup.text(2), ceiling.text(2), share.text(2), f"{lag.median:.2f}")
-        rows.append([name, *cells])
-    rows.append(["generation alone", generation.text(2), "", "", "", ""])
-    rows.append(["training alone", training.text(2), "", "", "", ""])
+        rows.append([name, *cells, made.text(2)])
+    rows.append(["generation alone", generation.text(2), "", "", "", "", ""])
+    rows.append(["training alone", training.text(2), "", "", "", "", ""])
     header = ["max_staleness", "s/step", "speed-up", "ceiling", "share of the ceiling", "lag"]
-    return table(header, rows), shares
+    return table([*header, "tokens made / trained"], rows), shares
 
 
 def main() -> None:
@@ -284,7 +177,10 @@ def main() -> None:
     parser.add_argument("--transport", default="", help="of the weights; default: of the device")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help="of one window")
+    parser.add_argument("--steps", type=int, default=6, help="of one window, at least")
+    parser.add_argument(
+        "--bounds-per-window", type=int, default=4, help="a window has so many times its bound"
+    )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--median", type=float, default=24.0, help="of the reply's tokens")
     parser.add_argument(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 
-from asynchrony import Windows
 from controller_runs import make_config
 from fake_server import FakeServer
 from fake_trainer import FakeTrainer
 from rig import Placement, Rig
+from step_windows import Windows
 
 
 async def test_a_window_trains_nothing_that_was_leased_under_a_wider_bound(tmp_path):
@@ -22,7 +21,7 @@ async def test_a_window_trains_nothing_that_was_leased_under_a_wider_bound(tmp_p
         async with asyncio.timeout(200), Rig(config, Placement((0,), ((1,),), "cpu")) as rig:
             rig.controller.bound(0)
             fakes = [asyncio.ensure_future(fake.run()) for fake in (server, trainer)]
-            windows = Windows(rig, argparse.Namespace(steps=3, window_limit_s=60.0))
+            windows = Windows(rig, steps=3, bounds=2, limit_s=60.0)
             first, wide, second = [await windows.bounded(bound) for bound in (0, 4, 0)]
             assert first["lag_mean"] == 0
             assert wide["lag_mean"] > 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import asynchrony
 import pytest
+import step_windows
 import weight_broadcast
 import wire
 from shapes import SHAPES
@@ -35,7 +36,7 @@ def test_van_der_corput_mirrors_bits() -> None:
 
 def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
     def step(seconds: float) -> dict[str, float]:
-        return {"step_s": seconds, "lag_mean": 1.0}
+        return {"step_s": seconds, "lag_mean": 1.0, "generated": 90.0, "tokens": 100.0}
 
     found = {
         "alone": [{"generation_s": 2.0, "training_s": 1.0}] * 2,
@@ -47,10 +48,12 @@ def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
     expected = {"speedup": 2.4, "ceiling": 3.0, "share": 0.8, "step_s": 2.5}
     assert shares["2"] == pytest.approx(expected)
     assert lines[3].startswith("| 2 | 2.50 (2.50-2.50) | 2.40 (1.60-3.20) | 3.00 (2.00-4.00) |")
+    # A tenth of what was trained was there before.
+    assert lines[3].endswith("| 0.90 (0.90-0.90) |")
 
 
 def test_rate_of_generation_is_that_between_heartbeats() -> None:
-    beats = asynchrony.Beats(100)
+    beats = step_windows.Beats(100)
     # A publish comes first; looks between two heartbeats find the same count.
     for tokens, now_s in ((100, 0.0), (100, 0.3), (140, 0.5), (140, 0.6)):
         beats.note(tokens, now_s)
@@ -67,7 +70,8 @@ def test_a_window_that_failed_leaves_what_was_measured_before(
 ) -> None:
     monkeypatch.delenv("OUT", raising=False)
     arguments = argparse.Namespace(device="cpu", shape="small", out=tmp_path / "result.json")
-    alone, step = {"generation_s": 2.0, "training_s": 1.0}, {"step_s": 4.0, "lag_mean": 1.0}
+    alone = {"generation_s": 2.0, "training_s": 1.0}
+    step = {"step_s": 4.0, "lag_mean": 1.0, "generated": 9.0, "tokens": 9.0}
     found = asynchrony.Found({"alone": [alone, alone], "0": [step, step], "2": [step]})
     found.failures["repeat 2"] = "it took too long"
     lines = asynchrony.write(arguments, found)

@@ -1,0 +1,132 @@
+"""Windows of a run in which one fleet works alone, or both under a bound on the lag.
+
+Consumes: a run with a steered controller. Produces: a row of figures for each window. Waits for:
+steps and groups. Unblocked by: them, the end of a process, or the limit of the window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rig import Rig
+
+WARMUP_STEPS = 2
+Row = dict[str, float]
+
+
+class Beats:
+    """When heartbeats brought a new count of generated tokens.
+
+    Neither the publish before the first token counts nor the time since the newest heartbeat.
+    """
+
+    def __init__(self, before: int) -> None:
+        """`before`: the count at the start."""
+        self._before = before
+        self._found: list[tuple[int, float]] = []
+
+    def note(self, tokens: int, now_s: float) -> None:
+        """The count at this moment."""
+        if tokens != (self._found[-1][0] if self._found else self._before):
+            self._found.append((tokens, now_s))
+
+    def rate(self) -> float:
+        """Tokens per second from the first to the last; RuntimeError when there are not two."""
+        if len(self._found) < 2:
+            raise RuntimeError("generation alone took less than two heartbeats: give more --steps")
+        (first, first_s), (last, last_s) = self._found[0], self._found[-1]
+        return (last - first) / (last_s - first_s)
+
+
+class Windows:
+    """Measures one window after the other in a run that is under way."""
+
+    def __init__(self, rig: Rig, *, steps: int, bounds: int, limit_s: float) -> None:
+        """A window has `steps` steps, or `bounds` times its bound on the lag if that is more.
+
+        RuntimeError when a part of it takes longer than `limit_s`.
+        """
+        self._rig = rig
+        self._controller = rig.controller
+        self._steps, self._bounds, self._limit_s = steps, bounds, limit_s
+
+    async def alone(self) -> Row:
+        """Seconds per step of generation without training, and of training without generation."""
+        controller = self._controller
+        await self._drain()
+        controller.hold = True
+        wanted = self._steps * self._rig.config.algorithm.groups_per_step
+        # A window of so many batches may be leased at once.
+        controller.bound(self._steps - 1)
+        before, started = controller.generated_tokens(), time.monotonic()
+        beats = Beats(before)
+
+        def all_leased() -> bool:
+            beats.note(controller.generated_tokens(), time.monotonic())
+            return controller.leased_groups() >= wanted
+
+        await self._rig.until(all_leased, "generation alone", self._limit_s)
+        # From now on places stay empty: this part shows what the engine can do.
+        rate = beats.rate()
+        await self._rig.until(
+            lambda: controller.complete_groups() >= wanted, "generation alone", self._limit_s
+        )
+        makespan_s = time.monotonic() - started
+        await asyncio.sleep(2 * self._rig.config.controller.heartbeat_s)
+        tokens = controller.generated_tokens() - before
+        # Nothing new fits beside what is complete.
+        controller.bound(0)
+        first = len(controller.rows)
+        controller.hold = False
+        await self._until_rows(first + self._steps)
+        rows = controller.rows[first : first + self._steps]
+        return {
+            "generation_s": tokens / rate / self._steps,
+            "training_s": sum(row["training_s"] for row in rows) / self._steps,
+            "makespan_s": makespan_s / self._steps,
+            "tokens": tokens / self._steps,
+            "tokens_per_s": rate,
+        }
+
+    async def bounded(self, max_staleness: int) -> Row:
+        """Steps of one setting, which begins with no group of another one, as a run does.
+
+        They count when as many steps are done as a group may wait. A window is several times as
+        long: in fewer, short replies could go ahead of long ones that later steps wait for.
+        """
+        controller = self._controller
+        await self._drain()
+        controller.bound(max_staleness)
+        await self._until_rows(len(controller.rows) + max_staleness + WARMUP_STEPS)
+        steps = max(self._steps, self._bounds * max_staleness)
+        first, before = len(controller.rows), controller.generated_tokens()
+        await self._until_rows(first + steps)
+        generated = controller.generated_tokens() - before
+        rows = controller.rows[first - 1 : first + steps]
+        wall_s = rows[-1]["wall_s"] - rows[0]["wall_s"]
+        return {
+            "steps": steps,
+            "step_s": wall_s / steps,
+            "training_s": sum(row["training_s"] for row in rows[1:]) / steps,
+            "pause_s": sum(row["pause_s"] for row in rows[1:]) / steps,
+            "lag_mean": sum(row["lag_mean"] for row in rows[1:]) / steps,
+            "tokens": sum(row["trained_tokens"] for row in rows[1:]) / steps,
+            # As of heartbeats: as many as were trained, unless the window lived on a stock.
+            "generated": generated / steps,
+            "ledger_difference": rows[-1]["ledger_difference"],
+        }
+
+    async def _drain(self) -> None:
+        """Trains in step until no group is left that was leased before; none is left over then."""
+        controller = self._controller
+        controller.bound(0)
+        before = controller.group_ids()
+        await self._rig.until(
+            lambda: before.isdisjoint(controller.group_ids()), "the groups before", self._limit_s
+        )
+        await self._until_rows(len(controller.rows) + WARMUP_STEPS)
+
+    async def _until_rows(self, count: int) -> None:
+        controller = self._controller
+        await self._rig.until(lambda: len(controller.rows) >= count, f"step {count}", self._limit_s)
