@@ -82,6 +82,8 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "recompute_context": not arguments.keep_context,
         },
         "weights": {"verify_every": 1_000_000, "transport": arguments.transport},
+        # One would fall into some windows and not into others.
+        "checkpoint": {"every_steps": arguments.checkpoint_every},
     }
     return parse_config(settings, source="the benchmark")
 
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument(
         "--keep-context", action="store_true", help="rollout_server.recompute_context = false"
     )
+    parser.add_argument("--checkpoint-every", type=int, default=0, help="steps; 0: none")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no new repeat after it")
     parser.add_argument("--window-limit-s", type=float, default=600.0)
     parser.add_argument("--out", type=Path)

@@ -97,6 +97,8 @@ class SteeredController(Controller):
         super().__init__(config, OPEN)
         self.publishes: list[PublishTimes] = []
         self.hold = False
+        # The trainer asked for a batch, and has none yet.
+        self.batch_waits = False
         # Called when the servers are about to be told to receive.
         self.on_start: Callable[[], None] | None = None
         self.ready = asyncio.Event()
@@ -160,7 +162,9 @@ class SteeredController(Controller):
             handlers.publish(session, message)
 
         async def held_form() -> Any:  # noqa: ANN401 - a batch, or None
-            return None if self.hold else await form()
+            batch = None if self.hold else await form()
+            self.batch_waits = batch is None
+            return batch
 
         publisher.prepare, publisher.start = timed_prepare, timed_start  # type: ignore[method-assign]
         publisher.finish = timed_finish  # type: ignore[method-assign]
@@ -204,6 +208,14 @@ class SteeredController(Controller):
     def leased_groups(self) -> int:
         """Groups that are leased and not trained."""
         return len(self._book.training_groups())
+
+    def open_episodes(self) -> int:
+        """Episodes that were given to servers and are not back."""
+        return sum(self._book.open_episodes(session.key) for session in self.sessions)
+
+    def is_held_up(self) -> bool:
+        """Whether the trainer waits, for groups that its next step cannot leave for later."""
+        return self.batch_waits and self._book.has_whole_batch and bool(self._book.due())
 
     def group_ids(self) -> set[str]:
         """Of the groups that are leased and not trained."""

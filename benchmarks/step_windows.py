@@ -7,6 +7,7 @@ steps and groups. Unblocked by: them, the end of a process, or the limit of the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 from rig import Rig
@@ -37,6 +38,27 @@ class Beats:
             raise RuntimeError("generation alone took less than two heartbeats: give more --steps")
         (first, first_s), (last, last_s) = self._found[0], self._found[-1]
         return (last - first) / (last_s - first_s)
+
+
+class Leases:
+    """Means over time of what is seen at moments."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float, float]] = []
+
+    def note(self, open_episodes: int, held_up: bool, now_s: float) -> None:
+        """So many episodes are under way; whether the trainer is held up by groups that are due."""
+        self._seen.append((now_s, float(open_episodes), float(held_up)))
+
+    def means(self) -> tuple[float, float]:
+        """Episodes, and the share of the time in which the trainer was held up."""
+        total_s = self._seen[-1][0] - self._seen[0][0]
+        pairs = list(itertools.pairwise(self._seen))
+        episodes, held_up = (
+            sum(seen[which] * (after[0] - seen[0]) for seen, after in pairs) / total_s
+            for which in (1, 2)
+        )
+        return episodes, held_up
 
 
 class Windows:
@@ -101,15 +123,27 @@ class Windows:
         await self._until_rows(len(controller.rows) + max_staleness + WARMUP_STEPS)
         steps = max(self._steps, self._bounds * max_staleness)
         first, before = len(controller.rows), controller.generated_tokens()
-        await self._until_rows(first + steps)
+        leases = Leases()
+
+        def all_done() -> bool:
+            leases.note(controller.open_episodes(), controller.is_held_up(), time.monotonic())
+            return len(controller.rows) >= first + steps
+
+        await self._rig.until(all_done, f"step {first + steps}", self._limit_s)
+        open_episodes, held_up = leases.means()
         generated = controller.generated_tokens() - before
         rows = controller.rows[first - 1 : first + steps]
         wall_s = rows[-1]["wall_s"] - rows[0]["wall_s"]
         return {
             "steps": steps,
             "step_s": wall_s / steps,
-            "training_s": sum(row["training_s"] for row in rows[1:]) / steps,
-            "pause_s": sum(row["pause_s"] for row in rows[1:]) / steps,
+            **{
+                name: sum(row[name] for row in rows[1:]) / steps
+                for name in ("training_s", "publish_s", "waiting_s", "pause_s")
+            },
+            # Of the window: what the trainer's waiting has of steps that groups were due for.
+            "held_up_share": held_up,
+            "open_episodes": open_episodes,
             "lag_mean": sum(row["lag_mean"] for row in rows[1:]) / steps,
             "tokens": sum(row["trained_tokens"] for row in rows[1:]) / steps,
             # As of heartbeats: as many as were trained, unless the window lived on a stock.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 
 import numpy as np
 from fake_server import OPEN, bucket_digests
@@ -58,6 +59,8 @@ class FakeTrainer:
         self.lags: list[int] = []
         self.stop_reason = ""
         self.communicator_id = ""
+        # Since the step before.
+        self._waiting_s = self._publish_s = 0.0
         # Steps from this one on wait for the gate.
         self.gated_from = 0
         self.gate = asyncio.Event()
@@ -81,8 +84,10 @@ class FakeTrainer:
                     communicator_id=self.communicator_id,
                     bucket_digests=bucket_digests(LAYOUT),
                 )
+                started_s = time.monotonic()
                 answer = self.stub.Next(request, timeout=60, metadata=self.epoch)
                 directives = [d async for d in answer]
+                self._waiting_s += time.monotonic() - started_s
                 await self._follow(directives)
             goodbye = trainer_pb2.TrainerGoodbye(weight_digest=self.digest)
             await self.stub.Finish(goodbye, timeout=60, metadata=self.epoch)
@@ -94,7 +99,9 @@ class FakeTrainer:
                 messages = [t for d in directives[1:] for t in d.chunk.trajectories]
                 await self._train(first.batch, [trajectory_from_pb(m) for m in messages])
             case "publish":
+                started_s = time.monotonic()
                 await self._publish(first.publish)
+                self._publish_s += time.monotonic() - started_s
             case "stop":
                 self.stop_reason = first.stop.reason
 
@@ -131,9 +138,12 @@ class FakeTrainer:
                 "lag_mean": float(np.mean(lags)),
                 "lag_max": max(lags),
                 "trained_tokens": tokens,
+                "waiting_s": self._waiting_s,
+                "publish_s": self._publish_s,
             },
             wall_s=self.step_s,
         )
+        self._waiting_s = self._publish_s = 0.0
         receipt = await self.report(report)
         self.version = version_from_pb(receipt.version)
         if self.checkpoint_every and self.version.step % self.checkpoint_every == 0:

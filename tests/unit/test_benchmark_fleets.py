@@ -65,6 +65,15 @@ def test_rate_of_generation_is_that_between_heartbeats() -> None:
     assert beats.rate() == pytest.approx(500.0)
 
 
+def test_what_is_under_way_counts_for_as_long_as_it_lasts() -> None:
+    leases = step_windows.Leases()
+    # 10 episodes for a second, then 30 for three, in one of which the trainer is held up.
+    for episodes, held_up, now_s in ((10, False, 5.0), (30, True, 6.0), (30, False, 7.0)):
+        leases.note(episodes, held_up, now_s)
+    leases.note(0, False, 9.0)
+    assert leases.means() == pytest.approx((25.0, 0.25))
+
+
 def test_a_window_that_failed_leaves_what_was_measured_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
