@@ -112,8 +112,10 @@ def damage_written(path: Path) -> None:
 
 
 def run_rank(folder: Path, name: str) -> None:
+    from slipstream.learner.trainer.checkpoints import gathered_state
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
+    from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
@@ -123,6 +125,8 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.weights.weight_stream import open_stream
     from slipstream.protocol.errors import SlipstreamError
 
+    # Many parts of each bucket, the last of which is a shorter one.
+    gathered_state.PART_ELEMENTS = 5000
     job = json.loads((folder / f"{name}.json").read_text())
     config = config_of(folder, job)
     policy = open_policy(config, Launch.from_environment())
@@ -153,7 +157,7 @@ def run_rank(folder: Path, name: str) -> None:
         if policy.ranks.is_main:
             state.mkdir()
         policy.ranks.broadcast_bytes(b"" if policy.ranks.is_main else None)
-        pending = begin_save(models, state, copy=True)
+        pending = begin_save(models, state, copy=True, host=HostCopies(policy.ranks.device))
         training.run(BATCHES[step])
         pending.write()
         policy.ranks.gather_bytes(b"")

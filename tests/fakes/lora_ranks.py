@@ -186,8 +186,9 @@ def moved_matrix(published: Published, policy: Policy) -> str:
 
 def save(models: list, path: Path) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
+    from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 
     path.mkdir(exist_ok=True)
-    pending = begin_save(models, path, copy=False)
+    pending = begin_save(models, path, copy=False, host=HostCopies(torch.device("cpu")))
     pending.write()
     pending.finish()

@@ -146,8 +146,9 @@ def test_member_that_dies_before_the_first_broadcast_leaves_nothing_on_the_other
     tmp_path: Path,
 ) -> None:
     world_size = min(torch.cuda.device_count(), 4)
-    if world_size < 2:
-        pytest.skip("fewer than 2 GPUs")
+    if world_size < 3:
+        # NCCL lets the first of two send a few bytes to nobody.
+        pytest.skip("fewer than 3 GPUs")
     with members(tmp_path, *["left"] * (world_size - 1), "leave") as processes:
         found = [lines_of(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * world_size

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
+from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.model.settings import Megatron
@@ -86,6 +87,7 @@ class Checkpointer:
         self._ranks = ranks
         self._models = tuple(models)
         self._folder = config.run_dir / "checkpoints"
+        self._host = HostCopies(ranks.device)
         self._write: _Write | None = None
         self._last_step: int | None = None
 
@@ -104,8 +106,12 @@ class Checkpointer:
         Removes what an interrupted save left. CheckpointError when the checkpoint is damaged or of
         other models, or when there are to be checkpoints and the ranks share no folder for them.
         """
+        from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
+
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
+            if self._ranks.device.type == "cuda":
+                self._host.reserve(saved_sizes(self._models, self._ranks))
         chosen = b""
         if self._ranks.is_main:
             for name in remove_partial(self._folder):
@@ -143,7 +149,12 @@ class Checkpointer:
         partial = checkpoint_path(self._folder, version.step)
         partial = partial.with_name(partial.name + PARTIAL_SUFFIX)
         self._together(lambda: self._prepare(partial))
-        pending = begin_save(self._models, partial / STATE_FOLDER, copy=self._settings.asynchronous)
+        pending = begin_save(
+            self._models,
+            partial / STATE_FOLDER,
+            copy=self._settings.asynchronous,
+            host=self._host,
+        )
         save_file(_random_state(), partial / _random_name(self._ranks.rank))
         self._last_step = version.step
         self._write = _Write(version, weight_digest.hex(), partial, pending)

@@ -7,9 +7,7 @@ OpenMP do not survive, or start a second interpreter for each rank. Import it af
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +20,17 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from slipstream.learner.trainer.checkpoints.gathered_state import (
+    gathered_sizes,
+    gathering,
+)
+from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
+from slipstream.learner.trainer.checkpoints.host_writer import HostWriter
 from slipstream.learner.trainer.checkpoints.optimizer_formats import (
     check_convertible,
     is_distributed,
@@ -38,18 +41,15 @@ from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, _wrap_exception
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
-    SerializationFormat,
-    _write_item,
 )
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import WriteResult
 
 # The other sharding types fail to save, or to load in fp32, in this version.
 _METADATA = {
@@ -57,6 +57,8 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+# The first data-parallel rank saves the optimizer's state, the others have none of it.
+_BY_ONE_RANK = {"distrib_optim_fully_reshardable_mem_efficient": True}
 
 
 class PendingSave:
@@ -79,13 +81,35 @@ class PendingSave:
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error
 
 
-def begin_save(models: Sequence[StoredModel], folder: Path, *, copy: bool) -> PendingSave:
+def saved_sizes(models: Sequence[StoredModel], ranks: Ranks) -> list[int]:
+    """Bytes of each tensor that a save of this rank holds, as parameters tell; not collective."""
+    sizes = []
+    for model in models:
+        optimizer = model.optimizer
+        with model.in_force():
+            for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
+                of_experts = not getattr(parameter, "allreduce", True)
+                if ranks.has_first_copy(of_experts=of_experts):
+                    sizes.append(parameter.nbytes)
+                    if optimizer and parameter.requires_grad and not is_distributed(optimizer):
+                        # Two moments, and the values themselves where training has finer ones.
+                        tensors = 2 if parameter.dtype == torch.float32 else 3
+                        sizes += tensors * [4 * parameter.numel()]
+            sizes += gathered_sizes(optimizer) if optimizer else []
+    return sizes
+
+
+def begin_save(
+    models: Sequence[StoredModel], folder: Path, *, copy: bool, host: HostCopies
+) -> PendingSave:
     """Plans a save into `folder`, which exists and is empty; collective.
 
-    With `copy` the tensors may change as soon as it returns; without it only after `finish`.
+    With `copy` the tensors may change as soon as it returns; without it only after `finish`. What
+    lies on a device is copied in any case, to `host`, which must stay as it is until `finish`.
     """
-    strategy = _ThreadedSaveStrategy("torch_dist", 1, copy=copy)
-    state = _sharded_states(models, is_loading=False)
+    host.begin()
+    strategy = _ThreadedSaveStrategy("torch_dist", 1, copy=copy, host=host)
+    state = sharded_states(models, host)
     request = dist_checkpointing.save(
         state,
         str(folder),
@@ -102,7 +126,7 @@ def load_models(models: Sequence[StoredModel], folder: Path) -> None:
     An optimizer may have been saved with the distributed optimizer and be without it now, or the
     other way. CheckpointError when the files do not hold these models.
     """
-    state = _sharded_states(models, is_loading=True)
+    state = sharded_states(models)
     try:
         saved = dist_checkpointing.load_common_state_dict(str(folder))
         converted = {
@@ -141,15 +165,16 @@ def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def _sharded_states(models: Sequence[StoredModel], *, is_loading: bool) -> dict[str, Any]:
+def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None) -> dict[str, Any]:
+    """What Megatron saves, by the model's name, or with no `host` what it loads; collective."""
     states = {}
     for model in models:
         with model.in_force():
-            states[model.name] = _sharded_state(model, is_loading=is_loading)
+            states[model.name] = _sharded_state(model, host)
     return states
 
 
-def _sharded_state(model: StoredModel, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(model: StoredModel, host: HostCopies | None) -> dict[str, Any]:
     keys = _chunk_keys(model.chunks)
     state: dict[str, Any] = {
         key: unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA))
@@ -157,9 +182,15 @@ def _sharded_state(model: StoredModel, *, is_loading: bool) -> dict[str, Any]:
     }
     if model.optimizer is not None:
         of_chunks = state[keys[0]] if len(keys) == 1 else dict(state)
-        state["optimizer"] = model.optimizer.sharded_state_dict(
-            of_chunks, is_loading=is_loading, metadata=dict(_METADATA)
-        )
+        if host is None:
+            state["optimizer"] = model.optimizer.sharded_state_dict(
+                of_chunks, is_loading=True, metadata=dict(_METADATA)
+            )
+        else:
+            with gathering(model.optimizer, host):
+                state["optimizer"] = model.optimizer.sharded_state_dict(
+                    of_chunks, metadata={**_METADATA, **_BY_ONE_RANK}
+                )
     if model.name != POLICY:
         add_prefix_for_sharding(state, f"{model.name}.")
     return state
@@ -172,15 +203,15 @@ def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:
 class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """As Megatron's, with a writer that neither forks nor starts a process."""
 
-    def __init__(self, backend: str, version: int, *, copy: bool) -> None:
+    def __init__(self, backend: str, version: int, *, copy: bool, host: HostCopies) -> None:
         super().__init__(backend, version)
-        self._copy = copy
+        self._copy, self._host = copy, host
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
         state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        writer = _HostWriter(checkpoint_dir, copy=self._copy)
+        writer = HostWriter(checkpoint_dir, copy=self._copy, host=self._host)
         plan, *_ = save_state_dict_async_plan(
             torch_dist.mcore_to_pyt_state_dict(state, False),
             writer,
@@ -191,66 +222,6 @@ class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: i
             ),
         )
         return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*plan)])
-
-
-class _HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
-    """Holds what one rank saves, and writes it as one file."""
-
-    def __init__(self, folder: Path, *, copy: bool) -> None:
-        super().__init__(folder)
-        self._copy = copy
-        self._items: list[tuple[Any, Any]] = []
-        self._file_name = ""
-        self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
-
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self._file_name = f"{plan.storage_data.prefix}0.distcp"
-        for item in plan.items:
-            data: Any = planner.resolve_data(item)
-            if item.type != WriteItemType.BYTE_IO:
-                data = self._on_host(data.detach())
-            self._items.append((item, data))
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu":
-            return tensor.cpu()
-        # A view would be written with all that its storage holds.
-        is_view = tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
-        return tensor.clone() if self._copy or is_view else tensor
-
-    def write(self) -> None:
-        try:
-            self._results = self._write()
-        except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks
-            self._results = _wrap_exception(error)
-        self._items = []
-
-    def _write(self) -> list[WriteResult]:
-        if not self._items:
-            return []
-        with (Path(self.checkpoint_dir) / self._file_name).open("wb") as file:
-            results = [
-                _write_item(
-                    self.transforms,
-                    file,
-                    data,
-                    item,
-                    self._file_name,
-                    SerializationFormat.TORCH_SAVE,
-                )
-                for item, data in self._items
-            ]
-            file.flush()
-            os.fsync(file.fileno())
-        return results
-
-    def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
-        return self._results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # Plans that only a later save by Megatron would use again.
-        kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
-        super().finish(type(metadata)(**kept), results)
 
 
 class _SafeReader(FileSystemReader):

@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from slipstream.learner.trainer.checkpoints.distributed_files import _HostWriter  # noqa: E402
+from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
+from slipstream.learner.trainer.checkpoints.host_writer import HostWriter  # noqa: E402
 from torch.distributed.checkpoint.filesystem import _StoragePrefix  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType  # noqa: E402
@@ -41,7 +42,7 @@ class Planner:
 def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(
     tmp_path: Path, error: Exception
 ) -> None:
-    writer = _HostWriter(tmp_path, copy=False)
+    writer = HostWriter(tmp_path, copy=False, host=HostCopies(torch.device("cpu")))
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.BYTE_IO)
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), Planner(error))
     writer.write()

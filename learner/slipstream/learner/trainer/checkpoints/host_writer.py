@@ -1,0 +1,121 @@
+"""Writes the file of one rank's part of a checkpoint. Import it after `cpu.install`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, _wrap_exception
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+# Bytes of a file that wait in main memory at most.
+SYNC_BYTES = 32 << 20
+
+
+class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
+    """Holds what one rank saves, and writes it as one file."""
+
+    def __init__(self, folder: Path, *, copy: bool, host: HostCopies) -> None:
+        super().__init__(folder)
+        self._copy, self._host = copy, host
+        self._items: list[tuple[Any, Any]] = []
+        self._file_name = ""
+        self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Takes all that the plan names; tensors of a device are copied."""
+        self._file_name = f"{plan.storage_data.prefix}0.distcp"
+        found: list[Any] = [planner.resolve_data(item) for item in plan.items]
+        on_device = [data.detach() for data in found if _is_on_device(data)]
+        copies = iter(self._host.copy(on_device))
+        self._items = [
+            (item, next(copies) if _is_on_device(data) else self._as_written(data))
+            for item, data in zip(plan.items, found, strict=True)
+        ]
+
+    def _as_written(self, data: Any) -> Any:  # noqa: ANN401 - a tensor in main memory, or bytes
+        if not isinstance(data, torch.Tensor):
+            return data
+        tensor = data.detach()
+        is_safe = not self._copy or self._host.holds(tensor)
+        return tensor if is_safe else tensor.clone()
+
+    def write(self) -> None:
+        """Writes the file, and syncs it; what fails is a result."""
+        try:
+            self._results = self._write()
+        except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks
+            self._results = _wrap_exception(error)
+        self._items = []
+
+    def _write(self) -> list[WriteResult]:
+        if not self._items:
+            return []
+        with SyncedFile(Path(self.checkpoint_dir) / self._file_name, "wb") as file:
+            results = [
+                _write_item(
+                    self.transforms,
+                    file,
+                    _alone(data),
+                    item,
+                    self._file_name,
+                    SerializationFormat.TORCH_SAVE,
+                )
+                for item, data in self._items
+            ]
+            os.fsync(file.fileno())
+        return results
+
+    def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
+        """Where each item lies in the file, or why there is none."""
+        return self._results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index of all ranks' files."""
+        # Plans that only a later save by Megatron would use again.
+        kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
+        super().finish(type(metadata)(**kept), results)
+
+
+class SyncedFile(io.FileIO):
+    """Goes to the disk as it is written.
+
+    Bytes that wait for that in main memory would go at once in the end, and whatever else is
+    synced meanwhile, as the controller's journal on the same disk, would wait for all of them.
+    """
+
+    _waiting = 0
+
+    def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
+        """Writes all of it."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            written = super().write(view[done : done + SYNC_BYTES - self._waiting])
+            done += written
+            self._waiting += written
+            if self._waiting == SYNC_BYTES:
+                os.fdatasync(self.fileno())
+                self._waiting = 0
+        return done
+
+
+def _alone(data: Any) -> Any:  # noqa: ANN401 - a tensor, or bytes
+    """A view would be written with all that its storage holds."""
+    if not isinstance(data, torch.Tensor):
+        return data
+    is_view = data.untyped_storage().size() != data.numel() * data.itemsize
+    return data.clone() if is_view else data
+
+
+def _is_on_device(data: Any) -> bool:  # noqa: ANN401 - a tensor, or bytes
+    return isinstance(data, torch.Tensor) and data.device.type != "cpu"

@@ -1,0 +1,64 @@
+"""Checkpoints of ranks with a GPU each: copied to pinned memory, gathered from device to device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import checkpoint_ranks
+import pytest
+import torch
+from rank_pool import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+LAYOUTS = {
+    "plain": {},
+    "distributed": {"use_distributed_optimizer": True},
+    "distributed-2": {"world_size": 2, "use_distributed_optimizer": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    checkpoint_ranks.make_models(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_holds_every_bit(
+    layout: str, dtype: str, folder: Path, rank_pool: RankPool
+) -> None:
+    learner = LAYOUTS[layout]
+    world_size = int(learner.get("world_size", 1))
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"fewer than {world_size} GPUs")
+    name = f"{layout}-{dtype}"
+    job = {"run": name, "learner": learner, "dtype": dtype, "until": 3}
+    jobs = {
+        name: {**job, "save": [2]},
+        f"{name}-again": {**job, "resume": True, "late": True},
+    }
+    for its, table in jobs.items():
+        (folder / f"{its}.json").write_text(json.dumps(table))
+        program = Path(checkpoint_ranks.__file__)
+        rank_pool.run(program, [its], world_size=world_size, folder=folder)
+    saved, again = (
+        torch.load(folder / f"{its}.pt", weights_only=True, map_location="cpu") for its in jobs
+    )
+    assert again["error"] == ""
+    assert again["loaded"] == 2
+    # Of the loaded weights, and of those of a save that trained on before it was written.
+    assert again["digest"] == again["loaded_digest"] == again["late_digest"]
+    assert again["loaded_optimizer"].keys() == saved["saved_optimizer"].keys()
+    for key, value in saved["saved_optimizer"].items():
+        assert torch.equal(again["loaded_optimizer"][key], value), key
+    # Kernels that add up in any order leave the last bits open.
+    for key in ("loss", "grad_norm", "entropy"):
+        near = pytest.approx(saved["metrics"][2][key], rel=1e-2, abs=1e-3)
+        assert again["metrics"][0][key] == near, key

@@ -1,0 +1,97 @@
+"""Memory that the tensors of a save are copied to: nothing is lost, nothing is taken twice."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from slipstream.learner.trainer.checkpoints import host_copies  # noqa: E402
+from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the pieces that were taken."""
+    taken: list[int] = []
+    whole = host_copies._Piece.__init__
+
+    def noted(piece: host_copies._Piece, num_bytes: int, device: torch.device) -> None:
+        taken.append(num_bytes)
+        whole(piece, num_bytes, device)
+
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(host_copies._Piece, "__init__", noted)
+    return taken
+
+
+def tensors_of(seed: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(300, generator=random),
+        torch.randn(33, 65, generator=random).to(torch.bfloat16),
+        torch.empty(0, 7),
+        torch.tensor(float(seed)),
+        # A view across its memory, and one tensor that is larger than a piece.
+        torch.randn(20, 40, generator=random).t(),
+        torch.arange(seed, seed + 3000),
+        torch.randn(6, generator=random) > 0,
+    ]
+
+
+def test_copies_are_equal_and_hold_no_bytes_but_their_own() -> None:
+    tensors = tensors_of(1)
+    copies = HostCopies(CPU).copy(tensors)
+    for tensor, copied in zip(tensors, copies, strict=True):
+        assert copied.dtype == tensor.dtype
+        assert torch.equal(copied, tensor)
+        # torch.save writes all of it.
+        assert copied.untyped_storage().nbytes() == tensor.nbytes
+    file = io.BytesIO()
+    torch.save(copies[0], file)
+    assert len(file.getvalue()) < tensors[0].nbytes + 2000
+
+
+def test_the_next_copies_take_no_more_memory(small_pieces: list[int]) -> None:
+    host = HostCopies(CPU)
+    first = host.copy(tensors_of(1))
+    taken = list(small_pieces)
+    # Of the last tensor but one, which fills a piece of its own.
+    assert max(taken) == 24064
+    host.begin()
+    second = host.copy(tensors_of(2))
+    assert small_pieces == taken
+    for tensor, copied in zip(tensors_of(2), second, strict=True):
+        assert torch.equal(copied, tensor)
+    # The same memory.
+    assert torch.equal(first[0], second[0])
+
+
+def test_what_was_reserved_is_enough(small_pieces: list[int]) -> None:
+    host = HostCopies(CPU)
+    host.reserve([tensor.nbytes for tensor in tensors_of(1)])
+    host.begin()
+    taken = list(small_pieces)
+    assert sum(taken) > sum(tensor.nbytes for tensor in tensors_of(1))
+    host.copy(tensors_of(1))
+    assert small_pieces == taken
+
+
+def test_memory_that_cannot_be_reserved_is_asked_for_again_by_the_save(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_copies.mmap, "mmap", _no_memory)
+    host = HostCopies(CPU)
+    host.reserve([10_000])
+    host.begin()
+    with pytest.raises(host_copies.CheckpointError, match="no 24064 bytes of main memory for a c"):
+        host.copy(tensors_of(1)[5:6])
+    assert "no 10240 bytes of main memory" in caplog.text
+
+
+def _no_memory(*_: object) -> None:
+    raise OSError(12, "Cannot allocate memory")
