@@ -12,8 +12,10 @@ A trainer of one rank saves again and again, and trains while a thread of it wri
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --shape 0.6B
+    python benchmarks/checkpoint.py --shape 0.6B --distributed-optimizer
 
-Prints one table and writes benchmarks/results/checkpoint-SHAPE.json.
+Prints one table and writes benchmarks/results/checkpoint-SHAPE.json, or
+checkpoint-SHAPE-distributed.json.
 """
 
 from __future__ import annotations
@@ -246,7 +248,8 @@ def main() -> None:
     spreads = {key: asdict(Spread.of([row[key] for row in rows])) for key in rows[0]}
     record = {"settings": settings_of(arguments), "results": rows, "spreads": spreads}
     lines = summary(rows)
-    write_result(f"checkpoint-{arguments.shape}", {**record, "table": lines}, arguments.out)
+    kind = "-distributed" if arguments.distributed_optimizer else ""
+    write_result(f"checkpoint-{arguments.shape}{kind}", {**record, "table": lines}, arguments.out)
     print("\n".join(lines))
 
 

@@ -244,7 +244,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.transport = arguments.transport or ("nccl" if arguments.device == "cuda" else "gloo")
-    layout = f"-tp{arguments.tp}-{arguments.server_tp}" if arguments.tp > 1 else ""
+    is_split = max(arguments.tp, arguments.server_tp) > 1
+    layout = f"-tp{arguments.tp}-{arguments.server_tp}" if is_split else ""
     arguments.name = f"weight_broadcast-{arguments.shape}-{arguments.servers}{layout}"
     found = Found()
     with tempfile.TemporaryDirectory() as name:

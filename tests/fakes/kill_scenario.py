@@ -175,7 +175,9 @@ def engine_processes(server: Child) -> list[psutil.Process]:
 def check(outcome: Outcome, *, gap_mean: float) -> None:
     """The learner went on, nobody served torn weights, the dead one came back."""
     for kill in outcome.kills:
-        assert kill.error, f"the broadcast was over before the kill: {kill}"
+        # Its own error may be missing: when the survivor gives up first, NCCL lets the trainer's
+        # last broadcast end as if it had been received.
+        assert kill.freed_s > 0, f"the trainer had sent all before the kill: {kill}"
         assert kill.freed_s <= 5.0, kill
     # Torn weights would sample tokens that the learner finds far less probable than they said.
     assert max(mean for mean, _ in outcome.gaps) <= gap_mean, outcome.gaps

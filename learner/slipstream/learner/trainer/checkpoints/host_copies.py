@@ -87,7 +87,9 @@ class HostCopies:
         for piece in self._pieces:
             if piece.room >= _aligned(num_bytes):
                 return piece
-        self._pieces.append(_Piece(max(_aligned(num_bytes), PIECE_BYTES), self._device))
+        # Small pieces cost time on a GPU only, where each one is pinned by itself.
+        least = PIECE_BYTES if self._device.type == "cuda" else mmap.PAGESIZE
+        self._pieces.append(_Piece(max(_aligned(num_bytes), least), self._device))
         return self._pieces[-1]
 
 

@@ -15,18 +15,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the pieces that were taken."""
-    taken: list[int] = []
+    sizes: list[int] = []
     whole = host_copies._Piece.__init__
 
     def noted(piece: host_copies._Piece, num_bytes: int, device: torch.device) -> None:
-        taken.append(num_bytes)
+        sizes.append(num_bytes)
         whole(piece, num_bytes, device)
 
-    monkeypatch.setattr(host_copies, "PIECE_BYTES", 4096)
     monkeypatch.setattr(host_copies._Piece, "__init__", noted)
-    return taken
+    return sizes
 
 
 def tensors_of(seed: int) -> list[torch.Tensor]:
@@ -56,29 +55,29 @@ def test_copies_are_equal_and_hold_no_bytes_but_their_own() -> None:
     assert len(file.getvalue()) < tensors[0].nbytes + 2000
 
 
-def test_the_next_copies_take_no_more_memory(small_pieces: list[int]) -> None:
+def test_the_next_copies_take_no_more_memory(taken: list[int]) -> None:
     host = HostCopies(CPU)
     first = host.copy(tensors_of(1))
-    taken = list(small_pieces)
+    before = list(taken)
     # Of the last tensor but one, which fills a piece of its own.
-    assert max(taken) == 24064
+    assert max(before) == 24064
     host.begin()
     second = host.copy(tensors_of(2))
-    assert small_pieces == taken
+    assert taken == before
     for tensor, copied in zip(tensors_of(2), second, strict=True):
         assert torch.equal(copied, tensor)
     # The same memory.
     assert torch.equal(first[0], second[0])
 
 
-def test_what_was_reserved_is_enough(small_pieces: list[int]) -> None:
+def test_what_was_reserved_is_enough(taken: list[int]) -> None:
     host = HostCopies(CPU)
     host.reserve([tensor.nbytes for tensor in tensors_of(1)])
     host.begin()
-    taken = list(small_pieces)
-    assert sum(taken) > sum(tensor.nbytes for tensor in tensors_of(1))
+    before = list(taken)
+    assert sum(before) > sum(tensor.nbytes for tensor in tensors_of(1))
     host.copy(tensors_of(1))
-    assert small_pieces == taken
+    assert taken == before
 
 
 def test_memory_that_cannot_be_reserved_is_asked_for_again_by_the_save(

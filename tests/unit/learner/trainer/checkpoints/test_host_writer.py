@@ -1,15 +1,18 @@
-"""What the thread that writes a checkpoint says about its end."""
+"""What the thread that writes a checkpoint does, and says about its end."""
 
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from slipstream.learner.trainer.checkpoints import host_writer  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_writer import HostWriter  # noqa: E402
 from torch.distributed.checkpoint.filesystem import _StoragePrefix  # noqa: E402
@@ -49,3 +52,42 @@ def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(
     # torch's form of a failure that other ranks hear of.
     found, _ = writer.retrieve_write_results()
     assert found is error
+
+
+def test_a_file_goes_to_the_disk_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(host_writer, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(
+        host_writer.os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size)
+    )
+    data = os.urandom(3300)
+    with host_writer.SyncedFile(tmp_path / "file", "wb") as file:
+        assert file.write(data[:300]) == 300
+        assert file.write(memoryview(data)[300:3200]) == 2900
+        assert file.write(data[3200:]) == 100
+        assert file.tell() == 3300
+    assert synced == [1000, 2000, 3000]
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_what_is_held_already_is_not_copied_again_and_a_view_is_written_alone(
+    tmp_path: Path,
+) -> None:
+    host = HostCopies(torch.device("cpu"))
+    whole = host.empty(1000, torch.float32).copy_(torch.arange(1000.0))
+    parameter = torch.zeros(4)
+    planner = SimpleNamespace(resolve_data={"held": whole[10:20], "own": parameter}.__getitem__)
+    writer = HostWriter(tmp_path, copy=True, host=host)
+    writer.prepare_write_data(
+        SimpleNamespace(items=["held", "own"], storage_data=_StoragePrefix("__0_")), planner
+    )
+    (_, held), (_, own) = writer._items
+    assert held.data_ptr() == whole[10:].data_ptr()
+    # Training goes on.
+    parameter += 1
+    assert torch.equal(own, torch.zeros(4))
+    alone = host_writer._alone(held)
+    assert torch.equal(alone, torch.arange(10.0, 20.0))
+    assert alone.untyped_storage().nbytes() == 40
