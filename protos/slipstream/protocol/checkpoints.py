@@ -22,6 +22,7 @@ from slipstream.protocol.types import PolicyVersion
 MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
 _NAME_FORM = re.compile(r"step-(\d{6,})")
+DIGEST_BYTES = 16
 _READ_BYTES = 8 << 20
 
 
@@ -35,7 +36,7 @@ class FileEntry(_Record):
     # Relative to the checkpoint's folder.
     path: str
     num_bytes: int
-    # BLAKE2b, 16 bytes, in hexadecimal.
+    # BLAKE2b of DIGEST_BYTES, in hexadecimal.
     digest: str
 
 
@@ -118,7 +119,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def describe_file(folder: Path, path: str) -> FileEntry:
     """Size and digest of a file below `folder`, whose bytes are made durable."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     num_bytes = 0
     with (folder / path).open("rb") as file:
         os.fsync(file.fileno())

@@ -274,12 +274,10 @@ class Checkpointer:
 
 
 def _write_files(write: _Write, rank: int) -> None:
-    """What a thread does beside training: digests take as long as the bytes that they are of."""
-    write.pending.write()
-    paths = [write.partial / _random_name(rank)]
-    paths += (write.partial / STATE_FOLDER).glob(f"__{rank}_*.distcp")
+    """What a thread does beside training."""
+    written = write.pending.write()
     try:
-        write.entries = _described(write.partial, paths)
+        write.entries = [*written, *_described(write.partial, [write.partial / _random_name(rank)])]
     except OSError as error:
         write.entries = error
 

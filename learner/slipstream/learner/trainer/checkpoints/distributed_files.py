@@ -42,6 +42,7 @@ from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredMo
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.protocol.checkpoints import FileEntry
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import (
@@ -64,13 +65,13 @@ _BY_ONE_RANK = {"distrib_optim_fully_reshardable_mem_efficient": True}
 class PendingSave:
     """A save whose tensors are safe from training; `write` is for a thread, the rest collective."""
 
-    def __init__(self, request: AsyncRequest) -> None:
-        self._request = request
+    def __init__(self, request: AsyncRequest, writer: HostWriter) -> None:
+        self._request, self._writer = request, writer
 
-    def write(self) -> None:
-        """Writes this rank's file; what fails is raised by `finish` on all ranks."""
-        if self._request.async_fn is not None:
-            self._request.async_fn()
+    def write(self) -> list[FileEntry]:
+        """Writes this rank's file and says so; what fails is raised by `finish` on all ranks."""
+        self._writer.write()
+        return [self._writer.written] if self._writer.written is not None else []
 
     def finish(self) -> None:
         """Writes the index, after `write` has returned on every rank; collective."""
@@ -117,7 +118,7 @@ def begin_save(
         async_sharded_save=True,
         content_metadata=dict(_METADATA),
     )
-    return PendingSave(request)
+    return PendingSave(request, strategy.writer)
 
 
 def load_models(models: Sequence[StoredModel], folder: Path) -> None:
@@ -206,22 +207,23 @@ class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: i
     def __init__(self, backend: str, version: int, *, copy: bool, host: HostCopies) -> None:
         super().__init__(backend, version)
         self._copy, self._host = copy, host
+        self.writer: HostWriter
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
         state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        writer = HostWriter(checkpoint_dir, copy=self._copy, host=self._host)
+        self.writer = HostWriter(checkpoint_dir, copy=self._copy, host=self._host)
         plan, *_ = save_state_dict_async_plan(
             torch_dist.mcore_to_pyt_state_dict(state, False),
-            writer,
+            self.writer,
             None,
             0,
             planner=torch_dist.MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
-        return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*plan)])
+        return AsyncRequest(self.writer.write, (), [lambda: save_state_dict_async_finalize(*plan)])
 
 
 class _SafeReader(FileSystemReader):

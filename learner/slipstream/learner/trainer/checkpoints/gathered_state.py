@@ -52,7 +52,7 @@ def distributed_parts(optimizer: Megatron) -> list[Megatron]:
 def gathered_sizes(optimizer: Megatron) -> list[int]:
     """Bytes of each tensor that this rank gathers; not collective."""
     return [
-        4 * buffer.numel_unpadded
+        4 * buffer.numel
         for part in distributed_parts(optimizer)
         if part.data_parallel_group.rank() == 0
         for buffer in part.buffers
@@ -66,18 +66,16 @@ def _gather(part: Megatron, host: HostCopies, **_: object) -> dict[Any, Any] | N
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for number, ((dtype, ranges),) in enumerate(maps.items() for maps in part.gbuf_ranges):
         buffer = part.buffers[number]
-        # float32 of every parameter, without what fills its buckets up.
+        # Parameters are looked for where they lie in the buffer, with what fills its buckets up.
         whole: dict[str, Any] = {}
         if group.rank() == 0:
-            whole = {key: host.empty(buffer.numel_unpadded, torch.float32) for key in KEYS}
-        begin = 0
+            whole = {key: host.empty(buffer.numel, torch.float32) for key in KEYS}
         for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
-            end = begin + bucket.numel_unpadded
+            end = bucket.offset + bucket.grad_data.numel()
             places = _places(part, bucket_ranges["param_map"])
             for key in KEYS:
-                target = whole[key][begin:end] if whole else None
+                target = whole[key][bucket.offset : end] if whole else None
                 _gather_bucket(places[key], bucket.grad_data, target, group)
-            begin = end
         state[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
     host.wait()
     return state if group.rank() == 0 else None
@@ -106,10 +104,8 @@ def _gather_bucket(
         received = _received(own[: end - begin], group)
         if target is not None:
             for rank, values in enumerate(received):
-                # What fills the bucket up is at its end.
                 start = rank * share + begin
-                count = max(0, min(end - begin, target.numel() - start))
-                target[start : start + count].copy_(values[:count], non_blocking=True)
+                target[start : start + end - begin].copy_(values, non_blocking=True)
 
 
 def _fill(own: Tensor, start: int, places: list[_Place]) -> None:

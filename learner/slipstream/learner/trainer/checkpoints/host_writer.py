@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
+from slipstream.protocol.checkpoints import DIGEST_BYTES, FileEntry
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, _wrap_exception
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,6 +30,8 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
     def __init__(self, folder: Path, *, copy: bool, host: HostCopies) -> None:
         super().__init__(folder)
         self._copy, self._host = copy, host
+        # Its file, below the checkpoint's folder; None before it is on the disk, or without one.
+        self.written: FileEntry | None = None
         self._items: list[tuple[Any, Any]] = []
         self._file_name = ""
         self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
@@ -60,7 +65,8 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
     def _write(self) -> list[WriteResult]:
         if not self._items:
             return []
-        with SyncedFile(Path(self.checkpoint_dir) / self._file_name, "wb") as file:
+        path = Path(self.checkpoint_dir) / self._file_name
+        with SyncedFile(path) as file:
             results = [
                 _write_item(
                     self.transforms,
@@ -73,6 +79,9 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
                 for item, data in self._items
             ]
             os.fsync(file.fileno())
+            self.written = FileEntry(
+                path=f"{path.parent.name}/{path.name}", num_bytes=file.tell(), digest=file.digest
+            )
         return results
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
@@ -87,26 +96,48 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
 
 
 class SyncedFile(io.FileIO):
-    """Goes to the disk as it is written.
+    """Goes to the disk as it is written, and is digested meanwhile, in a thread beside.
 
-    Bytes that wait for that in main memory would go at once in the end, and whatever else is
-    synced meanwhile, as the controller's journal on the same disk, would wait for all of them.
+    Bytes that wait for the disk in main memory would go at once in the end, and whatever else is
+    synced then, as the controller's journal on the same disk, would wait for all of them.
     """
 
-    _waiting = 0
+    def __init__(self, path: Path) -> None:
+        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._digesting = ThreadPoolExecutor(1, "checkpoint-digest")
+        self._waiting = 0
+        super().__init__(path, "wb")
+
+    @property
+    def digest(self) -> str:
+        """Of all that was written: BLAKE2b in hexadecimal."""
+        return self._digest.hexdigest()
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
         """Writes all of it."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            written = super().write(view[done : done + SYNC_BYTES - self._waiting])
-            done += written
-            self._waiting += written
-            if self._waiting == SYNC_BYTES:
-                os.fdatasync(self.fileno())
-                self._waiting = 0
+            part = view[done : done + SYNC_BYTES - self._waiting]
+            digested = self._digesting.submit(self._digest.update, part)
+            self._write(part)
+            digested.result()
+            done += len(part)
         return done
+
+    def close(self) -> None:
+        """Also ends the thread."""
+        self._digesting.shutdown()
+        super().close()
+
+    def _write(self, part: memoryview) -> None:
+        written = 0
+        while written < len(part):
+            written += super().write(part[written:])
+        self._waiting += written
+        if self._waiting == SYNC_BYTES:
+            os.fdatasync(self.fileno())
+            self._waiting = 0
 
 
 def _alone(data: Any) -> Any:  # noqa: ANN401 - a tensor, or bytes

@@ -13,21 +13,21 @@ from slipstream.learner.trainer.checkpoints import gathered_state  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
 
 
-def test_buckets_follow_each_other_without_what_fills_them_up(
+def test_a_parameter_lies_where_it_is_in_the_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gathered_state, "PART_ELEMENTS", 4)
     # Begin and end in its bucket; nothing fills the first bucket between its parameters.
     ranges = [{"a": (0, 6), "b": (6, 9)}, {"c": (0, 5)}]
-    filled_up, unpadded = [12, 8], [9, 5]
+    offsets, sizes = [0, 12], [12, 8]
     states = {
         name: {key: torch.randn(end - begin) for key in gathered_state.KEYS}
         for bucket in ranges
         for name, (begin, end) in bucket.items()
     }
     buckets = [
-        SimpleNamespace(grad_data=torch.zeros(size), numel_unpadded=count)
-        for size, count in zip(filled_up, unpadded, strict=True)
+        SimpleNamespace(grad_data=torch.zeros(size), offset=offset)
+        for offset, size in zip(offsets, sizes, strict=True)
     ]
     maps = [
         {
@@ -38,7 +38,7 @@ def test_buckets_follow_each_other_without_what_fills_them_up(
     ]
     part = SimpleNamespace(
         data_parallel_group=SimpleNamespace(rank=lambda: 0, size=lambda: 1),
-        buffers=[SimpleNamespace(numel_unpadded=14, buckets=buckets)],
+        buffers=[SimpleNamespace(numel=20, numel_unpadded=14, buckets=buckets)],
         gbuf_ranges=[{"float32": [{"param_map": its} for its in maps]}],
         _get_main_param_and_optimizer_states=states.__getitem__,
     )
@@ -47,5 +47,7 @@ def test_buckets_follow_each_other_without_what_fills_them_up(
     (whole,) = found[0].values()
     assert whole["numel_unpadded"] == 14
     for key in gathered_state.KEYS:
-        expected = torch.cat([states[name][key] for name in "abc"])
-        assert torch.equal(whole[key], expected)
+        assert len(whole[key]) == 20
+        for offset, bucket in zip(offsets, ranges, strict=True):
+            for name, (begin, end) in bucket.items():
+                assert torch.equal(whole[key][offset + begin : offset + end], states[name][key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from pathlib import Path
@@ -63,11 +64,12 @@ def test_a_file_goes_to_the_disk_as_it_is_written(
         host_writer.os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size)
     )
     data = os.urandom(3300)
-    with host_writer.SyncedFile(tmp_path / "file", "wb") as file:
+    with host_writer.SyncedFile(tmp_path / "file") as file:
         assert file.write(data[:300]) == 300
         assert file.write(memoryview(data)[300:3200]) == 2900
         assert file.write(data[3200:]) == 100
         assert file.tell() == 3300
+        assert file.digest == hashlib.blake2b(data, digest_size=16).hexdigest()
     assert synced == [1000, 2000, 3000]
     assert (tmp_path / "file").read_bytes() == data
 
