@@ -104,9 +104,11 @@ def config_of(**sections: dict[str, Any]) -> Config:
 def fits(
     config: Config, monkeypatch: pytest.MonkeyPatch, cards: int, billions: float
 ) -> dict[str, Finding]:
-    """With a model of so many parameters in bf16 on so many cards."""
-    needs = Needs(int(billions * 1e9), billions * 1e9 * 18, billions * 1e9 * 2)
+    """With a model of so many parameters in bf16 on so many cards, and 100 GiB of main memory."""
+    parameters = int(billions * 1e9)
+    needs = Needs(parameters, 18 * parameters, 2 * parameters, 14 * parameters)
     monkeypatch.setattr(fit, "needs_of", lambda config: needs)
+    monkeypatch.setattr(fit, "free_memory", lambda: (100.0, ""))
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
     monkeypatch.setattr(placement, "list_gpus", lambda: CARDS[:cards])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -128,6 +130,22 @@ def test_memory_of_each_card_is_compared_with_the_need(monkeypatch: pytest.Monke
     assert "lower rollout_server.gpu_memory_utilization" in shared["GPU memory"].remedy
     tight = fits(config_of(), monkeypatch, 2, 7.5)
     assert tight["GPU memory"].verdict is Verdict.ADVICE
+
+
+def test_main_memory_holds_the_copy_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = fits(config_of(), monkeypatch, 2, 7.0)["checkpoint memory"]
+    assert enough.verdict is Verdict.OK
+    # 7e9 * 14 bytes.
+    assert enough.seen.startswith("91.3 GiB of main memory for the copy of a checkpoint, 100.0")
+    short = fits(config_of(), monkeypatch, 2, 8.0)["checkpoint memory"]
+    assert short.verdict is Verdict.PROBLEM
+    assert "checkpoint.every_steps" in short.remedy
+    without = fits(config_of(checkpoint={"every_steps": 0}), monkeypatch, 2, 8.0)
+    assert "checkpoint memory" not in without
+    # Two of the four shards are held here.
+    learner = {"world_size": 4, "ranks_per_node": 2, "parallel": {"tp": 4}}
+    spread = fits(config_of(learner=learner), monkeypatch, 4, 8.0)["checkpoint memory"]
+    assert spread.seen.startswith("52.2 GiB")
 
 
 def test_engine_without_room_for_a_cache_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

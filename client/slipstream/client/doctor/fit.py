@@ -35,6 +35,8 @@ class Needs:
     parameters: int
     rank_bytes: float
     worker_bytes: float
+    # Of a checkpoint: every parameter once, with its optimizer state.
+    saved_bytes: float
 
 
 def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -65,6 +67,8 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         return
     if placement.learner:
         yield from _memory(config, placement, needs, gpus)
+        if config.checkpoint.every_steps:
+            yield _checkpoint_memory(config, ranks, needs)
     elif not placement.servers:
         yield _main_memory(config, ranks, needs)
 
@@ -86,6 +90,7 @@ def needs_of(config: Config) -> Needs | None:
         # Adapters are small beside what they stand by, which has neither gradients nor moments.
         rank_bytes=parameters / split * (weight_bytes + (0 if config.lora.rank else trained)),
         worker_bytes=parameters * weight_bytes / config.rollout_server.tensor_parallel_size,
+        saved_bytes=parameters * (weight_bytes + (0 if config.lora.rank else state)),
     )
 
 
@@ -104,6 +109,22 @@ def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
             "take a smaller model",
         )
     return ok("main memory", seen)
+
+
+def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
+    """Of the ranks here: the first of those that hold the same parameters copy them to it."""
+    split = config.learner.parallel.tp * config.learner.parallel.pp
+    needed = needs.saved_bytes * min(ranks, split) / split / GIB
+    free, _ = free_memory()
+    seen = f"{needed:.1f} GiB of main memory for the copy of a checkpoint, {free:.1f} GiB are free"
+    if needed > free:
+        return problem(
+            "checkpoint memory",
+            seen,
+            "spread the learner over more nodes, or set checkpoint.every_steps to 0 and keep the "
+            "model of the end",
+        )
+    return ok("checkpoint memory", seen)
 
 
 def _memory(
