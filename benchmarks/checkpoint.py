@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from learner_loops import LOADS, lognormal_batch, shape_config, synchronize
@@ -174,6 +175,7 @@ def peer_s(models: list[StoredModel], folder: Path, device: torch.device) -> flo
 
 def stock_states(models: list[StoredModel]) -> dict[str, Any]:
     """What Megatron-Core saves of a model and its optimizer, in the way it has by itself."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from slipstream.learner.trainer.model.model import unwrapped
 
     metadata = {
@@ -182,9 +184,12 @@ def stock_states(models: list[StoredModel]) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
     }
     (model,) = models
-    state = {"model": unwrapped(model.chunks[0]).sharded_state_dict(metadata=metadata)}
     assert model.optimizer is not None
-    state["optimizer"] = model.optimizer.sharded_state_dict(state["model"], metadata=metadata)
+    state = {"model": unwrapped(model.chunks[0]).sharded_state_dict(metadata=metadata)}
+    # Our cure copies what Megatron-Core has gathered once more.
+    cured = DistributedOptimizer.get_parameter_state_dp_zero
+    with mock.patch.object(DistributedOptimizer, cured.__name__, cured.__wrapped__):
+        state["optimizer"] = model.optimizer.sharded_state_dict(state["model"], metadata=metadata)
     return state
 
 

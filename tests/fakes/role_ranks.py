@@ -207,6 +207,7 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
 
 def save(folder: Path, layout: str) -> None:
     """Saves the models of a layout after two of three steps, asynchronously."""
+    from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
     from slipstream.learner.trainer.model.offload import Part
     from slipstream.protocol.types import PolicyVersion
 
@@ -218,8 +219,14 @@ def save(folder: Path, layout: str) -> None:
         for memory in (run.policy.memory, *run.roles.memories()):
             stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
         run.checkpointer.save(PolicyVersion(0, 2), b"digest")
-    torch.save(run.last_step(), folder / f"save:{layout}-{run.policy.ranks.rank}.pt")
+    found = run.last_step() | {"expected_bytes": sum(saved_sizes(run.models))}
     run.checkpointer.finish()
+    rank = run.policy.ranks.rank
+    # Rank 0 says when it is published.
+    run.policy.ranks.gather_bytes(b"")
+    state = folder / "runs" / layout / "checkpoints" / "step-000002" / "state"
+    found["written_bytes"] = sum(path.stat().st_size for path in state.glob(f"__{rank}_*"))
+    torch.save(found, folder / f"save:{layout}-{rank}.pt")
     run.policy.ranks.close()
 
 
@@ -267,9 +274,8 @@ class _Run:
         self.roles = open_roles(config, self.policy)
         self.step = TrainingStep(self.policy, config, self.roles)
         policy = StoredModel(POLICY, self.policy.chunks, self.policy.optimizer)
-        self.checkpointer = Checkpointer(
-            config, self.policy.ranks, [policy, *self.roles.stored_models()]
-        )
+        self.models = [policy, *self.roles.stored_models()]
+        self.checkpointer = Checkpointer(config, self.policy.ranks, self.models)
 
     def last_step(self) -> dict:
         """What the third step does, and what the critic says after it."""

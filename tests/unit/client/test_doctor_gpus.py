@@ -146,6 +146,10 @@ def test_main_memory_holds_the_copy_of_a_checkpoint(monkeypatch: pytest.MonkeyPa
     learner = {"world_size": 4, "ranks_per_node": 2, "parallel": {"tp": 4}}
     spread = fits(config_of(learner=learner), monkeypatch, 4, 8.0)["checkpoint memory"]
     assert spread.seen.startswith("52.2 GiB")
+    # Each stage's first ranks are on a node of their own.
+    learner = {"world_size": 4, "ranks_per_node": 2, "parallel": {"pp": 2}}
+    stages = fits(config_of(learner=learner), monkeypatch, 4, 8.0)["checkpoint memory"]
+    assert stages.seen.startswith("52.2 GiB")
 
 
 def test_engine_without_room_for_a_cache_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

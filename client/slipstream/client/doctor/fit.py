@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,13 +85,15 @@ def needs_of(config: Config) -> Needs | None:
     replicas = learner.world_size // split if learner.use_distributed_optimizer else 1
     weight_bytes = 2 if is_bf16 else 4
     state = MOMENT_BYTES + (MASTER_BYTES if is_bf16 else 0)
+    # What the distributed optimizer's state has of float32 weights is saved beside them.
+    saved = MOMENT_BYTES + (MASTER_BYTES if is_bf16 or learner.use_distributed_optimizer else 0)
     trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
     return Needs(
         parameters=parameters,
         # Adapters are small beside what they stand by, which has neither gradients nor moments.
         rank_bytes=parameters / split * (weight_bytes + (0 if config.lora.rank else trained)),
         worker_bytes=parameters * weight_bytes / config.rollout_server.tensor_parallel_size,
-        saved_bytes=parameters * (weight_bytes + (0 if config.lora.rank else state)),
+        saved_bytes=parameters * (weight_bytes + (0 if config.lora.rank else saved)),
     )
 
 
@@ -113,10 +116,15 @@ def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
 
 def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
     """Of the ranks here: the first of those that hold the same parameters copy them to it."""
-    split = config.learner.parallel.tp * config.learner.parallel.pp
-    needed = needs.saved_bytes * min(ranks, split) / split / GIB
+    parallel, size = config.learner.parallel, config.learner.world_size
+    stages = range(0, size, max(1, size // parallel.pp))
+    firsts = [stage + rank for stage in stages for rank in range(parallel.tp)]
+    most = max(Counter(rank // ranks for rank in firsts).values())
+    needed = needs.saved_bytes * most / len(firsts) / GIB
     free, _ = free_memory()
     seen = f"{needed:.1f} GiB of main memory for the copy of a checkpoint, {free:.1f} GiB are free"
+    if roles := role_settings(config):
+        seen += f", without {' and '.join(roles)}"
     if needed > free:
         return problem(
             "checkpoint memory",

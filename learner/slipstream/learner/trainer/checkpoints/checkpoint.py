@@ -110,8 +110,6 @@ class Checkpointer:
 
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
-            if self._ranks.device.type == "cuda":
-                self._host.reserve(saved_sizes(self._models, self._ranks))
         chosen = b""
         if self._ranks.is_main:
             for name in remove_partial(self._folder):
@@ -119,7 +117,10 @@ class Checkpointer:
             steps = complete_steps(self._folder)
             chosen = str(steps[-1]).encode() if steps else b""
         step = self._ranks.broadcast_bytes(chosen if self._ranks.is_main else None)
-        return self.load(int(step)) if step else None
+        loaded = self.load(int(step)) if step else None
+        if self._settings.every_steps and self._ranks.device.type == "cuda":
+            self._host.reserve(saved_sizes(self._models))
+        return loaded
 
     def load(self, step: int) -> Manifest:
         """Loads the checkpoint of version `step`, checked file by file."""
@@ -149,6 +150,7 @@ class Checkpointer:
         partial = checkpoint_path(self._folder, version.step)
         partial = partial.with_name(partial.name + PARTIAL_SUFFIX)
         self._together(lambda: self._prepare(partial))
+        self._together(self._host.begin)
         pending = begin_save(
             self._models,
             partial / STATE_FOLDER,

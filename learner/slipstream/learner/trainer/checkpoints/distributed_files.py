@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -41,7 +41,6 @@ from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.model.settings import Megatron
-from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.checkpoints import FileEntry
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint._traverse import set_element
@@ -82,15 +81,18 @@ class PendingSave:
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error
 
 
-def saved_sizes(models: Sequence[StoredModel], ranks: Ranks) -> list[int]:
+def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
     """Bytes of each tensor that a save of this rank holds, as parameters tell; not collective."""
     sizes = []
     for model in models:
         optimizer = model.optimizer
         with model.in_force():
+            # Of the layout in force, which need not be the policy's.
+            is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+            is_first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
             for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
                 of_experts = not getattr(parameter, "allreduce", True)
-                if ranks.has_first_copy(of_experts=of_experts):
+                if is_first_of_experts if of_experts else is_first:
                     sizes.append(parameter.nbytes)
                     if optimizer and parameter.requires_grad and not is_distributed(optimizer):
                         # Two moments, and the values themselves where training has finer ones.
@@ -106,9 +108,9 @@ def begin_save(
     """Plans a save into `folder`, which exists and is empty; collective.
 
     With `copy` the tensors may change as soon as it returns; without it only after `finish`. What
-    lies on a device is copied in any case, to `host`, which must stay as it is until `finish`.
+    lies on a device is copied in any case, to `host`, whose own `begin` comes before this and
+    not again before `finish`.
     """
-    host.begin()
     strategy = _ThreadedSaveStrategy("torch_dist", 1, copy=copy, host=host)
     state = sharded_states(models, host)
     request = dist_checkpointing.save(
@@ -192,9 +194,18 @@ def _sharded_state(model: StoredModel, host: HostCopies | None) -> dict[str, Any
                 state["optimizer"] = model.optimizer.sharded_state_dict(
                     of_chunks, metadata={**_METADATA, **_BY_ONE_RANK}
                 )
+            _drop_absent(state["optimizer"])
     if model.name != POLICY:
         add_prefix_for_sharding(state, f"{model.name}.")
     return state
+
+
+def _drop_absent(state: dict[Any, Any]) -> None:
+    """The state that another rank gathers: Megatron would warn that ranks differ in it."""
+    parts = [state, *(part for part in state.values() if isinstance(part, dict))]
+    for part in parts:
+        if part.get("param_state", state) is None:
+            del part["param_state"]
 
 
 def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:

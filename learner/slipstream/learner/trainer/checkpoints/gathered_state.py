@@ -1,8 +1,8 @@
 """State of the distributed optimizer, gathered from device to device by the rank that saves it.
 
-Megatron's own way leads through main memory of every rank, and leaves all of it on each: 10 s for
-0.6B parameters. Here what the first data-parallel rank saves goes through its device in small
-parts, and into the memory that the save has. Import it after `cpu.install`.
+Megatron's own way leads through main memory of every rank, and leaves all of it on each. Here what
+the first data-parallel rank saves goes through its device in small parts, and into the memory that
+the save has. Import it after `cpu.install`.
 """
 
 from __future__ import annotations

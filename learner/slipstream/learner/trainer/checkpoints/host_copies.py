@@ -6,6 +6,7 @@ filled with zeros by all threads, pinned for the GPU's copy engine, and kept for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -30,6 +31,8 @@ class HostCopies:
         self._device = device
         self._pieces: list[_Piece] = []
         self._reserving: threading.Thread | None = None
+        # Why what was to be reserved is not there.
+        self._problem: CheckpointError | None = None
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Takes memory for tensors of so many bytes each, from a thread; `begin` waits for it."""
@@ -39,24 +42,32 @@ class HostCopies:
         self._reserving.start()
 
     def begin(self) -> None:
-        """A new save begins: what the one before it held is overwritten."""
+        """A new save begins: what the one before it held is overwritten.
+
+        CheckpointError when memory that was to be reserved could not be had; said once.
+        """
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
         for piece in self._pieces:
             piece.room = piece.num_bytes
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies, in this order, each with a storage of exactly its bytes.
+        """Copies, in the same order, each with a storage of exactly its bytes.
 
         Returns when they are made. CheckpointError when there is no memory that can be pinned.
         """
-        copies = []
-        for tensor in tensors:
-            copies.append(self.empty(tensor.numel(), tensor.dtype).view(tensor.shape))
-            copies[-1].copy_(tensor, non_blocking=True)
+        copies: dict[int, Tensor] = {}
+        # The largest first, as they were reserved: then they find the same room.
+        for place in sorted(range(len(tensors)), key=lambda place: -tensors[place].nbytes):
+            tensor = tensors[place]
+            copies[place] = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+            copies[place].copy_(tensor, non_blocking=True)
         self.wait()
-        return copies
+        return [copies[place] for place in range(len(tensors))]
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """So many elements for copies that do not block; then `wait`. CheckpointError as above."""
@@ -74,19 +85,19 @@ class HostCopies:
     def _reserve(self, sizes: Iterable[int]) -> None:
         started_s = time.monotonic()
         try:
-            for size in sizes:
+            for size in sorted(sizes, reverse=True):
                 self._piece_for(size).room -= _aligned(size)
         except CheckpointError as error:
-            # The save that needs it may find some, or fails.
             logger.warning("%s", error)
+            self._problem = error
         taken = sum(piece.num_bytes for piece in self._pieces)
         wall_s = time.monotonic() - started_s
         logger.info("%d bytes of memory for checkpoints after %.1f s", taken, wall_s)
 
     def _piece_for(self, num_bytes: int) -> _Piece:
-        for piece in self._pieces:
-            if piece.room >= _aligned(num_bytes):
-                return piece
+        fitting = [piece for piece in self._pieces if piece.room >= _aligned(num_bytes)]
+        if fitting:
+            return min(fitting, key=lambda piece: piece.room)
         # Small pieces cost time on a GPU only, where each one is pinned by itself.
         least = PIECE_BYTES if self._device.type == "cuda" else mmap.PAGESIZE
         self._pieces.append(_Piece(max(_aligned(num_bytes), least), self._device))
@@ -99,12 +110,16 @@ class _Piece:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """CheckpointError when there is not so much, or CUDA cannot pin it."""
         try:
-            self._memory = mmap.mmap(-1, num_bytes)
+            # Memory that is shared has no large pages.
+            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise CheckpointError(
                 f"no {num_bytes} bytes of main memory for a checkpoint: {error}"
             ) from error
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        # A GPU writes to it, so no child may have a copy on write.
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            with contextlib.suppress(OSError):
+                self._memory.madvise(advice)
         self.num_bytes = self.room = num_bytes
         self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._whole.zero_()

@@ -67,17 +67,21 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
             return []
         path = Path(self.checkpoint_dir) / self._file_name
         with SyncedFile(path) as file:
-            results = [
-                _write_item(
-                    self.transforms,
-                    file,
-                    _alone(data),
-                    item,
-                    self._file_name,
-                    SerializationFormat.TORCH_SAVE,
-                )
-                for item, data in self._items
-            ]
+            try:
+                results = [
+                    _write_item(
+                        self.transforms,
+                        file,
+                        _alone(data),
+                        item,
+                        self._file_name,
+                        SerializationFormat.TORCH_SAVE,
+                    )
+                    for item, data in self._items
+                ]
+            except RuntimeError as error:
+                # torch's own of a file that is not where it ought to be.
+                raise (file.problem or error) from error
             os.fsync(file.fileno())
             self.written = FileEntry(
                 path=f"{path.parent.name}/{path.name}", num_bytes=file.tell(), digest=file.digest
@@ -106,6 +110,8 @@ class SyncedFile(io.FileIO):
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._digesting = ThreadPoolExecutor(1, "checkpoint-digest")
         self._waiting = 0
+        # Why the disk took no more.
+        self.problem: OSError | None = None
         super().__init__(path, "wb")
 
     @property
@@ -120,7 +126,11 @@ class SyncedFile(io.FileIO):
         while done < len(view):
             part = view[done : done + SYNC_BYTES - self._waiting]
             digested = self._digesting.submit(self._digest.update, part)
-            self._write(part)
+            try:
+                self._write(part)
+            except OSError as error:
+                self.problem = self.problem or error
+                raise
             digested.result()
             done += len(part)
         return done

@@ -70,27 +70,34 @@ def test_the_next_copies_take_no_more_memory(taken: list[int]) -> None:
     assert torch.equal(first[0], second[0])
 
 
-def test_what_was_reserved_is_enough(taken: list[int]) -> None:
+def test_what_was_reserved_is_enough_in_any_order(taken: list[int]) -> None:
     host = HostCopies(CPU)
-    host.reserve([tensor.nbytes for tensor in tensors_of(1)])
+    # As of parameters: each with its states. They are copied kind by kind.
+    weights = [torch.randn(size).to(torch.bfloat16) for size in (9000, 70, 3000, 200, 9000, 40)]
+    states = [weight.float() for weight in weights]
+    host.reserve([t.nbytes for pair in zip(weights, states, strict=True) for t in pair])
     host.begin()
     before = list(taken)
-    assert sum(before) > sum(tensor.nbytes for tensor in tensors_of(1))
-    host.copy(tensors_of(1))
+    tensors = [*weights[::-1], *states]
+    for tensor, copied in zip(tensors, host.copy(tensors), strict=True):
+        assert torch.equal(copied, tensor)
     assert taken == before
 
 
-def test_memory_that_cannot_be_reserved_is_asked_for_again_by_the_save(
+def test_a_save_hears_that_memory_could_not_be_reserved(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(host_copies.mmap, "mmap", _no_memory)
     host = HostCopies(CPU)
     host.reserve([10_000])
-    host.begin()
-    with pytest.raises(host_copies.CheckpointError, match="no 24064 bytes of main memory for a c"):
-        host.copy(tensors_of(1)[5:6])
+    with pytest.raises(host_copies.CheckpointError, match="no 10240 bytes of main memory for a c"):
+        host.begin()
     assert "no 10240 bytes of main memory" in caplog.text
+    # The next save asks for itself.
+    host.begin()
+    with pytest.raises(host_copies.CheckpointError, match="no 24064 bytes"):
+        host.copy(tensors_of(1)[5:6])
 
 
-def _no_memory(*_: object) -> None:
+def _no_memory(*_: object, **__: object) -> None:
     raise OSError(12, "Cannot allocate memory")

@@ -93,3 +93,20 @@ def test_what_is_held_already_is_not_copied_again_and_a_view_is_written_alone(
     alone = host_writer._alone(held)
     assert torch.equal(alone, torch.arange(10.0, 20.0))
     assert alone.untyped_storage().nbytes() == 40
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(host_writer, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(host_writer.os, "fdatasync", full)
+    writer = HostWriter(tmp_path, copy=True, host=HostCopies(torch.device("cpu")))
+    item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.TENSOR)
+    planner = SimpleNamespace(resolve_data=lambda _: torch.zeros(1000))
+    writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), planner)
+    writer.write()
+    found, _ = writer.retrieve_write_results()
+    assert isinstance(found, OSError)
+    assert "No space left" in str(found)
+    assert writer.written is None
