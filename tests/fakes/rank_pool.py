@@ -48,15 +48,13 @@ class RankPool:
         When one fails, or the limit has passed, the others are killed at once and the test fails
         with the output of the one that failed first.
         """
-        from slipstream.client.preflight import free_port
-
         if self._process is None:
             self._process = _start()
         host = _own_loopback()
         request = {
             "program": str(program),
             "host": host,
-            "jobs": [[job, free_port(host)] for job in jobs],
+            "jobs": list(zip(jobs, _ports(host, len(jobs)), strict=True)),
             "world_size": world_size,
             "folder": str(folder),
             "limit_s": limit_s,
@@ -89,6 +87,16 @@ def _own_loopback() -> str:
     """An address of this host on which the ranks of other pools take no port meanwhile."""
     draw = random.SystemRandom()
     return ".".join(["127", *(str(draw.randrange(1, 255)) for _ in range(3))])
+
+
+def _ports(host: str, count: int) -> list[int]:
+    """Free ones, each for one job: what an earlier job listened on may be open until the end."""
+    from slipstream.client.preflight import free_port
+
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port(host))
+    return list(found)
 
 
 def _start() -> subprocess.Popen[str]:
