@@ -15,9 +15,9 @@ from slipstream.v1 import weights_pb2
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT_BYTES = 16
-# What is done with the last bucket comes after the wire: it is halved until it is no larger. Each
-# broadcast more takes as long as 9 MB on the wire do, which smaller halves do not win back.
-LAST_BUCKET_BYTES = 128 << 20
+# What is done with the last bucket comes after the wire, so little is left for it; not less than
+# this, as each broadcast more takes as long as 9 MB on the wire do, or 13 MB to three servers.
+LAST_BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
         spans.append(Span(tensor, used))
         used = _align(used + tensor.num_bytes)
     if spans:
-        buckets += _halves(Bucket(tuple(spans), used))
+        buckets += _tapered(Bucket(tuple(spans), used))
     return buckets
 
 
@@ -127,11 +127,16 @@ def _from_pb(message: weights_pb2.TensorSpec) -> TensorSpec:
     return TensorSpec(message.name, message.dtype, tuple(message.shape), message.sender)
 
 
-def _halves(bucket: Bucket) -> Iterator[Bucket]:
-    """The bucket as one half, half of the rest and so on, as near as whole tensors allow."""
-    while bucket.num_bytes > LAST_BUCKET_BYTES and len(bucket.spans) > 1:
+def _tapered(bucket: Bucket) -> Iterator[Bucket]:
+    """The bucket as three quarters, three quarters of the rest and so on, of whole tensors.
+
+    Digests and copies take a receiver two thirds as long as the wire does, and it has two buffers:
+    after a much smaller part the wire would wait for the buffer of the next one.
+    """
+    while bucket.num_bytes > 2 * LAST_BUCKET_BYTES and len(bucket.spans) > 1:
         offsets = [span.offset_bytes for span in bucket.spans]
-        count = max(1, bisect.bisect_right(offsets, bucket.num_bytes // 2) - 1)
+        most = min(bucket.num_bytes * 3 // 4, bucket.num_bytes - LAST_BUCKET_BYTES)
+        count = max(1, bisect.bisect_right(offsets, most) - 1)
         cut = offsets[count]
         yield Bucket(bucket.spans[:count], cut)
         rest = (Span(span.tensor, span.offset_bytes - cut) for span in bucket.spans[count:])

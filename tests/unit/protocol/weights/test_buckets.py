@@ -98,22 +98,23 @@ def test_a_small_plan_by_hand() -> None:
     assert [bucket.num_bytes for bucket in buckets] == [32, 400, 16]
 
 
-def test_the_last_bucket_is_halved_until_little_is_left_behind_the_wire() -> None:
-    # In MiB; the first bucket is full, each half ends with a whole tensor.
-    sizes = [200, 200, 140, 60, 40, 80, 20, 20]
+def test_little_is_left_for_the_last_bucket() -> None:
+    # In MiB; the first bucket is full, each part ends with a whole tensor.
+    sizes = [300, 300, 200, 160, 40, 60, 20, 20, 20, 15]
     tensors = [TensorSpec(f"w{n}", "float32", (size << 18,)) for n, size in enumerate(sizes)]
-    buckets = plan_buckets(tensors, 400 << 20)
+    buckets = plan_buckets(tensors, 600 << 20)
+    # Three quarters of 535 are 401; at least 64 of the 135 that are left then come last.
     assert [[span.tensor.name for span in b.spans] for b in buckets] == [
         ["w0", "w1"],
-        ["w2"],
-        ["w3", "w4"],
-        ["w5", "w6", "w7"],
+        ["w2", "w3", "w4"],
+        ["w5"],
+        ["w6", "w7", "w8", "w9"],
     ]
-    assert [bucket.num_bytes >> 20 for bucket in buckets] == [400, 140, 100, 120]
-    assert [span.offset_bytes >> 20 for span in buckets[-1].spans] == [0, 80, 100]
-    # One tensor stays whole.
-    (whole,) = plan_buckets(tensors[:1], 400 << 20)
-    assert whole.num_bytes >> 20 == 200
+    assert [bucket.num_bytes >> 20 for bucket in buckets] == [600, 400, 60, 75]
+    assert [span.offset_bytes >> 20 for span in buckets[-1].spans] == [0, 20, 40, 60]
+    # 128 are not cut, nor is one tensor.
+    assert len(plan_buckets([tensors[4], tensors[5], tensors[6]], 400 << 20)) == 1
+    assert len(plan_buckets(tensors[:1], 400 << 20)) == 1
 
 
 def test_a_bucket_without_room_and_an_unknown_type_are_refused() -> None:
