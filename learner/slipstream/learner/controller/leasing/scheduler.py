@@ -1,12 +1,13 @@
 """Leases: which server starts which group now.
 
 Consumes: the state of the lease book, the fleet and the environments. Produces: leases.
-Waits for: the run's signal. Unblocked by: a server that serves, a trajectory that came back, a new
-version.
+Waits for: the run's signal, the journal. Unblocked by: a server that serves, a trajectory that came
+back, a new version; the disk.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -75,28 +76,34 @@ class Scheduler:
         """Grants what may be granted, whenever something changed, until it is cancelled."""
         while True:
             may_lease = not self._progress.is_over and not self._progress.solved
-            if self._progress.trainer_registered and may_lease:
-                self.lease_all()
-            else:
+            if not (self._progress.trainer_registered and may_lease):
                 self._note(LeaseWait.NOTHING)
+            elif (durable := self.lease_all()) is not None:
+                # Meanwhile something may have changed. The streams wait for it too.
+                await asyncio.shield(durable)
+                continue
             await self._progress.signal.wait(self._recheck_s())
 
-    def lease_all(self) -> None:
-        """Grants leases while servers, environments and rules allow; durable, then sent."""
+    def lease_all(self) -> asyncio.Future[None] | None:
+        """Grants leases while servers, environments and rules allow; they leave when durable.
+
+        Returns that, or None when there was none.
+        """
         granted = self._lease_orphans()
         while not isinstance(lease := self._next_lease(), LeaseWait):
             granted.append(lease)
         self._note(lease)
         if not granted:
-            return
+            return None
         for grant in granted:
             self._record(grant)
-        self._journal.sync()
+        durable = self._journal.durable()
         for grant in granted:
             if grant.group.leased_s is None:
                 grant.group.leased_s = time.monotonic()
             message = fleet_pb2.ControllerMessage(lease=self.lease_message(grant.group))
-            grant.session.send(message)
+            grant.session.send(message, after=durable)
+        return durable
 
     def _record(self, grant: Grant) -> None:
         group, session = grant.group, grant.session

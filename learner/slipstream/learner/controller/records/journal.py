@@ -1,17 +1,19 @@
 """The journal of a run: what was leased and trained, and how it ended. Append-only, one writer.
 
 Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object; the batch of each
-step is a file of its own. `sync` returns when everything appended before is on disk.
+step is a file of its own. What was appended is on disk when `sync` returns, or `durable` is done.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -43,8 +45,9 @@ class Journal:
             raise ConfigError(f"{folder} is written by another controller") from None
         self._file.truncate(whole_bytes((folder / LOG_NAME).read_bytes()))
         # Batches are written by a thread, beside the records of the event loop.
-        self._lock = threading.Lock()
-        self._dirty = False
+        self._lock, self._syncing = threading.Lock(), threading.Lock()
+        self._num_appended = self._num_durable = 0
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     def __enter__(self) -> Journal:
         return self
@@ -55,23 +58,33 @@ class Journal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._executor.shutdown()
         self.sync()
         self._file.close()
 
     def append(self, kind: str, **fields: JsonValue) -> None:
-        """Writes one record; it is durable after the next `sync`."""
+        """Writes one record, which is not durable yet; waits for no disk."""
         text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
         with self._lock:
             self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
-            self._dirty = True
+            self._num_appended += 1
 
     def sync(self) -> None:
-        """Makes all records durable."""
-        with self._lock:
-            if self._dirty:
+        """Makes all records durable; waits for the disk."""
+        with self._syncing:
+            with self._lock:
                 self._file.flush()
+                num_appended = self._num_appended
+            if num_appended > self._num_durable:
                 os.fsync(self._file.fileno())
-                self._dirty = False
+                self._num_durable = num_appended
+
+    def durable(self) -> asyncio.Future[None]:
+        """Done when all records that were appended until now are durable; the loop runs meanwhile.
+
+        Who shares it must not cancel it. OSError when the disk fails.
+        """
+        return asyncio.get_running_loop().run_in_executor(self._executor, self.sync)
 
     def write_batch(
         self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()

@@ -74,9 +74,14 @@ class ServerSession:
         self.served.note(time.monotonic(), running=self.is_serving)
         self.changed()
 
-    def send(self, message: fleet_pb2.ControllerMessage) -> None:
-        """Puts an order on its stream; ends the stream of a server that does not read."""
-        if not self.outbox.put(message):
+    def send(
+        self, message: fleet_pb2.ControllerMessage, after: asyncio.Future[None] | None = None
+    ) -> None:
+        """Puts an order on its stream; ends the stream of a server that does not read.
+
+        It leaves when `after` is done, and so do those behind it.
+        """
+        if not self.outbox.put(message, after):
             self.outbox.close()
 
     def disconnect(self) -> None:

@@ -1,6 +1,7 @@
 """What waits to be written on one stream: bounded, and no writer ever waits for its reader.
 
-Waits for: messages. Unblocked by: `put`, `close`.
+Waits for: messages, and what a message must come after. Unblocked by: `put`, `close`, the end of
+that.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ class Outbox(Generic[Message]):
     """Messages of one stream, in their order; one reader."""
 
     def __init__(self) -> None:
-        self._messages: deque[Message] = deque()
+        self._messages: deque[tuple[Message, asyncio.Future[None] | None]] = deque()
         self._changed = asyncio.Event()
         self._closed = False
 
-    def put(self, message: Message) -> bool:
-        """False when it is closed, or full: its reader has not read for long."""
+    def put(self, message: Message, after: asyncio.Future[None] | None = None) -> bool:
+        """False when it is closed, or full: its reader has not read for long.
+
+        The message, and those behind it, are written when `after` is done.
+        """
         if self._closed or len(self._messages) >= MAX_MESSAGES:
             return False
-        self._messages.append(message)
+        self._messages.append((message, after))
         self._changed.set()
         return True
 
@@ -37,13 +41,17 @@ class Outbox(Generic[Message]):
         self._changed.set()
 
     def pop(self) -> Message | None:
-        """The oldest message; None when there is none."""
-        return self._messages.popleft() if self._messages else None
+        """The oldest message, whatever it must come after; None when there is none."""
+        return self._messages.popleft()[0] if self._messages else None
 
     async def messages(self) -> AsyncIterator[Message]:
-        """One after another, until `close`."""
+        """One after another, until `close`; raises what a message comes after, if that failed."""
         while True:
-            while (message := self.pop()) is not None:
+            while self._messages:
+                message, after = self._messages.popleft()
+                if after is not None:
+                    # It is others' too.
+                    await asyncio.shield(after)
                 yield message
             if self._closed:
                 return

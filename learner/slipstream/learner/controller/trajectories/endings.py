@@ -32,8 +32,8 @@ class Endings:
         while True:
             await self._flush_wanted.wait()
             self._flush_wanted.clear()
-            self._journal.sync()
             ended, self._ended = self._ended, []
+            await self._journal.durable()
             await self._receiver.acknowledge(ended)
             await asyncio.sleep(FLUSH_S)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from publishing_scene import joined, nothing, progress_of
+from slipstream.learner.controller.leasing import scheduler
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
@@ -18,6 +20,9 @@ from slipstream.learner.controller.trajectories.queue_account import AccountedRe
 from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
+from slow_disk import SlowDisk
+
+LIMIT_S = 5.0
 
 
 class Rig:
@@ -69,6 +74,10 @@ class Rig:
         self.environments.server_lost(session.key)
         self.book.orphan(session.key)
 
+    async def lease(self) -> None:
+        if (durable := self.scheduler.lease_all()) is not None:
+            await durable
+
     def orders(self, session: ServerSession) -> list[fleet_pb2.Lease]:
         sent = []
         while (message := session.outbox.pop()) is not None:
@@ -87,17 +96,55 @@ def rig(tmp_path: Path, journal: Journal) -> Rig:
     return Rig(tmp_path, journal)
 
 
+async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch)
+    monkeypatch.setattr(scheduler, "RECHECK_S", 60.0)
+    rig.progress.trainer_registered = True
+    first = rig.serving("first", 0, max_episodes=2)
+    disk.hold()
+    leasing = asyncio.create_task(rig.scheduler.lease_forever())
+    orders = aiter(first.outbox.messages())
+    order = asyncio.ensure_future(anext(orders))
+    await asyncio.to_thread(disk.wait_begun)
+    second = rig.serving("second", 0, max_episodes=2)
+    rig.progress.signal.notify()
+    await asyncio.sleep(0.05)
+    assert not order.done()
+    disk.go_on()
+    async with asyncio.timeout(LIMIT_S):
+        leased = [await order, await anext(aiter(second.outbox.messages()))]
+    history = read_history(read_records(rig.folder))
+    assert set(history.open_groups) == {message.lease.group_id for message in leased}
+    leasing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leasing
+
+
+async def test_leases_end_with_the_disk(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SlowDisk(monkeypatch)
+    rig.progress.trainer_registered = True
+    session = rig.serving("a", 0)
+    disk.fails = True
+    with pytest.raises(OSError, match="Input/output error"):
+        await rig.scheduler.lease_forever()
+    with pytest.raises(OSError, match="Input/output error"):
+        await anext(aiter(session.outbox.messages()))
+    disk.fails = False
+
+
 async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_deadline(
     rig: Rig,
 ) -> None:
     rig.book.step = 1
     new = rig.serving("new", 1)
-    rig.scheduler.lease_all()
+    await rig.lease()
     first, second = rig.orders(new)
     assert (first.deadline_step, second.deadline_step) == (2, 2)
     rig.lose(new)
     old = rig.serving("old", 0)
-    rig.scheduler.lease_all()
+    await rig.lease()
     # Step 1 waits for one of them; the other can wait for a server of version 1.
     (again,) = rig.orders(old)
     assert [group.group_id for group in rig.given_up] == [second.group_id]
@@ -113,12 +160,12 @@ async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_d
 
 async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Rig) -> None:
     lost = rig.serving("a", 0)
-    rig.scheduler.lease_all()
+    await rig.lease()
     leased = [order.group_id for order in rig.orders(lost)]
     rig.lose(lost)
     rig.progress.events._events.clear()
     other = rig.serving("b", 0)
-    rig.scheduler.lease_all()
+    await rig.lease()
     assert [order.group_id for order in rig.orders(other)] == leased
     assert rig.given_up == []
 
@@ -126,9 +173,9 @@ async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Ri
 async def test_without_a_server_an_interrupted_group_waits(rig: Rig) -> None:
     rig.book.step = 1
     lost = rig.serving("a", 1)
-    rig.scheduler.lease_all()
+    await rig.lease()
     rig.lose(lost)
-    rig.scheduler.lease_all()
+    await rig.lease()
     assert rig.given_up == []
     assert rig.scheduler.lease_wait == "a rollout server that serves"
 
@@ -137,26 +184,26 @@ async def test_a_task_that_starts_afresh_waits_for_the_room_of_its_client(rig: R
     rig.book.step = 1
     rig.entry.client_episodes = 4
     new = rig.serving("new", 1)
-    rig.scheduler.lease_all()
+    await rig.lease()
     _, second = rig.orders(new)
     rig.lose(new)
     old = rig.serving("old", 0)
     rig.entry.client_episodes = 3
-    rig.scheduler.lease_all()
+    await rig.lease()
     assert rig.orders(old) == []
     assert [group.group_id for group in rig.given_up] == [second.group_id]
     assert rig.scheduler.lease_wait == "an environment that is ready and has room for a group"
     rig.entry.client_episodes = 4
-    rig.scheduler.lease_all()
+    await rig.lease()
     assert [order.task_index for order in rig.orders(old)] == [second.task_index]
 
 
 async def test_what_the_next_lease_lacks_is_told(rig: Rig) -> None:
     session = rig.serving("a", 0, max_episodes=3)
-    rig.scheduler.lease_all()
+    await rig.lease()
     assert rig.scheduler.lease_wait == "a rollout server with room for a group"
     session.hello.max_episodes = 100
-    rig.scheduler.lease_all()
+    await rig.lease()
     assert rig.scheduler.lease_wait.startswith("a step: ")
     assert len(rig.orders(session)) == 2
 
@@ -167,7 +214,7 @@ async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(
     # A trajectory has at most 2048 + 24 * 8 bytes: three of them do not fit twice.
     rig = Rig(tmp_path, journal, queue={"max_bytes": 3 * 2240})
     session = rig.serving("a", 0)
-    rig.scheduler.lease_all()
+    await rig.lease()
     assert len(rig.orders(session)) == 1
     assert rig.scheduler.lease_wait == "room in the queue (queue.max_bytes)"
     assert rig.scheduler.reserved_bytes == 2 * 2240

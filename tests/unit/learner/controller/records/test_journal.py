@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from slipstream.learner.controller.records.history import RecordedBatch, RunHistory
@@ -23,6 +25,7 @@ from slipstream.protocol.types import (
     VersionSpan,
 )
 from slipstream.v1 import trainer_pb2
+from slow_disk import SlowDisk
 
 TRAINED = {
     "run_id": "r-1",
@@ -107,6 +110,51 @@ def test_a_journal_has_one_writer(tmp_path):
         Journal(tmp_path)
     with Journal(tmp_path) as journal:
         journal.append("a")
+
+
+async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    with Journal(tmp_path) as journal:
+        disk.hold()
+        journal.append("a")
+        first = journal.durable()
+        await asyncio.to_thread(disk.wait_begun)
+        journal.append("b")
+        second, third = journal.durable(), journal.durable()
+        await asyncio.sleep(0.05)
+        assert not (first.done() or second.done() or third.done())
+        disk.go_on()
+        await asyncio.gather(first, second, third)
+        assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b"]
+        # The second sync serves all that came during the first one.
+        assert disk.num_syncs == 2
+        await journal.durable()
+        assert disk.num_syncs == 2
+
+
+async def test_what_the_disk_did_not_take_is_not_durable(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    with Journal(tmp_path) as journal:
+        disk.fails = True
+        journal.append("a")
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                await journal.durable()
+        disk.fails = False
+
+
+async def test_a_batch_is_not_written_over_a_sync_of_the_loops_records(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
+    with Journal(tmp_path) as journal:
+        disk.hold()
+        writing = asyncio.ensure_future(asyncio.to_thread(journal.write_batch, batch))
+        await asyncio.to_thread(disk.wait_begun)
+        journal.append("a")
+        durable = journal.durable()
+        disk.go_on()
+        await asyncio.gather(writing, durable)
+    assert {record["kind"] for record in read_records(tmp_path)} == {"a", "batch"}
 
 
 def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):

@@ -130,6 +130,47 @@ async def test_a_reader_of_an_outbox_is_woken(monkeypatch: pytest.MonkeyPatch) -
     assert box.pop() is None
 
 
+async def test_a_message_and_those_behind_it_wait_for_what_it_comes_after() -> None:
+    box = Outbox[str]()
+    durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    box.put("first")
+    box.put("second", durable)
+    box.put("third")
+    messages = aiter(box.messages())
+    assert await anext(messages) == "first"
+    reader = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0.01)
+    assert not reader.done()
+    durable.set_result(None)
+    async with asyncio.timeout(LIMIT_S):
+        assert await reader == "second"
+        assert await anext(messages) == "third"
+
+
+async def test_who_stops_reading_does_not_cancel_what_a_message_comes_after() -> None:
+    one, other = Outbox[str](), Outbox[str]()
+    durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    readers = []
+    for box in (one, other):
+        box.put("message", durable)
+        readers.append(asyncio.ensure_future(anext(aiter(box.messages()))))
+    await asyncio.sleep(0)
+    readers[0].cancel()
+    await asyncio.sleep(0)
+    durable.set_result(None)
+    async with asyncio.timeout(LIMIT_S):
+        assert await readers[1] == "message"
+
+
+async def test_a_message_does_not_leave_when_what_it_comes_after_failed() -> None:
+    box = Outbox[str]()
+    durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    box.put("message", durable)
+    durable.set_exception(OSError("the disk"))
+    with pytest.raises(OSError, match="the disk"):
+        await anext(aiter(box.messages()))
+
+
 def test_a_client_has_an_outbox_of_its_own() -> None:
     one, other = (ClientSession(pb.EnvironmentSpec(), 1, 1) for _ in range(2))
     assert one.outbox.put(pb.WorkerCommand())

@@ -1,0 +1,56 @@
+"""A trajectory is acknowledged when its end is durable, and not before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_trajectories import GOOD
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.trajectories.endings import Endings
+from slipstream.protocol.types import TrajectoryId
+from slow_disk import SlowDisk
+
+LIMIT_S = 5.0
+
+
+class Receiver:
+    """Notes what is acknowledged."""
+
+    def __init__(self) -> None:
+        self.acknowledged: list[str] = []
+        self.changed = asyncio.Event()
+
+    async def acknowledge(self, names: Iterable[TrajectoryId]) -> None:
+        self.acknowledged += names
+        self.changed.set()
+
+
+async def test_an_end_is_acknowledged_when_it_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, receiver = SlowDisk(monkeypatch), Receiver()
+    queue: Any = receiver
+    with Journal(tmp_path) as journal:
+        endings = Endings(journal, TokenLedger(), queue)
+        flushing = asyncio.create_task(endings.flush())
+        disk.hold()
+        endings.end(GOOD, End.FAILED, "first")
+        await asyncio.to_thread(disk.wait_begun)
+        # Behind the sync under way: not durable with it.
+        endings.acknowledge(TrajectoryId("second"))
+        await asyncio.sleep(0.05)
+        assert receiver.acknowledged == []
+        disk.go_on()
+        async with asyncio.timeout(LIMIT_S):
+            await receiver.changed.wait()
+            assert receiver.acknowledged == [GOOD.trajectory_id]
+            receiver.changed.clear()
+            await receiver.changed.wait()
+        assert receiver.acknowledged == [GOOD.trajectory_id, "second"]
+        flushing.cancel()
