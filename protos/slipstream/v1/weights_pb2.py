@@ -25,25 +25,29 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import trajectory_pb2 as slipstream_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/weights.proto\x12\rslipstream.v1\x1a\x1eslipstream/v1/trajectory.proto\"H\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06sender\x18\x04 \x01(\r\"\x94\x01\n\x0cWeightLayout\x12*\n\x07tensors\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12+\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x19.slipstream.v1.TensorSpec\x12\x15\n\radapter_scale\x18\x04 \x01(\x01\"\x9e\x01\n\x0c\x43ommunicator\x12\x17\n\x0f\x63ommunicator_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x11\n\tunique_id\x18\x06 \x01(\x0c\x12\x13\n\x0bnum_senders\x18\x07 \x01(\r\"\'\n\x05Place\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\r\n\x05\x63\x61rds\x18\x02 \x03(\t\"F\n\x08Receiver\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\"Y\n\x05Probe\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x19\n\x11\x65xpected_logprobs\x18\x03 \x01(\x0c\x12\x11\n\ttolerance\x18\x04 \x01(\x01\"\xb5\x02\n\x0cPublishOrder\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12\x31\n\x0c\x63ommunicator\x18\x03 \x01(\x0b\x32\x1b.slipstream.v1.Communicator\x12\x18\n\x10new_communicator\x18\x04 \x01(\x08\x12*\n\treceivers\x18\x05 \x03(\x0b\x32\x17.slipstream.v1.Receiver\x12\x0e\n\x06verify\x18\x06 \x01(\x08\x12\x19\n\x11\x62ucket_deadline_s\x18\x07 \x01(\x01\x12\x17\n\x0fjoin_deadline_s\x18\x08 \x01(\x01\x12\r\n\x05\x62\x65gun\x18\t \x01(\x08\x12\x16\n\x0e\x61\x64\x61pters_alone\x18\n \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/weights.proto\x12\rslipstream.v1\x1a\x1eslipstream/v1/trajectory.proto\"H\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06sender\x18\x04 \x01(\r\"\x94\x01\n\x0cWeightLayout\x12*\n\x07tensors\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12+\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x19.slipstream.v1.TensorSpec\x12\x15\n\radapter_scale\x18\x04 \x01(\x01\"\x9e\x01\n\x0c\x43ommunicator\x12\x17\n\x0f\x63ommunicator_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x11\n\tunique_id\x18\x06 \x01(\x0c\x12\x13\n\x0bnum_senders\x18\x07 \x01(\r\"\x82\x01\n\x05Place\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\r\n\x05\x63\x61rds\x18\x02 \x03(\t\x12,\n\x04nccl\x18\x03 \x03(\x0b\x32\x1e.slipstream.v1.Place.NcclEntry\x1a+\n\tNcclEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"F\n\x08Receiver\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\"Y\n\x05Probe\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x19\n\x11\x65xpected_logprobs\x18\x03 \x01(\x0c\x12\x11\n\ttolerance\x18\x04 \x01(\x01\"\xb5\x02\n\x0cPublishOrder\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12\x31\n\x0c\x63ommunicator\x18\x03 \x01(\x0b\x32\x1b.slipstream.v1.Communicator\x12\x18\n\x10new_communicator\x18\x04 \x01(\x08\x12*\n\treceivers\x18\x05 \x03(\x0b\x32\x17.slipstream.v1.Receiver\x12\x0e\n\x06verify\x18\x06 \x01(\x08\x12\x19\n\x11\x62ucket_deadline_s\x18\x07 \x01(\x01\x12\x17\n\x0fjoin_deadline_s\x18\x08 \x01(\x01\x12\r\n\x05\x62\x65gun\x18\t \x01(\x08\x12\x16\n\x0e\x61\x64\x61pters_alone\x18\n \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PLACE_NCCLENTRY']._loaded_options = None
+  _globals['_PLACE_NCCLENTRY']._serialized_options = b'8\001'
   _globals['_TENSORSPEC']._serialized_start=78
   _globals['_TENSORSPEC']._serialized_end=150
   _globals['_WEIGHTLAYOUT']._serialized_start=153
   _globals['_WEIGHTLAYOUT']._serialized_end=301
   _globals['_COMMUNICATOR']._serialized_start=304
   _globals['_COMMUNICATOR']._serialized_end=462
-  _globals['_PLACE']._serialized_start=464
-  _globals['_PLACE']._serialized_end=503
-  _globals['_RECEIVER']._serialized_start=505
-  _globals['_RECEIVER']._serialized_end=575
-  _globals['_PROBE']._serialized_start=577
-  _globals['_PROBE']._serialized_end=666
-  _globals['_PUBLISHORDER']._serialized_start=669
-  _globals['_PUBLISHORDER']._serialized_end=978
+  _globals['_PLACE']._serialized_start=465
+  _globals['_PLACE']._serialized_end=595
+  _globals['_PLACE_NCCLENTRY']._serialized_start=552
+  _globals['_PLACE_NCCLENTRY']._serialized_end=595
+  _globals['_RECEIVER']._serialized_start=597
+  _globals['_RECEIVER']._serialized_end=667
+  _globals['_PROBE']._serialized_start=669
+  _globals['_PROBE']._serialized_end=758
+  _globals['_PUBLISHORDER']._serialized_start=761
+  _globals['_PUBLISHORDER']._serialized_end=1070
 # @@protoc_insertion_point(module_scope)

@@ -22,6 +22,7 @@ from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import GroupId, ServerId
 from slipstream.protocol.weights.handover import host_id
+from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity, Lease
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.episode import EpisodeServices
@@ -236,6 +237,7 @@ def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fl
         place=weights_pb2.Place(
             host_id=host_id(),
             cards=[] if is_cpu_build() else cards_of(os.environ, 0, engine.num_workers),
+            nccl=agreed_settings(os.environ),
         ),
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +152,53 @@ def test_main_memory_holds_the_copy_of_a_checkpoint(monkeypatch: pytest.MonkeyPa
     learner = {"world_size": 4, "ranks_per_node": 2, "parallel": {"pp": 2}}
     stages = fits(config_of(learner=learner), monkeypatch, 4, 8.0)["checkpoint memory"]
     assert stages.seen.startswith("52.2 GiB")
+
+
+def headers(folder: Path, tensors: dict[str, list[int]]) -> Path:
+    """A model's files as far as their sizes are read."""
+    folder.mkdir()
+    entries = {name: {"dtype": "BF16", "shape": shape} for name, shape in tensors.items()}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+def test_experts_are_spread_over_the_expert_parallel_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {
+        "model.layers.0.self_attn.q_proj.weight": [1000, 1000],
+        "model.layers.0.mlp.shared_experts.up_proj.weight": [1000, 1000],
+        "model.layers.0.mlp.experts.0.up_proj.weight": [12000, 1000],
+        "model.layers.0.mlp.experts.gate_up_proj": [2, 6000, 1000],
+    }
+    model = {"path": str(headers(tmp_path / "model", tensors)), "dtype": "bfloat16"}
+
+    def needs(world_size: int = 4, distributed: bool = False, **parallel: int) -> fit.Needs:
+        learner = {"world_size": world_size, "parallel": parallel}
+        learner["use_distributed_optimizer"] = distributed
+        found = fit.needs_of(config_of(model=model, learner=learner))
+        assert found is not None
+        return found
+
+    # 2 million beside 24 million of experts; weight, gradient, moments and master are 18 bytes.
+    assert needs(ep=4).rank_bytes == (2 + 6) * 18e6
+    assert needs(tp=2).rank_bytes == (1 + 12) * 18e6
+    assert needs(tp=2, ep=2, etp=1).rank_bytes == (1 + 12) * 18e6
+    assert needs(tp=2, ep=2).rank_bytes == (1 + 6) * 18e6
+    assert needs(pp=2, ep=2).rank_bytes == (1 + 6) * 18e6
+    # What is optimizer state is shared by the copies of each: four of the dense, one of experts.
+    assert needs(ep=4, distributed=True).rank_bytes == 2e6 * (6 + 12 / 4) + 6e6 * 18
+    assert needs(ep=4).saved_bytes == 26e6 * 14
+    assert needs(ep=4).saved_expert_bytes == 24e6 * 14
+    assert needs(ep=4).worker_bytes == 52e6
+
+    # Each node has half of the experts, the first one all else.
+    monkeypatch.setattr(fit, "free_memory", lambda: (100.0, ""))
+    learner = {"world_size": 4, "ranks_per_node": 2, "parallel": {"ep": 4}}
+    config = config_of(model=model, learner=learner)
+    large = fit.Needs(0, 0.0, 0.0, 80 * fit.GIB, 60 * fit.GIB)
+    assert fit._checkpoint_memory(config, 2, large).seen.startswith("50.0 GiB of main memory")
 
 
 def test_engine_without_room_for_a_cache_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

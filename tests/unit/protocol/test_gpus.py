@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from slipstream.protocol import gpus
 from slipstream.protocol.gpus import Gpu, find_gpu, list_gpus, visible_ids
-from slipstream.protocol.weights.nccl_environment import NCCL_ENVIRONMENT, set_nccl_environment
+from slipstream.protocol.weights.nccl_environment import (
+    NCCL_ENVIRONMENT,
+    agreed_settings,
+    set_nccl_environment,
+)
 
 CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(4))
 
@@ -91,6 +95,12 @@ def test_nccl_is_told_the_same_everywhere_unless_the_user_says_otherwise() -> No
     environ = {"NCCL_NVLS_ENABLE": "1"}
     set_nccl_environment(environ)
     assert environ == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+
+
+def test_members_agree_on_what_decides_how_they_talk_and_not_on_names_of_devices() -> None:
+    environ = {"NCCL_CUMEM_ENABLE": "0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_PROTO": "Simple"}
+    environ |= {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0", "PATH": "/bin"}
+    assert agreed_settings(environ) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_PROTO": "Simple"}
 
 
 def test_containers_are_told_the_same_as_processes() -> None:

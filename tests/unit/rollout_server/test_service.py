@@ -25,6 +25,15 @@ def by_member(trajectories):
     return sorted(trajectories, key=lambda t: (t.member, t.attempt))
 
 
+async def test_a_server_says_what_its_environment_tells_nccl(start_server, monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    async with start_server() as server:
+        connection = await server.join(step=5)
+    assert connection.hello.place.nccl["NCCL_PROTO"] == "Simple"
+    assert "NCCL_DEBUG" not in connection.hello.place.nccl
+
+
 async def test_a_leased_group_comes_back_whole(start_server) -> None:
     async with start_server() as server:
         connection = await server.join(step=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu, find_gpu
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.roles import role_settings
+from slipstream.protocol.settings.sections import ParallelSection
 
 GIB = 1 << 30
 # What torch, Megatron and vLLM hold by themselves: in a rank, in all processes of an engine.
@@ -38,6 +40,8 @@ class Needs:
     worker_bytes: float
     # Of a checkpoint: every parameter once, with its optimizer state.
     saved_bytes: float
+    # Of these, those of experts.
+    saved_expert_bytes: float = 0.0
 
 
 def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -76,25 +80,37 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
 
 def needs_of(config: Config) -> Needs | None:
     """From the headers of the model's files; None without any."""
-    parameters = _parameters(config.model.path)
-    if parameters is None:
+    parameters, experts = _parameters(config.model.path)
+    if not parameters:
         return None
     learner, parallel = config.learner, config.learner.parallel
     is_bf16 = config.model.dtype == "bfloat16"
-    split = parallel.tp * parallel.pp
-    replicas = learner.world_size // split if learner.use_distributed_optimizer else 1
     weight_bytes = 2 if is_bf16 else 4
     state = MOMENT_BYTES + (MASTER_BYTES if is_bf16 else 0)
     # What the distributed optimizer's state has of float32 weights is saved beside them.
     saved = MOMENT_BYTES + (MASTER_BYTES if is_bf16 or learner.use_distributed_optimizer else 0)
-    trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
+    saved_bytes = weight_bytes + (0 if config.lora.rank else saved)
+    rank_bytes = 0.0
+    for number, split in (
+        (parameters - experts, parallel.tp * parallel.pp),
+        (experts, expert_split(parallel) * parallel.pp),
+    ):
+        replicas = learner.world_size / split if learner.use_distributed_optimizer else 1
+        trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
+        # Adapters are small beside what they stand by, which has neither gradients nor moments.
+        rank_bytes += number / split * (weight_bytes + (0 if config.lora.rank else trained))
     return Needs(
         parameters=parameters,
-        # Adapters are small beside what they stand by, which has neither gradients nor moments.
-        rank_bytes=parameters / split * (weight_bytes + (0 if config.lora.rank else trained)),
+        rank_bytes=rank_bytes,
         worker_bytes=parameters * weight_bytes / config.rollout_server.tensor_parallel_size,
-        saved_bytes=parameters * (weight_bytes + (0 if config.lora.rank else saved)),
+        saved_bytes=parameters * saved_bytes,
+        saved_expert_bytes=experts * saved_bytes,
     )
+
+
+def expert_split(parallel: ParallelSection) -> int:
+    """Over how many ranks of a pipeline stage the experts are spread."""
+    return parallel.ep * (parallel.etp or parallel.tp)
 
 
 def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
@@ -118,9 +134,14 @@ def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
     """Of the ranks here: the first of those that hold the same parameters copy them to it."""
     parallel, size = config.learner.parallel, config.learner.world_size
     stages = range(0, size, max(1, size // parallel.pp))
-    firsts = [stage + rank for stage in stages for rank in range(parallel.tp)]
-    most = max(Counter(rank // ranks for rank in firsts).values())
-    needed = needs.saved_bytes * most / len(firsts) / GIB
+    on_node = Counter[int]()
+    for saved, split in (
+        (needs.saved_bytes - needs.saved_expert_bytes, parallel.tp),
+        (needs.saved_expert_bytes, expert_split(parallel)),
+    ):
+        for rank in (stage + first for stage in stages for first in range(split)):
+            on_node[rank // ranks] += int(saved / (len(stages) * split))
+    needed = max(on_node.values()) / GIB
     free, _ = free_memory()
     seen = f"{needed:.1f} GiB of main memory for the copy of a checkpoint, {free:.1f} GiB are free"
     if roles := role_settings(config):
@@ -148,8 +169,8 @@ def _memory(
     seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
     if needs.rank_bytes > room:
         remedy = (
-            "raise learner.parallel.tp or pp, set learner.use_distributed_optimizer with more "
-            "ranks, or learner.offload.optimizer"
+            "raise learner.parallel.tp, pp or, for experts, ep, set "
+            "learner.use_distributed_optimizer with more ranks, or learner.offload.optimizer"
         )
         if sharing:
             remedy += ", or lower rollout_server.gpu_memory_utilization"
@@ -183,17 +204,16 @@ def short(number: float) -> str:
     return f"{number:.0f} "
 
 
-def _parameters(folder: Path) -> int | None:
-    """Elements of the safetensors files, from their headers; None without any."""
-    total = 0
+def _parameters(folder: Path) -> tuple[int, int]:
+    """Elements of the safetensors files, and of these those of experts, from their headers."""
+    total = experts = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
         for name, entry in header.items():
             if name != "__metadata__":
-                elements = 1
-                for length in entry["shape"]:
-                    elements *= length
+                elements = math.prod(entry["shape"])
                 total += elements
-    return total or None
+                experts += elements if ".experts." in name else 0
+    return total, experts

@@ -43,6 +43,7 @@ from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.handover import host_id
+from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,8 @@ class Trainer:
         """Where this rank computes."""
         device = self._ranks.device
         cards = cards_of(os.environ, device.index, 1) if device.type == "cuda" else []
-        return weights_pb2.Place(host_id=host_id(), cards=cards).SerializeToString()
+        nccl = agreed_settings(os.environ)
+        return weights_pb2.Place(host_id=host_id(), cards=cards, nccl=nccl).SerializeToString()
 
     def _adopt(self, version: PolicyVersion) -> None:
         """The version as which rank 0 was told that the run knows the weights."""

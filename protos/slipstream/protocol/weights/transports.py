@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.sections import ParallelSection
@@ -20,6 +20,8 @@ class Place:
     host: str
     # The driver's names of their GPUs, one for each member; empty: they compute on the CPU.
     cards: tuple[str, ...] = ()
+    # See `nccl_environment.agreed_settings`.
+    nccl: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose_transport(
@@ -31,9 +33,10 @@ def choose_transport(
 ) -> str:
     """What joins the learner with these servers: gloo, nccl or ipc.
 
-    ConfigError when `setting` cannot join them: "nccl" joins no two processes on one GPU, "ipc"
-    works within one host, between processes that compute on the same kind of device, and from one
-    trainer rank, so without pipeline stages and expert parallel ranks.
+    ConfigError when `setting` cannot join them: "nccl" joins no two processes on one GPU, and none
+    whose environments tell NCCL different things; "ipc" works within one host, between processes
+    that compute on the same kind of device, and from one trainer rank, so without pipeline stages
+    and expert parallel ranks.
     """
     places = {**{f"trainer rank {rank}": place for rank, place in enumerate(learner)}, **servers}
     on_cpu = [name for name, place in places.items() if not place.cards]
@@ -53,6 +56,8 @@ def choose_transport(
             f"weights.transport nccl joins no two processes on one GPU, but {' and '.join(both)} "
             f"share {shared[0]}: set ipc or auto, or give each its own"
         )
+    if setting == "nccl":
+        _check_settings(places)
     if setting == "ipc":
         _check_one_host(places, on_cpu)
         if parallel.pp * parallel.ep > 1:
@@ -62,6 +67,19 @@ def choose_transport(
                 "nccl, and give each process its own GPU"
             )
     return setting
+
+
+def _check_settings(places: Mapping[str, Place]) -> None:
+    first, *others = places
+    for name in others:
+        mine, theirs = places[first].nccl, places[name].nccl
+        for variable in sorted(mine.keys() | theirs.keys()):
+            if mine.get(variable) != theirs.get(variable):
+                raise ConfigError(
+                    f"weights.transport nccl needs the same NCCL settings in all members, but "
+                    f"{variable} is {mine.get(variable, 'not set')} in {first} and "
+                    f"{theirs.get(variable, 'not set')} in {name}: set it on both, or on neither"
+                )
 
 
 def _check_one_host(places: Mapping[str, Place], on_cpu: list[str]) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 from slipstream.learner.trainer.orders import Order, Stop, Wait
 from slipstream.learner.trainer.train import Trainer
+from slipstream.protocol.weights.handover import host_id
 from slipstream.v1 import weights_pb2
 
 
@@ -51,3 +53,16 @@ def test_servers_do_not_wait_for_a_checkpoint_that_is_finished() -> None:
     loop = Loop(weights_pb2.PublishOrder(publish_id="p1"), Wait(), Stop("the end"))
     loop.run()
     assert loop.seen == ["register", "p1", "poll", "poll", "poll", "the end"]
+
+
+def test_a_rank_says_where_it_computes_and_what_its_environment_tells_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    loop = Loop()
+    loop._ranks = SimpleNamespace(device=torch.device("cpu"))
+    place = weights_pb2.Place.FromString(loop._place())
+    assert (place.host_id, list(place.cards)) == (host_id(), [])
+    assert place.nccl["NCCL_PROTO"] == "Simple"
+    assert "NCCL_SOCKET_IFNAME" not in place.nccl

@@ -52,6 +52,28 @@ def test_what_cannot_join_them_is_refused_with_value_and_rule(
         choose_transport(setting, learner, servers)
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        ({"NCCL_PROTO": "Simple"}, {}, "NCCL_PROTO is Simple in trainer rank 0 and not set in b"),
+        ({}, {"NCCL_ALGO": "Ring"}, "NCCL_ALGO is not set in trainer rank 0 and Ring in b"),
+        ({"NCCL_NET": "IB"}, {"NCCL_NET": "Socket"}, "NCCL_NET is IB in .* and Socket in b"),
+    ],
+)
+def test_nccl_joins_members_that_are_told_the_same(
+    mine: dict[str, str], theirs: dict[str, str], said: str
+) -> None:
+    places = {"a": Place("here", ("GPU-1",), mine), "b": Place("here", ("GPU-2",), theirs)}
+    learner = [Place("here", ("GPU-0",), mine)]
+    with pytest.raises(ConfigError, match=said):
+        choose_transport("auto", learner, places)
+    del places["b"]
+    assert choose_transport("auto", learner, places) == "nccl"
+    # Others do not need it.
+    shared = {"b": Place("here", ("GPU-0",), theirs)}
+    assert choose_transport("auto", learner, shared) == "ipc"
+
+
 def test_ipc_takes_the_weights_of_one_rank() -> None:
     for parallel in (ParallelSection(pp=2), ParallelSection(ep=2)):
         assert choose_transport("auto", [CARD_0], {"a": CARD_1}, parallel=parallel) == "nccl"

@@ -12,7 +12,7 @@ from slipstream.v1 import weights_pb2
 
 def place_from_pb(message: weights_pb2.Place) -> Place:
     """The value of a message."""
-    return Place(message.host_id, tuple(message.cards))
+    return Place(message.host_id, tuple(message.cards), dict(message.nccl))
 
 
 def choose_for(

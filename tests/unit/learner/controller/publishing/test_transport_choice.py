@@ -53,3 +53,16 @@ def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(
     progress.learner_places = (Place("here", ("GPU-0",)),)
     assert "joins no two processes on one GPU" in misfit(progress, "a", place("here", "GPU-0"))
     assert misfit(progress, "b", place("here", "GPU-1")) == ""
+
+
+@pytest.mark.parametrize("progress", ["auto"], indirect=True)
+def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(
+    progress: RunProgress,
+) -> None:
+    progress.learner_places = (Place("here", ("GPU-0",), {"NCCL_CUMEM_ENABLE": "0"}),)
+    server = place("there", "GPU-7")
+    server.nccl["NCCL_CUMEM_ENABLE"] = "1"
+    said = "NCCL_CUMEM_ENABLE is 0 in trainer rank 0 and 1 in b: set it on both, or on neither"
+    assert said in misfit(progress, "b", server)
+    server.nccl["NCCL_CUMEM_ENABLE"] = "0"
+    assert misfit(progress, "b", server) == ""
