@@ -208,6 +208,9 @@ def main() -> None:
         "--steps", type=int, help="of each loop in one turn; default: 40, on a GPU 2"
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--head-dtype", choices=("float32", "model"), default="float32", help="of a shape's logits"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
@@ -225,7 +228,13 @@ def main() -> None:
         else:
             load = LOADS[arguments.shape]
             load = dataclasses.replace(load, layers=arguments.layers or load.layers)
-            config = shape_config(arguments.shape, load, Path(folder), threads=arguments.threads)
+            config = shape_config(
+                arguments.shape,
+                load,
+                Path(folder),
+                threads=arguments.threads,
+                head_dtype=arguments.head_dtype,
+            )
             make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
         found = run_turns(config, make_batch, arguments)
     turns = {loop: [asdict(turn) for turn in those] for loop, those in found.items()}

@@ -53,12 +53,14 @@ LOADS = {
     "tiny": Load(2, 512, 2, 8, 40),
     "0.6B": Load(28),
     # Of Qwen3-8B's 36 layers: with gradients, optimizer state and the activations of a micro batch
-    # they fill 140 GB.
+    # they need 117 GiB.
     "8B": Load(18),
 }
 
 
-def shape_config(name: str, load: Load, folder: Path, *, threads: int) -> Config:
+def shape_config(
+    name: str, load: Load, folder: Path, *, threads: int, head_dtype: str = "float32"
+) -> Config:
     """The settings of a run on a model of which `folder` gets only the config.json."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     shape = dataclasses.replace(SHAPES[name], layers=load.layers)
@@ -66,7 +68,7 @@ def shape_config(name: str, load: Load, folder: Path, *, threads: int) -> Config
     (folder / "config.json").write_text(json.dumps(shape.config(dtype, MAX_POSITIONS)))
     table = {
         "run": {"name": "benchmark", "steps": 1000},
-        "model": {"path": str(folder), "dtype": dtype},
+        "model": {"path": str(folder), "dtype": dtype, "head_dtype": head_dtype},
         "algorithm": {
             "group_size": load.group_size,
             "groups_per_step": 1,
