@@ -12,7 +12,8 @@ same schedule and optimizer, in turns.
     python benchmarks/learner.py --shape 0.6B           # a random Qwen3-0.6B on a GPU
     python benchmarks/learner.py --shape 8B --layers 18 --steps 1
 
-Prints one table and writes benchmarks/results/learner-SHAPE.json.
+Prints one table and writes benchmarks/results/learner-SHAPE.json, or
+learner-SHAPE-model.json with logits in the model's own type.
 """
 
 from __future__ import annotations
@@ -218,6 +219,8 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU")
+    if arguments.shape == "quickstart" and arguments.head_dtype == "model":
+        parser.error("--head-dtype is of a shape: the quickstart has what its settings say")
     arguments.steps = arguments.steps or (2 if torch.cuda.is_available() else 40)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     with tempfile.TemporaryDirectory() as folder:
@@ -242,7 +245,8 @@ def main() -> None:
     header += ["TFLOP/s", "of the limit", "peak GiB"]
     table = measure.table(header, rows(found, TARGETS[arguments.shape]))
     record = {"settings": vars(arguments), "table": table, "turns": turns}
-    measure.write_result(f"learner-{arguments.shape}", record, arguments.out)
+    suffix = "-model" if arguments.head_dtype == "model" else ""
+    measure.write_result(f"learner-{arguments.shape}{suffix}", record, arguments.out)
     print("\n".join(table))
 
 

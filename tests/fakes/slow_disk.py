@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 
@@ -41,3 +42,9 @@ class SlowDisk:
         if self.fails:
             raise OSError(5, "Input/output error")
         self._fsync(descriptor)
+
+
+async def several_turns() -> None:
+    """Lets the loop do all that it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)

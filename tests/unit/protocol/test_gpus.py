@@ -100,7 +100,8 @@ def test_nccl_is_told_the_same_everywhere_unless_the_user_says_otherwise() -> No
 def test_members_agree_on_what_decides_how_they_talk_and_not_on_names_of_devices() -> None:
     environ = {"NCCL_CUMEM_ENABLE": "0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_PROTO": "Simple"}
     environ |= {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0", "PATH": "/bin"}
-    assert agreed_settings(environ) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_PROTO": "Simple"}
+    environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": ""}
+    assert agreed_settings(environ) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_PROTO": "simple"}
 
 
 def test_containers_are_told_the_same_as_processes() -> None:

@@ -30,7 +30,7 @@ async def test_a_server_says_what_its_environment_tells_nccl(start_server, monke
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     async with start_server() as server:
         connection = await server.join(step=5)
-    assert connection.hello.place.nccl["NCCL_PROTO"] == "Simple"
+    assert connection.hello.place.nccl["NCCL_PROTO"] == "simple"
     assert "NCCL_DEBUG" not in connection.hello.place.nccl
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, MutableMapping
 # ours; a member with and one without wait for each other for ever. NVLS needs a fabric manager and
 # gains nothing for a broadcast.
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-# These decide how two members reach each other and in what pieces; NCCL does not compare them, and
-# members that differ wait for each other for ever. Names of devices may differ.
+# These decide in what pieces and by which way members talk; NCCL does not compare them, and members
+# that differ wait for each other for ever. What concerns the devices of one host may differ.
 AGREED = (
     *NCCL_ENVIRONMENT,
     "NCCL_CUMEM_HOST_ENABLE",
@@ -23,10 +23,6 @@ AGREED = (
     "NCCL_MAX_NCHANNELS",
     "NCCL_MIN_CTAS",
     "NCCL_MAX_CTAS",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SHM_DISABLE",
-    "NCCL_NET",
-    "NCCL_IB_DISABLE",
 )
 
 
@@ -37,5 +33,8 @@ def set_nccl_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def agreed_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings in which all members of a communicator must agree, as far as they are set."""
-    return {name: environ[name] for name in AGREED if name in environ}
+    """The settings in which all members of a communicator must agree, as far as they are set.
+
+    In lower case: NCCL does not tell Ring from ring.
+    """
+    return {name: environ[name].lower() for name in AGREED if environ.get(name)}

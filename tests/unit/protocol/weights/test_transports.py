@@ -57,7 +57,7 @@ def test_what_cannot_join_them_is_refused_with_value_and_rule(
     [
         ({"NCCL_PROTO": "Simple"}, {}, "NCCL_PROTO is Simple in trainer rank 0 and not set in b"),
         ({}, {"NCCL_ALGO": "Ring"}, "NCCL_ALGO is not set in trainer rank 0 and Ring in b"),
-        ({"NCCL_NET": "IB"}, {"NCCL_NET": "Socket"}, "NCCL_NET is IB in .* and Socket in b"),
+        ({"NCCL_ALGO": "tree"}, {"NCCL_ALGO": "ring"}, "NCCL_ALGO is tree in .* and ring in b"),
     ],
 )
 def test_nccl_joins_members_that_are_told_the_same(

@@ -47,6 +47,8 @@ class Journal:
         # Batches are written by a thread, beside the records of the event loop.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
+        # After one the disk may say that all is well, and what it lost stays lost.
+        self._failure: OSError | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     def __enter__(self) -> Journal:
@@ -59,25 +61,33 @@ class Journal:
         traceback: TracebackType | None,
     ) -> None:
         self._executor.shutdown()
-        self.sync()
-        self._file.close()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
 
     def append(self, kind: str, **fields: JsonValue) -> None:
-        """Writes one record, which is not durable yet; waits for no disk."""
+        """Writes one record, which is not durable yet; waits for no sync."""
         text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
         with self._lock:
             self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
             self._num_appended += 1
 
     def sync(self) -> None:
-        """Makes all records durable; waits for the disk."""
+        """Makes all records durable; waits for the disk. OSError, for ever, when that fails."""
         with self._syncing:
-            with self._lock:
-                self._file.flush()
-                num_appended = self._num_appended
-            if num_appended > self._num_durable:
-                os.fsync(self._file.fileno())
-                self._num_durable = num_appended
+            if self._failure is not None:
+                raise self._failure
+            try:
+                with self._lock:
+                    self._file.flush()
+                    num_appended = self._num_appended
+                if num_appended > self._num_durable:
+                    os.fsync(self._file.fileno())
+                    self._num_durable = num_appended
+            except OSError as error:
+                self._failure = error
+                raise
 
     def durable(self) -> asyncio.Future[None]:
         """Done when all records that were appended until now are durable; the loop runs meanwhile.

@@ -28,6 +28,8 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
+PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
+
 
 @dataclass(eq=False)
 class ServerSession:
@@ -79,9 +81,11 @@ class ServerSession:
     ) -> None:
         """Puts an order on its stream; ends the stream of a server that does not read.
 
-        It leaves when `after` is done, and so do those behind it.
+        It leaves when `after` is done, and so do those behind it. Orders of a publish do not wait
+        for that: the trainer and the other servers would wait too.
         """
-        if not self.outbox.put(message, after):
+        overtakes = message.WhichOneof("message") in PUBLISH_ORDERS
+        if not self.outbox.put(message, after=after, overtakes=overtakes):
             self.outbox.close()
 
     def disconnect(self) -> None:

@@ -1,7 +1,7 @@
 """The end of each trajectory: in the ledger, in the journal, and then acknowledged.
 
-Consumes: ends. Produces: journal records, acknowledgements. Waits for: an end that was noted.
-Unblocked by: it. Many are made durable at a time.
+Consumes: ends. Produces: journal records, acknowledgements. Waits for: an end that was noted, the
+disk. Unblocked by: them. Many are made durable at a time.
 """
 
 from __future__ import annotations

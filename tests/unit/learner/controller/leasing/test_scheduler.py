@@ -20,7 +20,7 @@ from slipstream.learner.controller.trajectories.queue_account import AccountedRe
 from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
-from slow_disk import SlowDisk
+from slow_disk import SlowDisk, several_turns
 
 LIMIT_S = 5.0
 
@@ -110,11 +110,21 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
     await asyncio.to_thread(disk.wait_begun)
     second = rig.serving("second", 0, max_episodes=2)
     rig.progress.signal.notify()
-    await asyncio.sleep(0.05)
+    await several_turns()
+    assert not order.done()
+    # Orders of a publish do not wait for the disk, others do.
+    first.send(fleet_pb2.ControllerMessage(drain=fleet_pb2.Drain()))
+    first.send(fleet_pb2.ControllerMessage(receive=fleet_pb2.ReceiveWeights()))
+    first.send(fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish()))
+    overtaking = [await order, await anext(orders)]
+    assert [each.WhichOneof("message") for each in overtaking] == ["receive", "commit"]
+    order = asyncio.ensure_future(anext(orders))
+    await several_turns()
     assert not order.done()
     disk.go_on()
     async with asyncio.timeout(LIMIT_S):
         leased = [await order, await anext(aiter(second.outbox.messages()))]
+        assert (await anext(orders)).WhichOneof("message") == "drain"
     history = read_history(read_records(rig.folder))
     assert set(history.open_groups) == {message.lease.group_id for message in leased}
     leasing.cancel()
@@ -122,8 +132,9 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
         await leasing
 
 
-async def test_leases_end_with_the_disk(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_end_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SlowDisk(monkeypatch)
+    rig = Rig(tmp_path, Journal(tmp_path / "journal"))
     rig.progress.trainer_registered = True
     session = rig.serving("a", 0)
     disk.fails = True
@@ -131,7 +142,28 @@ async def test_leases_end_with_the_disk(rig: Rig, monkeypatch: pytest.MonkeyPatc
         await rig.scheduler.lease_forever()
     with pytest.raises(OSError, match="Input/output error"):
         await anext(aiter(session.outbox.messages()))
-    disk.fails = False
+    with pytest.raises(OSError, match="Input/output error"), rig.journal:
+        pass
+
+
+async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch)
+    rig.progress.trainer_registered = True
+    session = rig.serving("a", 0, max_episodes=2)
+    disk.hold()
+    leasing = asyncio.create_task(rig.scheduler.lease_forever())
+    await asyncio.to_thread(disk.wait_begun)
+    leasing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leasing
+    session.send(fleet_pb2.ControllerMessage(drain=fleet_pb2.Drain()))
+    session.disconnect()
+    disk.go_on()
+    async with asyncio.timeout(LIMIT_S):
+        left = [m.WhichOneof("message") async for m in session.outbox.messages()]
+    assert left == ["lease", "drain"]
 
 
 async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_deadline(

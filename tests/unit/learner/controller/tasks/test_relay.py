@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from slipstream.learner.controller.servers import outbox
-from slipstream.learner.controller.servers.outbox import Outbox
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2
@@ -107,68 +106,6 @@ async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(
     assert clients.left == ["leaving"]
     assert first.message.failure.message == "the client that served leaving left"
     assert len(rest) == 1
-
-
-async def test_what_waits_in_an_outbox_is_read_before_it_ends() -> None:
-    box = Outbox[str]()
-    assert box.put("first")
-    assert box.put("second")
-    box.close()
-    assert not box.put("late")
-    assert [message async for message in box.messages()] == ["first", "second"]
-
-
-async def test_a_reader_of_an_outbox_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_MESSAGES", 1)
-    box = Outbox[str]()
-    reader = asyncio.ensure_future(anext(aiter(box.messages())))
-    await asyncio.sleep(0)
-    assert box.put("message")
-    assert not box.put("one too many")
-    async with asyncio.timeout(LIMIT_S):
-        assert await reader == "message"
-    assert box.pop() is None
-
-
-async def test_a_message_and_those_behind_it_wait_for_what_it_comes_after() -> None:
-    box = Outbox[str]()
-    durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    box.put("first")
-    box.put("second", durable)
-    box.put("third")
-    messages = aiter(box.messages())
-    assert await anext(messages) == "first"
-    reader = asyncio.ensure_future(anext(messages))
-    await asyncio.sleep(0.01)
-    assert not reader.done()
-    durable.set_result(None)
-    async with asyncio.timeout(LIMIT_S):
-        assert await reader == "second"
-        assert await anext(messages) == "third"
-
-
-async def test_who_stops_reading_does_not_cancel_what_a_message_comes_after() -> None:
-    one, other = Outbox[str](), Outbox[str]()
-    durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    readers = []
-    for box in (one, other):
-        box.put("message", durable)
-        readers.append(asyncio.ensure_future(anext(aiter(box.messages()))))
-    await asyncio.sleep(0)
-    readers[0].cancel()
-    await asyncio.sleep(0)
-    durable.set_result(None)
-    async with asyncio.timeout(LIMIT_S):
-        assert await readers[1] == "message"
-
-
-async def test_a_message_does_not_leave_when_what_it_comes_after_failed() -> None:
-    box = Outbox[str]()
-    durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    box.put("message", durable)
-    durable.set_exception(OSError("the disk"))
-    with pytest.raises(OSError, match="the disk"):
-        await anext(aiter(box.messages()))
 
 
 def test_a_client_has_an_outbox_of_its_own() -> None:

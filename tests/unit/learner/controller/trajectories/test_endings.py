@@ -14,7 +14,7 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.protocol.types import TrajectoryId
-from slow_disk import SlowDisk
+from slow_disk import SlowDisk, several_turns
 
 LIMIT_S = 5.0
 
@@ -44,7 +44,7 @@ async def test_an_end_is_acknowledged_when_it_is_durable(
         await asyncio.to_thread(disk.wait_begun)
         # Behind the sync under way: not durable with it.
         endings.acknowledge(TrajectoryId("second"))
-        await asyncio.sleep(0.05)
+        await several_turns()
         assert receiver.acknowledged == []
         disk.go_on()
         async with asyncio.timeout(LIMIT_S):
