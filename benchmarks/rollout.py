@@ -11,9 +11,11 @@ unequal lengths, go through the same number of slots; the next one begins when o
 asynchronous run. The last row is our server with an engine that answers at once: what the server
 alone could serve. Engines live side by side on the device and take turns; all weights are random
 (vLLM's "dummy" format). Before that our engine proves that its log-probabilities are those that
-vLLM hands out token by token (`rollout_engines.py`).
+vLLM hands out token by token (`rollout_engines.py`). With `bench` vLLM's own benchmark of its
+throughput takes turns too, in both of its modes, in a process that is started for each.
 
     python benchmarks/rollout.py --repeats 5                   # one GPU, 5 minutes
+    python benchmarks/rollout.py --engines ours bench          # vLLM's own benchmark as the peer
     python benchmarks/rollout.py --device cpu --repeats 2      # a rehearsal
 
 Prints one table; benchmarks/results/rollout.json is written after every turn.
@@ -37,8 +39,10 @@ from typing import Any
 import psutil
 from measure import Spread, note, part, progress, table, write_result
 from rollout_engines import REPLY, START_LIMIT_S, Sizes, Turn
+from rollout_entry_point import MODES, EntryPoint
 from rollout_episodes import Episodes
 from rollout_setup import SHAPES, config_text, make_model
+from slipstream.protocol.settings.config_file import load_config
 
 HERE = Path(__file__).resolve().parent
 NAME = "rollout"
@@ -78,7 +82,10 @@ FLOWS = (
 )
 # A flow is long, and this is slow: they alternate.
 WITH_LOGPROBS = (Row("bare vLLM with log-probabilities", "bare", "logprobs"),)
-ENGINES = ("ours", "bare", "instant")
+# vLLM's own benchmark; it starts anew for each turn.
+ENTRY_POINTS = tuple(Row(f"vllm bench throughput, {mode}", "bench", mode) for mode in MODES)
+ENGINES = ("ours", "bare", "bench", "instant")
+DEFAULT_ENGINES = ("ours", "bare", "instant")
 
 
 @dataclass
@@ -159,6 +166,7 @@ class Benchmark:
 
     arguments: argparse.Namespace
     engines: dict[str, EngineProcess] = field(default_factory=dict)
+    entry_point: EntryPoint | None = None
     episodes: dict[str, Episodes] = field(default_factory=dict)
     check: dict[str, Any] = field(default_factory=dict)
     turns: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
@@ -201,6 +209,17 @@ class Benchmark:
                 note(NAME, {"row": row.name, **result})
                 self.write()
 
+    async def take_entry_point(self, row: Row, turn: Turn) -> None:
+        """One turn of vLLM's own benchmark."""
+        if self.entry_point is None:
+            return
+        with part(row.name, self.failures):
+            result = await self.entry_point.run(row.what, turn)
+            progress(f"{result['tokens'] / result['seconds']:,.0f} tokens/s")
+            self.turns[row.name].append(result)
+            note(NAME, {"row": row.name, **result})
+            self.write()
+
     async def take_turns(self) -> None:
         """All rows of both engines, interleaved; what they do first compiles and fills caches."""
         arguments = self.arguments
@@ -211,6 +230,9 @@ class Benchmark:
         for repeat in range(arguments.repeats):
             for row in (*WAVES, *(WITH_LOGPROBS if repeat % 2 else FLOWS)):
                 await self.take(row, row.turn(arguments, self._seeds(2 * arguments.concurrent)))
+            for row in ENTRY_POINTS:
+                turn = row.turn(arguments, self._seeds(arguments.concurrent))
+                await self.take_entry_point(row, turn)
 
     def _seeds(self, number: int) -> int:
         self.seed += number
@@ -233,7 +255,11 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     sys.path.insert(0, str(HERE.parent / "tests" / "fakes"))
     found = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:
-        for role in [role for role in arguments.engines if role != "instant"]:
+        if "bench" in arguments.engines:
+            config = load_config(folder / "config.toml")
+            sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
+            found.entry_point = EntryPoint(config, sizes, folder / "bench.log")
+        for role in [role for role in arguments.engines if role in ("ours", "bare")]:
             with part(f"start {role}", found.failures):
                 await found.start(stack, role, folder, START_LIMIT_S)
         with part("check our log-probabilities and a pause", found.failures):
@@ -256,26 +282,37 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Medians; ratios are those of the medians, against bare vLLM without log-probabilities."""
+    """Medians; ratios are those of the medians, against vLLM without log-probabilities.
+
+    That is the bare engine, or the better mode of vLLM's own benchmark where there is none.
+    """
 
     def speed(row: Row) -> Spread | None:
         found = turns.get(row.name)
         return Spread.of([turn["tokens"] / turn["seconds"] for turn in found]) if found else None
 
+    entry_points = [found for row in ENTRY_POINTS if (found := speed(row))]
+    best = max(entry_points, key=lambda found: found.median, default=None)
     rows: list[Sequence[object]] = []
-    for row in (*WAVES, *WITH_LOGPROBS, *FLOWS, SERVER_ALONE):
-        ours, peer = speed(row), speed(FLOWING_PEER if row.flow else PEER)
+    for row in (*WAVES, *ENTRY_POINTS, *WITH_LOGPROBS, *FLOWS, SERVER_ALONE):
+        ours, peer = speed(row), speed(FLOWING_PEER) if row.flow else speed(PEER) or best
         if ours is None:
             continue
         ratio = f"{ours.median / peer.median:.3f}" if peer else ""
-        cpu = [
-            Spread.of([1e6 * turn["cpu_s"][name] / turn["tokens"] for turn in turns[row.name]])
-            for name in ("server", "engine")
-        ]
-        rows.append([row.name, ours.text(0), ratio, *(f"{each.median:.1f}" for each in cpu)])
+        rows.append([row.name, ours.text(0), ratio, *cpu_cells(turns[row.name])])
     rows.append(["target", "", f"{TARGET:.2f}", "", ""])
-    header = ["", "tokens/s (min-max)", "ratio to bare"]
+    header = ["", "tokens/s (min-max)", "ratio to the peer"]
     return table([*header, "server's CPU, ms/1,000 tokens", "engine's CPU, ms/1,000 tokens"], rows)
+
+
+def cpu_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
+    """Of the server's process and of the engine's, where they were seen."""
+    if "cpu_s" not in turns[0]:
+        return ["", ""]
+    return [
+        f"{Spread.of([1e6 * turn['cpu_s'][name] / turn['tokens'] for turn in turns]).median:.1f}"
+        for name in ("server", "engine")
+    ]
 
 
 def main() -> None:
@@ -289,7 +326,7 @@ def main() -> None:
     parser.add_argument("--reply-tokens", type=int, help="512; on a CPU 64")
     parser.add_argument("--memory", type=float, default=0.42, help="GPU memory of each engine")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=DEFAULT_ENGINES)
     parser.add_argument("--workers", type=int, default=4, help="environment processes")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine of all, as JSON")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"{NAME}.json")
