@@ -111,6 +111,8 @@ class RunHistory:
     filtered_groups: Counter[int] = field(default_factory=Counter)
     # Why training ended before its last step, if it did: the task is solved.
     solved: str = ""
+    # The step that was being formed then.
+    solved_step: int = 0
     # Name and epoch of every server that was leased anything.
     leased_to: set[tuple[str, int]] = field(default_factory=set)
 
@@ -156,7 +158,7 @@ class RunHistory:
                     tokens = self._server(name, epoch)
                     tokens.generated = max(tokens.generated, generated)
             case "solved":
-                self.solved = record["cause"]
+                self.solved, self.solved_step = record["cause"], record["step"]
             case "busy":
                 names = ("window", "generation", "training", "both")
                 self._busy_of_start = BusySeconds(*(record[name] for name in names))
@@ -230,8 +232,9 @@ class RunHistory:
                 f"the journal holds the batch of step {step} after that of {self.next_step - 1}"
             )
         self.filtered.clear()
-        # Training went on after all, under other settings.
-        self.solved = ""
+        if step >= self.solved_step:
+            # Training went on after all, under other settings. The batch before was being written.
+            self.solved = ""
         self.batches[step] = RecordedBatch(step, record["batch_id"], record["crc32"])
         for name in record["groups"]:
             group_id = GroupId(name)
