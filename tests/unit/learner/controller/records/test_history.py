@@ -239,6 +239,9 @@ def test_a_solved_run_stays_solved_until_it_goes_on():
     records = [start(), lease("g000000"), {"kind": "solved", "step": 0, "cause": "why"}]
     assert read_history(records).solved == "why"
     assert not read_history([*records, batch(0, "g000000")]).solved
+    # The batch before was being written meanwhile.
+    records[-1]["step"] = 1
+    assert read_history([*records, batch(0, "g000000")]).solved == "why"
 
 
 def busy(window: float, both: float):
