@@ -6,6 +6,7 @@ Its clock runs from the first request to the last reply; start and warm-up are b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ class EntryPoint:
     """Runs it with the server's model, sizes and share of the device, and its own defaults else."""
 
     def __init__(self, config: Config, sizes: Sizes, log: Path) -> None:
+        """`log`: what it prints."""
         self._config, self._sizes, self._log = config, sizes, log
 
     def command(self, mode: str, turn: Turn, result: Path) -> list[str]:
@@ -83,10 +85,10 @@ class EntryPoint:
                 async with asyncio.timeout(START_LIMIT_S):
                     await child.wait()
             finally:
-                # Its engine is a process of its own, which outlives it when it is killed.
-                if child.returncode is None:
+                # Its engine is a process of its own, which may outlive it.
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
-                    await child.wait()
+                await child.wait()
             if child.returncode != 0 or not result.exists():
                 said = self._log.read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"vllm bench throughput ended with {child.returncode}: {said}")
