@@ -1,37 +1,46 @@
 """What a training step costs beside a bare Megatron loop, and beside the device's matrix products.
 
 Ours is `TrainingStep.run` on a batch of trajectories: checks, advantages, planning, packing,
-log-probabilities, entropies, the objective and its statistics, optimizer. The peer is a loop as
-Megatron's own examples write it: the model computes a plain cross-entropy from `labels`, the
-schedule runs it forward and backward, the optimizer steps; its micro batches are ours, packed and
-on the device beforehand, and it keeps one sum of the loss. Both train the same parameters, with the
-same schedule and optimizer, in turns.
+log-probabilities, entropies, the objective and its statistics, optimizer. The peers train a plain
+cross-entropy from `labels` on micro batches that we packed beforehand, in turns with ours. `bare`
+is a loop as Megatron's own examples write it, on the parameters, the schedule and the optimizer
+that ours has. `pretrain`, on a GPU, is Megatron-Bridge's own training loop with its own model and
+optimizer, in a process of its own (`learner_pretrain.py`). It takes a second model's memory, and
+needs what Bridge's training imports: `pip install --no-deps datasets multiprocess dill xxhash
+defusedxml nvidia-modelopt pulp==2.9.0 nvidia-resiliency-ext` beside pandas, pyarrow, scipy and
+tensorboard.
 
     python deploy/make_tiny_model.py models/tiny
     python benchmarks/learner.py                        # the quickstart's model, on a CPU
     python benchmarks/learner.py --shape 0.6B           # a random Qwen3-0.6B on a GPU
-    python benchmarks/learner.py --shape 8B --layers 18 --steps 1
+    python benchmarks/learner.py --shape 0.6B --peers bare pretrain
+    python benchmarks/learner.py --shape 8B --layers 6 --steps 1 --peers bare pretrain
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # its 20 layers fill the memory
+    python benchmarks/learner.py --shape 8B --steps 1
 
-Prints one table and writes benchmarks/results/learner-SHAPE.json, or
-learner-SHAPE-model.json with logits in the model's own type.
+Prints one table and writes benchmarks/results/learner-SHAPE.json; the name ends in -LAYERS where
+they are chosen, and in -model with logits in the model's own type.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
 import json
+import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import measure
 import torch
+from learner_entry_point import SCRIPT, EntryPoint, Spent
 from learner_loops import (
     LOADS,
     BareLoop,
@@ -46,11 +55,13 @@ from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import MicroBatch
 from slipstream.learner.trainer.flops import model_sizes, training_flops
+from slipstream.learner.trainer.model.attention_choice import chosen_attention
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config
 
 HERE = Path(__file__).resolve().parent
-OURS, PEER = "slipstream", "bare"
+OURS, PEER = "slipstream", "peer"
+PEERS = ("bare", "pretrain")
 WARMUP_STEPS = {"cpu": 10, "cuda": 3}
 # Share of the peer's tokens per second.
 TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6B": 0.92, "8B": 0.92}
@@ -106,10 +117,44 @@ def works_of(config: Config, batches: list[Batch], training: object) -> list[Wor
     return found
 
 
+class Inside:
+    """A loop of this process."""
+
+    def __init__(self, run: Callable[[Work], object], device: torch.device) -> None:
+        self._run, self._device = run, device
+
+    def turn(self, works: Sequence[Work]) -> Spent:
+        """Each of `works` once."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        for work in works:
+            self._run(work)
+        synchronize(self._device)
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        is_gpu = self._device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self._device) if is_gpu else 0
+        return Spent(wall_s, cpu_s, peak / 2**30)
+
+
+class Pretrain:
+    """Megatron-Bridge's, which takes up the same micro batches in their order."""
+
+    def __init__(self, process: EntryPoint) -> None:
+        self._process = process
+
+    def turn(self, works: Sequence[Work]) -> Spent:
+        """As many steps as `works` are."""
+        return self._process.turn(len(works))
+
+
 def run_turns(
-    config: Config, make_batch: Callable[[int], Batch], arguments: argparse.Namespace
+    config: Config,
+    make_batch: Callable[[int], Batch],
+    arguments: argparse.Namespace,
+    folder: Path,
 ) -> dict[str, list[Turn]]:
-    """The turns of both loops, after some steps of each that are not counted."""
+    """The turns of all loops, after some steps of each that are not counted."""
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
@@ -124,59 +169,59 @@ def run_turns(
         sizes = [len(one.token_ids) for one in work.micro_batches]
         trained = sum(int(one.loss_mask.sum()) for one in work.micro_batches)
         measure.progress(f"micro batches of {sizes} tokens, {trained} of them trained")
-    loops: dict[str, Callable[[Work], object]] = {
-        OURS: lambda work: training.run(work.batch),
-        PEER: lambda work: bare.step(work.micro_batches),
-    }
-    for number in range(max(WARMUP_STEPS[device.type], arguments.steps)):
-        for name, run in loops.items():
-            run(works[number % len(works)])
-            synchronize(device)
-            measure.progress(f"warm-up {number + 1} {name}")
-    found: dict[str, list[Turn]] = {name: [] for name in loops}
-    for repeat in range(arguments.repeats):
-        for name, run in loops.items():
-            turn = take_turn(name, run, works, device)
-            found[name].append(turn)
-            row = {"shape": arguments.shape, "repeat": repeat, "loop": name, **asdict(turn)}
-            measure.note("learner", row)
-            measure.progress(f"repeat {repeat + 1} {name}: {turn.tokens_per_s:,.0f} tokens/s")
+    loops: dict[str, Inside | Pretrain] = {OURS: Inside(lambda w: training.run(w.batch), device)}
+    with contextlib.ExitStack() as stack:
+        if "bare" in arguments.peers:
+            loops["bare"] = Inside(lambda work: bare.step(work.micro_batches), device)
+        if "pretrain" in arguments.peers:
+            steps = [work.micro_batches for work in works]
+            process = EntryPoint(config.model.path, steps, folder, script=SCRIPT)
+            stack.callback(process.close)
+            process.wait()
+            measure.progress("Bridge's own loop is ready")
+            loops["pretrain"] = Pretrain(process)
+        for number in range(math.ceil(WARMUP_STEPS[device.type] / len(works))):
+            for name, loop in loops.items():
+                spent = loop.turn(works)
+                measure.progress(f"warm-up {number + 1} {name}: {spent.wall_s:.2f} s")
+        found: dict[str, list[Turn]] = {name: [] for name in loops}
+        for repeat in range(arguments.repeats):
+            for name, loop in loops.items():
+                turn = take_turn(name, loop, works, device)
+                found[name].append(turn)
+                row = {"shape": arguments.shape, "repeat": repeat, "loop": name, **asdict(turn)}
+                measure.note("learner", row)
+                measure.progress(f"repeat {repeat + 1} {name}: {turn.tokens_per_s:,.0f} tokens/s")
     policy.ranks.close()
     return found
 
 
 def take_turn(
-    name: str, run: Callable[[Work], object], works: list[Work], device: torch.device
+    name: str, loop: Inside | Pretrain, works: Sequence[Work], device: torch.device
 ) -> Turn:
     """All of `works` once."""
     gc.collect()
     rate = matmul_tflops(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    wall_s, processor_s = time.perf_counter(), time.process_time()
-    for work in works:
-        run(work)
-    synchronize(device)
-    wall_s, processor_s = time.perf_counter() - wall_s, time.process_time() - processor_s
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    spent = loop.turn(works)
+    kind = OURS if name == OURS else PEER
     return Turn(
-        wall_ms=1000 * wall_s / len(works),
-        cpu_ms=1000 * processor_s / len(works),
-        tokens_per_s=sum(work.num_tokens for work in works) / wall_s,
-        tflops=sum(work.flops[name] for work in works) / wall_s / 1e12,
+        wall_ms=1000 * spent.wall_s / len(works),
+        cpu_ms=1000 * spent.cpu_s / len(works),
+        tokens_per_s=sum(work.num_tokens for work in works) / spent.wall_s,
+        tflops=sum(work.flops[kind] for work in works) / spent.wall_s / 1e12,
         matmul_tflops=rate,
-        peak_gib=peak / 2**30,
+        peak_gib=spent.peak_gib,
     )
 
 
 def rows(found: dict[str, list[Turn]], target: float) -> list[list[object]]:
-    """Of the table: medians over the turns, and what they are of the peer's and of the limit."""
+    """Of the table: medians over the turns, as shares of the faster peer's and of the limit."""
 
     def spread(name: str, field: str) -> measure.Spread:
         return measure.Spread.of([getattr(turn, field) for turn in found[name]])
 
     limit = measure.Spread.of([turn.matmul_tflops for turns in found.values() for turn in turns])
-    peer = spread(PEER, "tokens_per_s").median
+    peer = max(spread(name, "tokens_per_s").median for name in found if name != OURS)
     lines: list[list[object]] = []
     for name in found:
         speed, rate = spread(name, "tokens_per_s"), spread(name, "tflops").median
@@ -212,6 +257,7 @@ def main() -> None:
     parser.add_argument(
         "--head-dtype", choices=("float32", "model"), default="float32", help="of a shape's logits"
     )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["bare"])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
@@ -219,6 +265,10 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU")
+    if "pretrain" in arguments.peers and (
+        arguments.shape == "quickstart" or not torch.cuda.is_available()
+    ):
+        parser.error("--peers pretrain is of a shape, on a GPU")
     if arguments.shape == "quickstart" and arguments.head_dtype == "model":
         parser.error("--head-dtype is of a shape: the quickstart has what its settings say")
     arguments.steps = arguments.steps or (2 if torch.cuda.is_available() else 40)
@@ -239,15 +289,17 @@ def main() -> None:
                 head_dtype=arguments.head_dtype,
             )
             make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
-        found = run_turns(config, make_batch, arguments)
+        found = run_turns(config, make_batch, arguments, Path(folder))
     turns = {loop: [asdict(turn) for turn in those] for loop, those in found.items()}
     header = ["loop", "ms/step (min-max)", "CPU ms/step", "tokens/s", "of the peer"]
     header += ["TFLOP/s", "of the limit", "peak GiB"]
     table = measure.table(header, rows(found, TARGETS[arguments.shape]))
     record = {"settings": vars(arguments), "table": table, "turns": turns}
-    suffix = "-model" if arguments.head_dtype == "model" else ""
+    record["attention"] = chosen_attention()
+    suffix = f"-{arguments.layers}" if arguments.layers else ""
+    suffix += "-model" if arguments.head_dtype == "model" else ""
     measure.write_result(f"learner-{arguments.shape}{suffix}", record, arguments.out)
-    print("\n".join(table))
+    print("\n".join([*table, f"attention: {record['attention']}"]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ throughput takes turns too, in both of its modes, in a process that is started f
     python benchmarks/rollout.py --engines ours bench          # vLLM's own benchmark as the peer
     python benchmarks/rollout.py --device cpu --repeats 2      # a rehearsal
 
-Prints one table; benchmarks/results/rollout.json is written after every turn.
+Prints one table; benchmarks/results/rollout.json, or rollout-bench.json with `bench`, is written
+after every turn.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ class Benchmark:
             "table": table_of(self.turns),
             "failures": self.failures,
         }
-        write_result(NAME, record, self.arguments.out)
+        write_result(self.arguments.name, record, self.arguments.out)
 
 
 async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
@@ -329,8 +330,10 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=DEFAULT_ENGINES)
     parser.add_argument("--workers", type=int, default=4, help="environment processes")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine of all, as JSON")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / f"{NAME}.json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    arguments.name = f"{NAME}-bench" if "bench" in arguments.engines else NAME
+    arguments.out = arguments.out or HERE / "results" / f"{arguments.name}.json"
     on_cpu = arguments.device == "cpu"
     arguments.shape = arguments.shape or ("tiny" if on_cpu else "qwen3-0.6b")
     arguments.concurrent = arguments.concurrent or (64 if on_cpu else 512)

@@ -26,6 +26,8 @@ from slipstream.protocol.settings.config import WeightsSection
 
 # The receivers come so much later than the sender, as servers that must pause do.
 DELAY_S = 0.01
+# What the sender does before: at the end of a step, and while it is reported.
+BEFORE = {"digests_s": "before: digests of all", "ahead_s": "before: the first buckets"}
 
 
 class Ends:
@@ -96,12 +98,13 @@ async def measure(arguments: argparse.Namespace, logs: Path, found: dict[str, An
         found |= {"num_bytes": num_bytes, "num_buckets": announced["num_buckets"]}
         progress(f"all have met; {num_bytes} bytes in {announced['num_buckets']} buckets")
         for repeat in range(arguments.repeats + 1):
+            before = (await ends.all(do="prepare"))[0]
             answers = {"ours": await ends.all(do="publish", delay_s=DELAY_S)}
             check(answers["ours"])
             if arguments.device == "cuda":
                 answers["raw"] = await ends.all(do="raw", delay_s=DELAY_S, num_bytes=num_bytes)
             for name, row in answers.items():
-                times = times_of(row)
+                times = times_of(row) | (before if name == "ours" else {})
                 note(arguments.name, {"what": name, "repeat": repeat, **times})
                 found[name] += [times] if repeat else []
         check(await ends.all(do="sums"))
@@ -128,6 +131,10 @@ def summary(found: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
             cells += [spread.text(3, 1000), share]
         rate = found["num_bytes"] / Spread.of([r["wire_s"] for r in found[name]]).median / 1e9
         rows.append([cells[0], f"{rate:.1f}", *cells[1:]])
+    for key, what in BEFORE.items():
+        times = [row[key] for row in found["ours"] if key in row]
+        if times:
+            rows.append([what, "", "", "", Spread.of(times).text(3, 1000), ""])
     header = ["what", "GB/s", "wire, ms", "wire of limit"]
     header += ["with copies, on the host, ms", "host of limit"]
     return table(header, rows), ratios

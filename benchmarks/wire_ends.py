@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from broadcast_peers import Message, Pipe
+from learner_loops import synchronize
 from shapes import SHAPES, Shape
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
@@ -49,6 +50,10 @@ class End(Protocol):
 
     def join(self, message: Message) -> Message:
         """Meets the others."""
+        ...
+
+    def prepare(self, message: Message) -> Message:
+        """What comes before a publish: times."""
         ...
 
     def publish(self, message: Message) -> Message:
@@ -92,6 +97,7 @@ class Sender:
     """See `End`."""
 
     def __init__(self, shape: Shape, device: torch.device, bucket_mib: int) -> None:
+        self._device = device
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self._tensors = dict(_megatron_parts(shape, device))
         pieces = [
@@ -121,9 +127,17 @@ class Sender:
         self.group = self._sender._group
         return {}
 
+    def prepare(self, message: Message) -> Message:
+        """See `End`: digests of all, and the first buckets, as after a step."""
+        marks = [time.perf_counter()]
+        for part in (self._stream.run, self._stream.fill_ahead):
+            part()
+            synchronize(self._device)
+            marks.append(time.perf_counter())
+        return {"digests_s": marks[1] - marks[0], "ahead_s": marks[2] - marks[1]}
+
     def publish(self, message: Message) -> Message:
-        """See `End`: the first buckets are put together before, as after a step."""
-        self._stream.fill_ahead()
+        """See `End`."""
         started = time.perf_counter()
         digests = self._stream.run(lambda place, bucket, data: self._sender.send(bucket, data))
         wire = self._sender.finish()
@@ -175,6 +189,10 @@ class Receiver:
         self._replay = Replay(CopyPlan(buckets, copies), self._parameters)
         for place, buffer in enumerate(self._transport.prepare(self._incoming)):
             self._replay.prepare(place, buffer)
+        return {}
+
+    def prepare(self, message: Message) -> Message:
+        """See `End`: nothing."""
         return {}
 
     def publish(self, message: Message) -> Message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ Moment = Literal["hung"] | float
 VICTIM, SURVIVOR = "server-0", "server-1"
 START_LIMIT_S = 300.0
 STEP_LIMIT_S = 120.0
+LAG_1 = "logprob_gap_lag_1"
 
 
 @dataclass
@@ -112,6 +114,25 @@ async def kill_one_of_two(
         outcome.ledger_difference = rows[-1]["ledger_difference"]
         outcome.events = controller.events
     return outcome
+
+
+async def gaps_of_versions(
+    config: Config, placement: Placement, number: int, *, environ: Mapping[str, str] = {}
+) -> tuple[float, float]:
+    """What a wrong version costs: mean gaps of tokens of lag 0 and of lag 1, over some steps.
+
+    With the same settings but a bound of 1, so that half of the tokens are of the version before.
+    """
+    async with Rig(config, placement, environ=environ) as rig:
+        await rig.start_trainers()
+        await rig.start_server(0)
+        await rig.until_serving(START_LIMIT_S)
+        await steps(rig, number)
+        rows = rig.controller.rows
+    right = [row["logprob_gap_mean"] for row in rows if row["logprob_gap_tokens"]]
+    wrong = [row[LAG_1] for row in rows if LAG_1 in row]
+    print("gaps of the right version", right, "of the one before", wrong, flush=True)
+    return max(right), statistics.median(wrong)
 
 
 async def kill_and_recover(rig: Rig, victim: Child, moment: Moment) -> Kill:

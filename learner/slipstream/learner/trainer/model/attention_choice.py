@@ -21,10 +21,14 @@ _KINDS = {
 @functools.cache
 def log_attention_once() -> None:
     """One line in the log, after the first call of the attention; nothing is decided here."""
+    logger.info("attention: %s", chosen_attention())
+
+
+def chosen_attention() -> str:
+    """What the last call of the attention ran, in one line."""
     if _DECISION not in sys.modules:
-        logger.info("attention: torch's scaled_dot_product_attention")
-        return
-    logger.info("attention: %s", describe(vars(importlib.import_module(_DECISION))))
+        return "torch's scaled_dot_product_attention"
+    return describe(vars(importlib.import_module(_DECISION)))
 
 
 def describe(decision: dict[str, Any]) -> str:

@@ -1,0 +1,108 @@
+"""Megatron-Bridge's own training loop beside ours: a process of its own on the same device."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from slipstream.client.preflight import free_port
+from slipstream.learner.trainer.batches.packing import MicroBatch
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE / "learner_pretrain.py"
+START_LIMIT_S, TURN_LIMIT_S = 180.0, 300.0
+
+
+@dataclass(frozen=True)
+class Spent:
+    """On a turn."""
+
+    wall_s: float
+    cpu_s: float
+    # Of the device; 0 on a CPU.
+    peak_gib: float
+
+
+class EntryPoint:
+    """Runs `learner_pretrain.py`, which trains when it is told and waits in between."""
+
+    def __init__(
+        self, model: Path, steps: Sequence[Sequence[MicroBatch]], folder: Path, *, script: Path
+    ) -> None:
+        """ValueError if the steps differ in micro batches, which the loop cannot have."""
+        sizes = {len(micro_batches) for micro_batches in steps}
+        if len(sizes) != 1:
+            raise ValueError(f"each step must have the same number of micro batches, got {sizes}")
+        saved = folder / "micro_batches.pt"
+        save_micro_batches([one for micro_batches in steps for one in micro_batches], saved)
+        self._log = folder / "pretrain.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(script),
+                    str(model),
+                    str(saved),
+                    f"--batch-size={sizes.pop()}",
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"MASTER_PORT": str(free_port("127.0.0.1"))} | _ALONE,
+                start_new_session=True,
+            )
+        self._answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait(self) -> None:
+        """Returns when it is about to begin its first step; RuntimeError with its last words."""
+        self._answer(START_LIMIT_S)
+
+    def turn(self, steps: int) -> Spent:
+        """So many steps, one after another."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        return self._answer(TURN_LIMIT_S)
+
+    def close(self) -> None:
+        """Ends it with everything below it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def _answer(self, limit_s: float) -> Spent:
+        try:
+            line = self._answers.get(timeout=limit_s)
+        except queue.Empty:
+            line = ""
+        if not line:
+            said = self._log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"{SCRIPT.name} gave no answer within {limit_s:g} s: {said}")
+        return Spent(**json.loads(line))
+
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+_SAVED = ("token_ids", "targets", "loss_mask", "position_ids", "cu_seqlens")
+
+
+def save_micro_batches(micro_batches: Sequence[MicroBatch], path: Path) -> None:
+    """What a plain cross-entropy needs of them."""
+    torch.save([{name: getattr(one, name).cpu() for name in _SAVED} for one in micro_batches], path)
