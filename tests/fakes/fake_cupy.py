@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream.protocol.weights import cuda_digests
+from slipstream.protocol.weights.nccl_environment import agreed_settings
 
 
 class NcclError(RuntimeError):
@@ -27,6 +29,8 @@ class FakeCupy:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        # What NCCL was told as each member joined.
+        self.settings: list[dict[str, str]] = []
         self.communicators: list[Communicator] = []
         # What is raised by a broadcast, and whether it ever ends.
         self.broadcast_error: NcclError | None = None
@@ -59,6 +63,7 @@ class FakeCupy:
 
     def _connect(self, world_size: int, unique_id: bytes, rank: int) -> Communicator:
         self.seen.append("join")
+        self.settings.append(agreed_settings(os.environ))
         self.communicators.append(Communicator(self))
         return self.communicators[-1]
 

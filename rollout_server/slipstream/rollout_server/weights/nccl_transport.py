@@ -16,6 +16,7 @@ from slipstream.protocol.weights.cupy_nccl import CupyNccl
 from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from vllm.utils.nccl import unpinned_nccl_env
 
 # Buffers start at multiples of this.
 _ALIGNMENT_BYTES = 512
@@ -37,13 +38,16 @@ class NcclTransport:
         self._backend.use()
         # Before the others wait for this member.
         load_kernel(index)
-        self._group = NcclGroup.join(
-            self._backend,
-            communicator.unique_id,
-            rank=membership.rank,
-            world_size=communicator.world_size,
-            deadline_s=membership.join_deadline_s,
-        )
+        # vLLM gives NCCL settings of its own for engines whose results may not depend on the batch;
+        # the trainer has none of them.
+        with unpinned_nccl_env():
+            self._group = NcclGroup.join(
+                self._backend,
+                communicator.unique_id,
+                rank=membership.rank,
+                world_size=communicator.world_size,
+                deadline_s=membership.join_deadline_s,
+            )
         self._stream = _idle_stream(self._device)
         self._buffers: list[torch.Tensor] = []
         self._digests: CudaDigests | None = None

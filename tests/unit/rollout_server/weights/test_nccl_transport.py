@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import fake_cupy
 import pytest
 import torch
+from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.rollout_server.weights import nccl_transport
 from slipstream.rollout_server.weights.bucket_transport import Membership
 from slipstream.rollout_server.weights.nccl_transport import NcclTransport
 from slipstream.v1 import weights_pb2
+from vllm.utils import nccl
 
 MEMBERSHIP = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
 
@@ -46,6 +49,25 @@ def join() -> NcclTransport:
 def test_kernel_of_digests_is_loaded_before_the_others_wait(cupy: fake_cupy.FakeCupy) -> None:
     join().close()
     assert cupy.seen == ["digest 0 spans", "join"]
+
+
+def test_settings_that_vllm_pins_for_its_own_communicators_are_not_ours(
+    cupy: fake_cupy.FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `VLLM_BATCH_INVARIANT` has it: members that differ wait for each other for ever."""
+    for name in ("NCCL_ALGO", "NCCL_NO_CACHE"):
+        # Set first, so that it is put back whatever vLLM makes of it.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    monkeypatch.setattr(nccl, "_unpinned_env", None)
+    monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: True)
+    nccl.pin_nccl_env({"NCCL_PROTO": "Simple", "NCCL_ALGO": "ring"})
+    pinned = {"NCCL_PROTO": "simple", "NCCL_ALGO": "ring"}
+    assert agreed_settings(os.environ) == pinned
+    join().close()
+    assert cupy.settings == [{"NCCL_PROTO": "ll"}]
+    assert agreed_settings(os.environ) == pinned
 
 
 def test_communicators_one_after_the_other_use_one_stream(cupy: fake_cupy.FakeCupy) -> None:
