@@ -1,4 +1,4 @@
-"""What a training step costs beside a bare Megatron loop, and beside the device's matrix products.
+"""What a training step costs beside Megatron's own loops, and beside the device's matrix products.
 
 Ours is `TrainingStep.run` on a batch of trajectories: checks, advantages, planning, packing,
 log-probabilities, entropies, the objective and its statistics, optimizer. The peers train a plain
@@ -44,6 +44,7 @@ from learner_entry_point import SCRIPT, EntryPoint, Spent
 from learner_loops import (
     LOADS,
     BareLoop,
+    Load,
     lognormal_batch,
     matmul_tflops,
     quickstart_batch,
@@ -83,7 +84,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Work:
-    """One step of either loop."""
+    """One step of any loop."""
 
     batch: Batch
     micro_batches: list[MicroBatch]
@@ -93,7 +94,7 @@ class Work:
 
 
 def works_of(config: Config, batches: list[Batch], training: object) -> list[Work]:
-    """What both loops do; packed for the peer as ours packs it, and on the device."""
+    """What all loops do; packed for the peers as ours packs it, and on the device."""
     from slipstream.learner.trainer.batches.sequences import training_sequences, weighted
     from slipstream.learner.trainer.batches.shares import rank_micro_batches
     from slipstream.learner.trainer.step import TrainingStep
@@ -122,18 +123,18 @@ class Inside:
 
     def __init__(self, run: Callable[[Work], object], device: torch.device) -> None:
         self._run, self._device = run, device
+        self._is_gpu = device.type == "cuda"
 
     def turn(self, works: Sequence[Work]) -> Spent:
         """Each of `works` once."""
-        if self._device.type == "cuda":
+        if self._is_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         for work in works:
             self._run(work)
         synchronize(self._device)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-        is_gpu = self._device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self._device) if is_gpu else 0
+        peak = torch.cuda.max_memory_allocated(self._device) if self._is_gpu else 0
         return Spent(wall_s, cpu_s, peak / 2**30)
 
 
@@ -294,9 +295,10 @@ def main() -> None:
     header = ["loop", "ms/step (min-max)", "CPU ms/step", "tokens/s", "of the peer"]
     header += ["TFLOP/s", "of the limit", "peak GiB"]
     table = measure.table(header, rows(found, TARGETS[arguments.shape]))
-    record = {"settings": vars(arguments), "table": table, "turns": turns}
+    record = {"settings": measure.settings_of(arguments), "table": table, "turns": turns}
     record["attention"] = chosen_attention()
-    suffix = f"-{arguments.layers}" if arguments.layers else ""
+    is_usual = arguments.layers in (None, LOADS.get(arguments.shape, Load(0)).layers)
+    suffix = "" if is_usual else f"-{arguments.layers}"
     suffix += "-model" if arguments.head_dtype == "model" else ""
     measure.write_result(f"learner-{arguments.shape}{suffix}", record, arguments.out)
     print("\n".join([*table, f"attention: {record['attention']}"]))

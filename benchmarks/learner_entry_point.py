@@ -20,7 +20,9 @@ from slipstream.learner.trainer.batches.packing import MicroBatch
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "learner_pretrain.py"
-START_LIMIT_S, TURN_LIMIT_S = 180.0, 300.0
+START_LIMIT_S, TURN_LIMIT_S, END_LIMIT_S = 180.0, 300.0, 30.0
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+_SAVED = ("token_ids", "targets", "loss_mask", "position_ids", "cu_seqlens")
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,17 @@ class EntryPoint:
     def turn(self, steps: int) -> Spent:
         """So many steps, one after another."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{steps}\n")
-        self._process.stdin.flush()
+        # Its end is told with its last words where the answer should come.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{steps}\n")
+            self._process.stdin.flush()
         return self._answer(TURN_LIMIT_S)
 
     def close(self) -> None:
         """Ends it with everything below it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(END_LIMIT_S)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -89,18 +93,15 @@ class EntryPoint:
         self._answers.put("")
 
     def _answer(self, limit_s: float) -> Spent:
+        what = "ended"
         try:
             line = self._answers.get(timeout=limit_s)
         except queue.Empty:
-            line = ""
+            line, what = "", f"gave no answer within {limit_s:g} s"
         if not line:
             said = self._log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"{SCRIPT.name} gave no answer within {limit_s:g} s: {said}")
+            raise RuntimeError(f"the training loop {what}: {said}")
         return Spent(**json.loads(line))
-
-
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-_SAVED = ("token_ids", "targets", "loss_mask", "position_ids", "cu_seqlens")
 
 
 def save_micro_batches(micro_batches: Sequence[MicroBatch], path: Path) -> None:

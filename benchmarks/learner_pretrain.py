@@ -95,7 +95,7 @@ def pinned(batches: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def container_of(model: Path, micro_batches: Path, batch_size: int) -> Any:  # noqa: ANN401
-    """All settings; those that are not Bridge's defaults make it faster, or be of one GPU."""
+    """All settings; those that are not Bridge's defaults make it faster, or do what ours does."""
     from dataclasses import dataclass
 
     from megatron.bridge import AutoBridge
@@ -104,7 +104,7 @@ def container_of(model: Path, micro_batches: Path, batch_size: int) -> Any:  # n
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
     from transformers import AutoConfig
 
-    batches = [bridge_batch(one) for one in torch.load(micro_batches)]
+    batches = [bridge_batch(one) for one in torch.load(micro_batches, weights_only=True)]
 
     @dataclass
     class Packed(settings.DatasetProvider):

@@ -27,7 +27,7 @@ from slipstream.protocol.settings.config import WeightsSection
 # The receivers come so much later than the sender, as servers that must pause do.
 DELAY_S = 0.01
 # What the sender does before: at the end of a step, and while it is reported.
-BEFORE = {"digests_s": "before: digests of all", "ahead_s": "before: the first buckets"}
+BEFORE = {"digests_s": "the pass for the digests", "ahead_s": "putting the first buckets together"}
 
 
 class Ends:
@@ -131,13 +131,15 @@ def summary(found: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
             cells += [spread.text(3, 1000), share]
         rate = found["num_bytes"] / Spread.of([r["wire_s"] for r in found[name]]).median / 1e9
         rows.append([cells[0], f"{rate:.1f}", *cells[1:]])
-    for key, what in BEFORE.items():
-        times = [row[key] for row in found["ours"] if key in row]
-        if times:
-            rows.append([what, "", "", "", Spread.of(times).text(3, 1000), ""])
     header = ["what", "GB/s", "wire, ms", "wire of limit"]
     header += ["with copies, on the host, ms", "host of limit"]
-    return table(header, rows), ratios
+    before = [
+        f"{what} {Spread.of([row[key] for row in found['ours']]).text(3, 1000)} ms"
+        for key, what in BEFORE.items()
+        if all(key in row for row in found["ours"])
+    ]
+    notes = [f"Before a publish: {', '.join(before)}."] if before else []
+    return [*table(header, rows), *notes], ratios
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-# Mean over a step's tokens, of one version; the test below shows what two in one would have.
+# Mean over a step's tokens; the test below shows what those of the version before have.
 GAP_MEAN = 1e-4
 
 

@@ -19,5 +19,6 @@ def test_receivers_hold_what_the_sender_made_up(tmp_path: Path) -> None:
     asyncio.run(wire.measure(arguments, tmp_path, found))
     assert len(found["ours"]) == 2
     lines, ratios = wire.summary(found)
-    assert lines[-1].startswith("| ours | ")
+    assert lines[-2].startswith("| ours | ")
+    assert lines[-1].startswith("Before a publish: the pass for the digests ")
     assert not ratios

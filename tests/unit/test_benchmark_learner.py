@@ -94,7 +94,7 @@ def micro_batch(*lengths: int) -> MicroBatch:
 def test_pretrain_is_given_the_packed_micro_batches(tmp_path: Path) -> None:
     saved = tmp_path / "saved.pt"
     learner_entry_point.save_micro_batches([micro_batch(3, 5)], saved)
-    batch = learner_pretrain.bridge_batch(*torch.load(saved))
+    batch = learner_pretrain.bridge_batch(*torch.load(saved, weights_only=True))
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "tokens": [[1, 2, 3, 4, 5, 6, 7, 8]],
         "labels": [[2, 3, 4, 5, 6, 7, 8, 9]],
@@ -153,7 +153,7 @@ def test_turns_are_orders_to_another_process(tmp_path: Path) -> None:
 def test_last_words_of_a_process_that_dies_are_told(tmp_path: Path) -> None:
     process = entry_point(tmp_path, "raise SystemExit('no such package')", [micro_batch(4)])
     try:
-        with pytest.raises(RuntimeError, match="no such package"):
+        with pytest.raises(RuntimeError, match="ended: no such package"):
             process.wait()
     finally:
         process.close()

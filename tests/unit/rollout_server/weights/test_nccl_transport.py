@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import fake_cupy
 import pytest
 import torch
-from slipstream.protocol.weights.nccl_environment import agreed_settings
+from slipstream.protocol.weights.nccl_environment import AGREED, agreed_settings
 from slipstream.rollout_server.weights import nccl_transport
 from slipstream.rollout_server.weights.bucket_transport import Membership
 from slipstream.rollout_server.weights.nccl_transport import NcclTransport
@@ -55,7 +55,7 @@ def test_settings_that_vllm_pins_for_its_own_communicators_are_not_ours(
     cupy: fake_cupy.FakeCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `VLLM_BATCH_INVARIANT` has it: members that differ wait for each other for ever."""
-    for name in ("NCCL_ALGO", "NCCL_NO_CACHE"):
+    for name in (*AGREED, "NCCL_NO_CACHE"):
         # Set first, so that it is put back whatever vLLM makes of it.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
