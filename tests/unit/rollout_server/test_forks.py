@@ -1,0 +1,66 @@
+"""The server's processes start from a loop that forks, beside gRPC at work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
+PROGRAM = """
+import asyncio, collections, sys
+whose, processes, callers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if whose == "ours":
+    import slipstream.rollout_server
+import grpc, grpc.aio, uvloop
+
+async def echo(request, context):
+    return request
+
+async def main():
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(echo)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"E": method}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    codes = collections.Counter()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/t.T/E")
+
+        async def calls():
+            while True:
+                await call(b"")
+
+        tasks = [asyncio.create_task(calls()) for _ in range(callers)]
+        for _ in range(processes):
+            process = await asyncio.create_subprocess_exec("true", start_new_session=True)
+            codes[await process.wait()] += 1
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await server.stop(0)
+    print(dict(codes))
+
+uvloop.run(main())
+"""
+
+
+# Of anyone's processes some crash beside calls: what is looked for shows without.
+@pytest.mark.parametrize(("whose", "processes", "callers"), [("ours", 100, 8), ("anyone", 5, 0)])
+def test_grpc_does_nothing_in_the_forks_of_the_server_alone(
+    whose: str, processes: int, callers: int
+) -> None:
+    command = [sys.executable, "-c", PROGRAM, whose, str(processes), str(callers)]
+    # These tests' own process has it from the package.
+    environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True, env=environ
+    )
+    handled = "fork() handlers" in done.stderr
+    if whose == "ours":
+        assert done.stdout == "{0: 100}\n"
+        assert not handled, done.stderr[-500:]
+    else:
+        assert handled
