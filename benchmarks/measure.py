@@ -23,6 +23,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+# Before gRPC: what it says of forks holds for programs that a benchmark starts, too.
+import slipstream.rollout_server  # noqa: F401
+
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = (
     "torch",
