@@ -17,8 +17,6 @@ FILES = (
     *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
     *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "quarantine/", "logs/"),
 )
-# What a run that ended before its last step did.
-STATES = {"finished": "stopped", "failed": "failed"}
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
 
@@ -34,8 +32,8 @@ class Display:
         self.last_event = 0
         self.is_over = False
         self.failure = ""
-        # Set by `summary`: the run ended before its last step, though there is more to learn.
-        self.stopped_early = False
+        # Set by `summary`: the run was stopped.
+        self.is_stopped = False
 
     def show(self, event: status_pb2.Event) -> None:
         """One event of the controller."""
@@ -72,11 +70,11 @@ class Display:
         summary = json.loads(path.read_text())
         if summary["steps"]:
             self._table(summary, folder)
-        self.stopped_early = not summary["solved"] and summary["steps"] < self._config.run.steps
-        if self.stopped_early:
+        self.is_stopped = summary["state"] == "stopped"
+        if summary["state"] != "finished":
             how = "" if self._config.run.resume == "never" else "; the same command goes on"
             self._out.write(
-                f"\n  {STATES[summary['state']]} at version {summary['steps']} of "
+                f"\n  {summary['state']} at version {summary['steps']} of "
                 f"{self._config.run.steps}{how}\n"
             )
             self._out.flush()

@@ -21,7 +21,7 @@ from slipstream.client.children import Child, start_child, with_full_disk
 from slipstream.client.display import Display, loading_line
 from slipstream.client.placement import Placement, describe_sharing
 from slipstream.client.preflight import make_folder
-from slipstream.client.trainer_ranks import TrainerRanks
+from slipstream.client.trainer_ranks import Milestones, TrainerRanks
 from slipstream.client.waits import tell_waits
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.protocol.errors import QueueError, RunFailed
@@ -36,6 +36,7 @@ GRACE_S = 30.0
 # After a second signal nobody waits for an orderly end: the next start goes on from the disk.
 HURRIED_GRACE_S = 1.0
 STOP_LIMIT_S = 30.0
+ANSWER_LIMIT_S = 5.0
 # What a run leaves may need so long to end after the controller is gone.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
@@ -112,6 +113,7 @@ class Session:
             first_rank=first_rank,
             num_ranks=num_ranks,
             warn=self._display.warn,
+            milestones=self._milestones,
         )
         learner = self._config.learner
         if num_ranks < learner.world_size:
@@ -163,7 +165,7 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
         if controller.process.returncode == 0:
             self._display.summary()
-            return self._signalled if self._display.stopped_early else 0
+            return self._signalled if self._display.is_stopped else 0
         if self._display.failure:
             self._display.summary()
             raise RunFailed(with_full_disk(self._killed or self._display.failure, self._logs))
@@ -283,6 +285,17 @@ class Session:
         number = await self._stopping
         self._display.warn(f"{number.name}: the run is stopped in order; once more ends it at once")
         await self._stop_run(f"the user sent {number.name}", failed=False)
+
+    async def _milestones(self) -> Milestones | None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async with self._channel() as channel:
+                status = await status_pb2_grpc.StatusServiceStub(channel).GetStatus(
+                    status_pb2.GetStatusRequest(),
+                    metadata=call_metadata(self._credentials),
+                    timeout=ANSWER_LIMIT_S,
+                )
+                return Milestones(status.step, status.checkpoint_step)
+        return None
 
     async def _stop_run(self, reason: str, *, failed: bool) -> None:
         request = status_pb2.StopRunRequest(reason=reason, failed=failed)

@@ -27,7 +27,7 @@ from slipstream.v1 import fleet_pb2 as slipstream_dot_v1_dot_fleet__pb2
 from slipstream.v1 import trajectory_pb2 as slipstream_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/status.proto\x12\rslipstream.v1\x1a\x1fslipstream/v1/environment.proto\x1a\x19slipstream/v1/fleet.proto\x1a\x1eslipstream/v1/trajectory.proto\"\xf6\x01\n\x0cServerStatus\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slipstream.v1.ServerState\x12-\n\x07version\x18\x04 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12+\n\x06report\x18\x05 \x01(\x0b\x32\x1b.slipstream.v1.ServerReport\x12\x15\n\rleased_groups\x18\x06 \x01(\r\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\"\xce\x01\n\x06Ledger\x12\x11\n\tgenerated\x18\x01 \x01(\x04\x12\x0f\n\x07trained\x18\x02 \x01(\x04\x12\x10\n\x08\x66iltered\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x11\n\tevaluated\x18\x07 \x01(\x04\x12\x0e\n\x06queued\x18\x08 \x01(\x04\x12\x11\n\tin_flight\x18\t \x01(\x04\x12\x0c\n\x04lost\x18\n \x01(\x04\x12\x12\n\ndifference\x18\x0b \x01(\x12\"\x12\n\x10GetStatusRequest\"\x98\x04\n\tRunStatus\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.slipstream.v1.RunState\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\r\x12\x11\n\tnum_steps\x18\x05 \x01(\r\x12\x15\n\rmax_staleness\x18\x06 \x01(\r\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\x12,\n\x07servers\x18\x08 \x03(\x0b\x32\x1b.slipstream.v1.ServerStatus\x12\x36\n\x0c\x65nvironments\x18\t \x03(\x0b\x32 .slipstream.v1.EnvironmentStatus\x12%\n\x06ledger\x18\n \x01(\x0b\x32\x15.slipstream.v1.Ledger\x12\x15\n\rleased_groups\x18\x0b \x01(\r\x12\x17\n\x0f\x63omplete_groups\x18\x0c \x01(\r\x12\x14\n\x0cqueued_bytes\x18\r \x01(\x04\x12\x10\n\x08uptime_s\x18\x0e \x01(\x01\x12\x36\n\x07metrics\x18\x0f \x03(\x0b\x32%.slipstream.v1.RunStatus.MetricsEntry\x12\x12\n\nlease_wait\x18\x10 \x01(\t\x12\x16\n\x0ereserved_bytes\x18\x11 \x01(\x04\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"\x85\x02\n\x05\x45vent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x13\n\x0bunix_time_s\x18\x02 \x01(\x01\x12)\n\x08severity\x18\x03 \x01(\x0e\x32\x17.slipstream.v1.Severity\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\r\x12\x32\n\x07metrics\x18\x06 \x03(\x0b\x32!.slipstream.v1.Event.MetricsEntry\x12,\n\x0b\x66inal_state\x18\x07 \x01(\x0e\x32\x17.slipstream.v1.RunState\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"0\n\x0eStopRunRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x08\"\x11\n\x0fStopRunResponse\"7\n\x12\x44rainServerRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x15\n\x13\x44rainServerResponse*\x9a\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_STOPPING\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05*a\n\x08Severity\x12\x18\n\x14SEVERITY_UNSPECIFIED\x10\x00\x12\x11\n\rSEVERITY_INFO\x10\x01\x12\x14\n\x10SEVERITY_WARNING\x10\x02\x12\x12\n\x0eSEVERITY_ERROR\x10\x03\x32\xb5\x02\n\rStatusService\x12\x46\n\tGetStatus\x12\x1f.slipstream.v1.GetStatusRequest\x1a\x18.slipstream.v1.RunStatus\x12<\n\x05Watch\x12\x1b.slipstream.v1.WatchRequest\x1a\x14.slipstream.v1.Event0\x01\x12H\n\x07StopRun\x12\x1d.slipstream.v1.StopRunRequest\x1a\x1e.slipstream.v1.StopRunResponse\x12T\n\x0b\x44rainServer\x12!.slipstream.v1.DrainServerRequest\x1a\".slipstream.v1.DrainServerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/status.proto\x12\rslipstream.v1\x1a\x1fslipstream/v1/environment.proto\x1a\x19slipstream/v1/fleet.proto\x1a\x1eslipstream/v1/trajectory.proto\"\xf6\x01\n\x0cServerStatus\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slipstream.v1.ServerState\x12-\n\x07version\x18\x04 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12+\n\x06report\x18\x05 \x01(\x0b\x32\x1b.slipstream.v1.ServerReport\x12\x15\n\rleased_groups\x18\x06 \x01(\r\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\"\xce\x01\n\x06Ledger\x12\x11\n\tgenerated\x18\x01 \x01(\x04\x12\x0f\n\x07trained\x18\x02 \x01(\x04\x12\x10\n\x08\x66iltered\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x11\n\tevaluated\x18\x07 \x01(\x04\x12\x0e\n\x06queued\x18\x08 \x01(\x04\x12\x11\n\tin_flight\x18\t \x01(\x04\x12\x0c\n\x04lost\x18\n \x01(\x04\x12\x12\n\ndifference\x18\x0b \x01(\x12\"\x12\n\x10GetStatusRequest\"\xb1\x04\n\tRunStatus\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.slipstream.v1.RunState\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\r\x12\x11\n\tnum_steps\x18\x05 \x01(\r\x12\x15\n\rmax_staleness\x18\x06 \x01(\r\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\x12,\n\x07servers\x18\x08 \x03(\x0b\x32\x1b.slipstream.v1.ServerStatus\x12\x36\n\x0c\x65nvironments\x18\t \x03(\x0b\x32 .slipstream.v1.EnvironmentStatus\x12%\n\x06ledger\x18\n \x01(\x0b\x32\x15.slipstream.v1.Ledger\x12\x15\n\rleased_groups\x18\x0b \x01(\r\x12\x17\n\x0f\x63omplete_groups\x18\x0c \x01(\r\x12\x14\n\x0cqueued_bytes\x18\r \x01(\x04\x12\x10\n\x08uptime_s\x18\x0e \x01(\x01\x12\x36\n\x07metrics\x18\x0f \x03(\x0b\x32%.slipstream.v1.RunStatus.MetricsEntry\x12\x12\n\nlease_wait\x18\x10 \x01(\t\x12\x16\n\x0ereserved_bytes\x18\x11 \x01(\x04\x12\x17\n\x0f\x63heckpoint_step\x18\x12 \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"\x85\x02\n\x05\x45vent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x13\n\x0bunix_time_s\x18\x02 \x01(\x01\x12)\n\x08severity\x18\x03 \x01(\x0e\x32\x17.slipstream.v1.Severity\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\r\x12\x32\n\x07metrics\x18\x06 \x03(\x0b\x32!.slipstream.v1.Event.MetricsEntry\x12,\n\x0b\x66inal_state\x18\x07 \x01(\x0e\x32\x17.slipstream.v1.RunState\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"0\n\x0eStopRunRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x08\"\x11\n\x0fStopRunResponse\"7\n\x12\x44rainServerRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x15\n\x13\x44rainServerResponse*\xb1\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_STOPPING\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x15\n\x11RUN_STATE_STOPPED\x10\x06*a\n\x08Severity\x12\x18\n\x14SEVERITY_UNSPECIFIED\x10\x00\x12\x11\n\rSEVERITY_INFO\x10\x01\x12\x14\n\x10SEVERITY_WARNING\x10\x02\x12\x12\n\x0eSEVERITY_ERROR\x10\x03\x32\xb5\x02\n\rStatusService\x12\x46\n\tGetStatus\x12\x1f.slipstream.v1.GetStatusRequest\x1a\x18.slipstream.v1.RunStatus\x12<\n\x05Watch\x12\x1b.slipstream.v1.WatchRequest\x1a\x14.slipstream.v1.Event0\x01\x12H\n\x07StopRun\x12\x1d.slipstream.v1.StopRunRequest\x1a\x1e.slipstream.v1.StopRunResponse\x12T\n\x0b\x44rainServer\x12!.slipstream.v1.DrainServerRequest\x1a\".slipstream.v1.DrainServerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNSTATUS_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_EVENT_METRICSENTRY']._loaded_options = None
   _globals['_EVENT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=1599
-  _globals['_RUNSTATE']._serialized_end=1753
-  _globals['_SEVERITY']._serialized_start=1755
-  _globals['_SEVERITY']._serialized_end=1852
+  _globals['_RUNSTATE']._serialized_start=1624
+  _globals['_RUNSTATE']._serialized_end=1801
+  _globals['_SEVERITY']._serialized_start=1803
+  _globals['_SEVERITY']._serialized_end=1900
   _globals['_SERVERSTATUS']._serialized_start=138
   _globals['_SERVERSTATUS']._serialized_end=384
   _globals['_LEDGER']._serialized_start=387
@@ -49,23 +49,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=595
   _globals['_GETSTATUSREQUEST']._serialized_end=613
   _globals['_RUNSTATUS']._serialized_start=616
-  _globals['_RUNSTATUS']._serialized_end=1152
-  _globals['_RUNSTATUS_METRICSENTRY']._serialized_start=1106
-  _globals['_RUNSTATUS_METRICSENTRY']._serialized_end=1152
-  _globals['_WATCHREQUEST']._serialized_start=1154
-  _globals['_WATCHREQUEST']._serialized_end=1183
-  _globals['_EVENT']._serialized_start=1186
-  _globals['_EVENT']._serialized_end=1447
-  _globals['_EVENT_METRICSENTRY']._serialized_start=1106
-  _globals['_EVENT_METRICSENTRY']._serialized_end=1152
-  _globals['_STOPRUNREQUEST']._serialized_start=1449
-  _globals['_STOPRUNREQUEST']._serialized_end=1497
-  _globals['_STOPRUNRESPONSE']._serialized_start=1499
-  _globals['_STOPRUNRESPONSE']._serialized_end=1516
-  _globals['_DRAINSERVERREQUEST']._serialized_start=1518
-  _globals['_DRAINSERVERREQUEST']._serialized_end=1573
-  _globals['_DRAINSERVERRESPONSE']._serialized_start=1575
-  _globals['_DRAINSERVERRESPONSE']._serialized_end=1596
-  _globals['_STATUSSERVICE']._serialized_start=1855
-  _globals['_STATUSSERVICE']._serialized_end=2164
+  _globals['_RUNSTATUS']._serialized_end=1177
+  _globals['_RUNSTATUS_METRICSENTRY']._serialized_start=1131
+  _globals['_RUNSTATUS_METRICSENTRY']._serialized_end=1177
+  _globals['_WATCHREQUEST']._serialized_start=1179
+  _globals['_WATCHREQUEST']._serialized_end=1208
+  _globals['_EVENT']._serialized_start=1211
+  _globals['_EVENT']._serialized_end=1472
+  _globals['_EVENT_METRICSENTRY']._serialized_start=1131
+  _globals['_EVENT_METRICSENTRY']._serialized_end=1177
+  _globals['_STOPRUNREQUEST']._serialized_start=1474
+  _globals['_STOPRUNREQUEST']._serialized_end=1522
+  _globals['_STOPRUNRESPONSE']._serialized_start=1524
+  _globals['_STOPRUNRESPONSE']._serialized_end=1541
+  _globals['_DRAINSERVERREQUEST']._serialized_start=1543
+  _globals['_DRAINSERVERREQUEST']._serialized_end=1598
+  _globals['_DRAINSERVERRESPONSE']._serialized_start=1600
+  _globals['_DRAINSERVERRESPONSE']._serialized_end=1621
+  _globals['_STATUSSERVICE']._serialized_start=1903
+  _globals['_STATUSSERVICE']._serialized_end=2212
 # @@protoc_insertion_point(module_scope)

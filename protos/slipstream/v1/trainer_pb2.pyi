@@ -191,6 +191,14 @@ class CheckpointReceipt(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class WorkReport(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkReceipt(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TrainerFailure(_message.Message):
     __slots__ = ("message", "rank", "final")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]

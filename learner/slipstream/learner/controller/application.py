@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc.aio
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.goodbye import await_goodbye
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.progress import RunProgress
@@ -60,6 +61,8 @@ from slipstream.v1 import (
 )
 
 DRAIN_LIMIT_S = 20.0
+# A trainer that finds its disk silent says so itself, and one that died is started again, within so
+# much more than its own limit of silence.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
 
@@ -67,8 +70,11 @@ GRACE_S = 2.0
 class Controller:
     """One run. `run` returns the exit code; everything that it opened is closed by then."""
 
-    def __init__(self, config: Config, credentials: Credentials) -> None:
+    def __init__(
+        self, config: Config, credentials: Credentials, *, goodbye_limit_s: float = GOODBYE_LIMIT_S
+    ) -> None:
         self._config = config
+        self._silence_s = config.learner.timeout_s + goodbye_limit_s
         self._credentials = credentials
         run_id = f"{config.run.name}-{secrets.token_hex(4)}"
         self._progress = RunProgress(run_id, config, EventLog())
@@ -85,7 +91,7 @@ class Controller:
         self._ledger, self._fleet = TokenLedger(), Fleet(self._progress)
 
     async def run(self) -> int:
-        """Serves until the run has ended and said so; 0 when it finished, 1 when it failed."""
+        """Serves until the run has ended and said so; 1 when it failed, else 0."""
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / "journal"))
@@ -120,7 +126,7 @@ class Controller:
                     task.cancel()
             await self._write_results(folder)
             self._environment_servicer.relay.close()
-        return 0 if self._progress.state == status_pb2.RUN_STATE_FINISHED else 1
+        return 1 if self._failed else 0
 
     def stop(self, reason: str) -> None:
         """Ends the run in order; safe to call from a signal handler of the event loop."""
@@ -291,12 +297,8 @@ class Controller:
     async def _wind_down(self) -> None:
         """The trainer says goodbye, the servers drain, everything that travels arrives."""
         if self._progress.trainer_registered and not self._failed:
-            try:
-                # It writes a checkpoint and exports the model.
-                async with asyncio.timeout(max(GOODBYE_LIMIT_S, self._config.learner.timeout_s)):
-                    await self._trainer.finished.wait()
-            except TimeoutError:
-                self._progress.events.add("the trainer did not say goodbye", Severity.WARNING)
+            await await_goodbye(self._progress, self._trainer, silence_s=self._silence_s)
+        self._progress.waiting_for = "" if self._failed else "rollout servers to drain"
         for session in list(self._fleet.sessions.values()):
             self._fleet.order_drain(session, self._progress.cause, finish=False)
         groups = list(self._book.groups.values())
@@ -318,8 +320,7 @@ class Controller:
 
     async def _write_results(self, folder: Path) -> None:
         progress = self._progress
-        if not self._failed:
-            progress.state = status_pb2.RUN_STATE_FINISHED
+        progress.state, progress.waiting_for = progress.final_state, ""
         hello, goodbye = self._trainer.hello, self._trainer.goodbye
         self._recorder.summary(
             ledger=self._ledger.snapshot(),
@@ -329,7 +330,7 @@ class Controller:
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,
             ending=Ending(
-                state="failed" if self._failed else "finished",
+                state=status_pb2.RunState.Name(progress.state).removeprefix("RUN_STATE_").lower(),
                 cause=progress.cause,
                 solved=bool(progress.solved) and not self._failed,
                 suspended_environments=self._environments.suspended(),

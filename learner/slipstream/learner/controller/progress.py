@@ -39,6 +39,12 @@ class RunProgress:
     # Timelines are counted from 0.
     newest_incarnation: int = 0
     trainer_registered: bool = False
+    # When the trainer called last, of time.monotonic.
+    trainer_heard_s: float = field(default_factory=time.monotonic)
+    # The newest version of which a trainer has reported a checkpoint; 0: none so far.
+    checkpoint_step: int = 0
+    # It was told to end before its last step.
+    is_stopped: bool = False
     # Of each trainer rank; empty before it has registered.
     learner_places: tuple[Place, ...] = ()
     # Why training ends before its last configured step; empty: it does not.
@@ -69,6 +75,7 @@ class RunProgress:
             status_pb2.RUN_STATE_STOPPING,
             status_pb2.RUN_STATE_FINISHED,
             status_pb2.RUN_STATE_FAILED,
+            status_pb2.RUN_STATE_STOPPED,
         )
 
     @property
@@ -80,6 +87,24 @@ class RunProgress:
         """The trainer has made a version, or goes on from it."""
         self.version = version
         self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
+
+    @property
+    def final_state(self) -> status_pb2.RunState:
+        """What the run is once everything has ended."""
+        if self.state == status_pb2.RUN_STATE_FAILED:
+            return self.state
+        if self.is_stopped:
+            return status_pb2.RUN_STATE_STOPPED
+        return status_pb2.RUN_STATE_FINISHED
+
+    def trainer_heard(self) -> None:
+        """Notes a call of the trainer."""
+        self.trainer_heard_s = time.monotonic()
+
+    def trainer_works(self) -> None:
+        """Notes a sign that the trainer gets on with what takes it long."""
+        self.trainer_heard()
+        self.idle.reset(time.monotonic())
 
     def moved(self) -> None:
         """Notes progress."""
@@ -96,6 +121,7 @@ class RunProgress:
         """Ends the run early, in order."""
         if not self.is_over:
             self.state, self.cause = status_pb2.RUN_STATE_STOPPING, reason
+            self.is_stopped = True
             self.events.add(f"stopping: {reason}")
             self.signal.notify()
 

@@ -72,7 +72,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         version = version_from_pb(request.version)
         missing = self._former.first_missing(version.step)
         problem = ""
-        if self._progress.is_over:
+        if self._progress.is_over and not self._is_stopping:
             problem = "the run is over"
         elif version.step > self._progress.version.step:
             problem = f"the run is at version {self._progress.version}"
@@ -102,7 +102,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         self.hello = request
         self._progress.trainer_registered = True
-        self._progress.state = status_pb2.RUN_STATE_RUNNING
+        if not self._progress.is_over:
+            self._progress.state = status_pb2.RUN_STATE_RUNNING
         sizes, *groups = request.layout_description.splitlines()
         self._progress.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
         for line in groups:
@@ -176,11 +177,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """A checkpoint is complete."""
         await self._check_epoch(context)
         self._former.saved(request)
+        self._progress.checkpoint_step = request.version.step
         self._progress.events.add(
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
             f"{request.wall_s:.1f} s"
         )
         return trainer_pb2.CheckpointReceipt()
+
+    async def ReportWork(  # noqa: N802
+        self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.WorkReceipt:
+        """The trainer gets on; one that loads has not registered yet."""
+        if _epoch_of(context):
+            await self._check_epoch(context)
+        self._progress.trainer_works()
+        return trainer_pb2.WorkReceipt()
 
     async def ReportFailure(  # noqa: N802
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
@@ -216,11 +227,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 "another trainer has taken over",
                 Reason.WRONG_STATE,
             )
+        self._progress.trainer_heard()
+
+    @property
+    def _is_stopping(self) -> bool:
+        """Whether a trainer is to save and export; one that is started again does it as well."""
+        stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
+        return stopping and self._progress.trainer_registered and not self.finished.is_set()
 
     async def _next_order(
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.Directive | Batch:
-        until = time.monotonic() + NEXT_LIMIT_S
+        # Half of the call's own limit: an answer that comes too late would end the run.
+        limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
+        until = time.monotonic() + limit_s
         while True:
             # Another one may have taken over while this one waited: what it is given would be lost.
             await self._check_epoch(context)
@@ -237,12 +257,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.NextRequest
     ) -> trainer_pb2.Directive | Batch | None:
         progress = self._progress
+        is_behind = self._trainer_version.step < self._book.step
+        if is_behind and (not progress.is_over or self._is_stopping):
+            # It starts again from a checkpoint, or an answer was lost.
+            return await self._former.recorded(self._trainer_version.step)
         if progress.is_over:
             reason = progress.cause or "the run is over"
             return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
-        if self._trainer_version.step < self._book.step:
-            # It starts again from a checkpoint, or an answer was lost.
-            return await self._former.recorded(self._trainer_version.step)
         publish = await self._publisher.prepare(request)
         if publish is not None:
             return trainer_pb2.Directive(publish=publish)

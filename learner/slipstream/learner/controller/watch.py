@@ -82,7 +82,11 @@ class RunWatch:
             return f"the trainer did not end publish {owed.publish_id} within {owed.limit_s:.0f} s"
         if not self._fleet.sessions:
             empty = now - self._fleet.empty_since_s
-            if empty > settings.fleet_timeout_s:
+            limit_s = settings.fleet_timeout_s
+            if not self._fleet.departed:
+                # The first one joins when its engine has started.
+                limit_s += self._config.rollout_server.start_timeout_s
+            if empty > limit_s:
                 return f"no rollout server was connected for {empty:.0f} s"
             return ""
         idle = self._progress.idle.total_s(now)

@@ -69,7 +69,7 @@ class TrainingStep:
         self._policy = policy
         self._roles = roles
         self._config = config
-        self.stages = StageTimes()
+        self.stages = StageTimes(policy.ranks.activity)
 
     @property
     def policy(self) -> Policy:

@@ -30,6 +30,7 @@ from slipstream.learner.trainer.orders import (
 )
 from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.roles.roles import open_roles
+from slipstream.learner.trainer.stages import WAITING
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.weights.export import save_hf_folder
 from slipstream.learner.trainer.weights.probe import build_probe
@@ -86,7 +87,7 @@ class Trainer:
         _handle_termination(self._client, is_main=self._ranks.is_main)
         self._register()
         while True:
-            with self._stages.measure("waiting"):
+            with self._stages.measure(WAITING):
                 order = self._next_order()
             if isinstance(order, weights_pb2.PublishOrder):
                 # Before anything else: servers may wait for the first bucket already.

@@ -18,6 +18,7 @@ from slipstream.protocol.settings.section import (
     Reference,
     Seconds,
     Section,
+    Silence,
 )
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
@@ -108,22 +109,24 @@ class ControllerSection(Section):
     # Other addresses than loopback need TLS and a token.
     address: Address = "127.0.0.1:7070"
     # Time between two reports of a rollout server.
-    heartbeat_s: Seconds = 0.5
+    heartbeat_s: float = Field(0.5, ge=0.01)
     # Silence after which a rollout server is taken for dead.
-    heartbeat_timeout_s: Seconds = 5.0
+    heartbeat_timeout_s: Silence = 5.0
     # Attempts of an episode before its task is set aside.
     max_attempts: Positive = 3
     # Time of serving in which some episode of a leased group must end; else the group is taken back
     # and goes on elsewhere, which counts as an attempt.
-    lease_timeout_s: Seconds = 3600.0
+    lease_timeout_s: Silence = 3600.0
     # Groups in a row that may fail before their environment is suspended.
     max_failed_groups: Positive = 8
-    # The run stops when no step was made and no episode ended in so long a time of serving: while
-    # every server loads weights, is stale or gone the clock stands still. Also so long after a
-    # publish should have ended that the trainer was told to send.
-    stall_timeout_s: Seconds = 600.0
-    # The run stops when no rollout server was connected for so long.
-    fleet_timeout_s: Seconds = 600.0
+    # The run stops when no step was made, no episode ended and the trainer gave no sign of life in
+    # so long a time of serving: while every server loads weights, is stale or gone the clock stands
+    # still. A trainer gives signs of life with each micro batch, and while it loads, saves or
+    # exports. Also so long after a publish should have ended that the trainer was told to send.
+    stall_timeout_s: Silence = 600.0
+    # The run stops when no rollout server was connected for so long; the first one has
+    # rollout_server.start_timeout_s more.
+    fleet_timeout_s: Silence = 600.0
     # Some trajectories of every n-th step are written out as text.
     sample_every_steps: Positive = 10
 
@@ -209,8 +212,9 @@ class LearnerSection(Section):
     export_final: bool = True
     # Restarts of all ranks when one has died, by the command that started them.
     max_restarts: int = Field(3, ge=0)
-    # Silence of a rank after which the trainer stops; also the limit of one collective.
-    timeout_s: Seconds = 600.0
+    # Silence of a rank after which the trainer stops: the limit of one collective, and of a disk
+    # that neither takes nor gives a byte of a checkpoint.
+    timeout_s: Silence = 600.0
 
 
 class RolloutServerSection(Section):

@@ -37,7 +37,7 @@ WRONG: list[tuple[str, JsonValue, str]] = [
     ("evaluations.0.pass_reward", -math.inf, "input should be a finite number, got -inf"),
     ("algorithm.learning_rate", 1e300, "input should be at most 1e+30, got 1e+300"),
     ("controller.stall_timeout_s", 1e10, "input should be 0.001 to 1e+09 seconds, got 1e+10"),
-    ("controller.heartbeat_s", 1e-9, "input should be 0.001 to 1e+09 seconds, got 1e-09"),
+    ("weights.bucket_deadline_s", 1e-9, "input should be 0.001 to 1e+09 seconds, got 1e-09"),
     ("learner.adam_betas.1", 1.0, "input should be less than 1, got 1.0"),
     ("sampling.temperature", 2.1, "input should be less than or equal to 2, got 2.1"),
     ("evaluations.0.temperature", 2.1, "input should be less than or equal to 2, got 2.1"),

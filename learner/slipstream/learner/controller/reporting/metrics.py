@@ -60,7 +60,7 @@ class RunFacts:
 class Ending:
     """How a run ended."""
 
-    # finished or failed
+    # finished, stopped or failed
     state: str
     cause: str
     # It finished before its last configured step, because nothing is left to learn.

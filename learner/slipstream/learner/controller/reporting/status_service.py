@@ -54,7 +54,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             step=progress.version.step,
             num_steps=progress.config.run.steps,
             max_staleness=progress.config.algorithm.max_staleness,
-            waiting_for="" if progress.is_over else progress.waiting_for,
+            waiting_for=progress.waiting_for,
             servers=[*servers, *self._fleet.departed.values()],
             environments=[entry.describe() for entry in self._environments.entries.values()],
             ledger=self._ledger.snapshot(),
@@ -65,6 +65,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             metrics=self._newest_metrics(),
             lease_wait="" if progress.is_over else self._scheduler.lease_wait,
             reserved_bytes=self._scheduler.reserved_bytes,
+            checkpoint_step=progress.checkpoint_step,
         )
 
     async def Watch(  # noqa: N802
@@ -77,7 +78,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def StopRun(  # noqa: N802
         self, request: status_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.StopRunResponse:
-        """Ends the run in order, as if its last step were done, or as failed."""
+        """Ends the run in order, as stopped, or as failed."""
         if request.failed:
             self._progress.fail(request.reason)
         else:
