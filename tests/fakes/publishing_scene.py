@@ -29,14 +29,25 @@ def nothing(*_: object) -> None:
 
 
 def progress_of(**sections: dict[str, Any]) -> RunProgress:
-    """Of a run with a learner on this host; `sections` go beside the settings that all need."""
+    """Of a run with a learner on this host; `sections` go beside the settings that all need.
+
+    Limits may be shorter than settings can be.
+    """
     values = {
         "run": {"name": "r", "steps": 100},
         "model": {"path": "model"},
         "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
     }
-    made = RunProgress("r", parse_config(values | sections, source="test"), EventLog())
+    given, limits = {}, {}
+    for name, section in sections.items():
+        limits[name] = {key: value for key, value in section.items() if key.endswith("_s")}
+        given[name] = {key: value for key, value in section.items() if not key.endswith("_s")}
+    config = parse_config(values | given, source="test")
+    changed = {
+        name: getattr(config, name).model_copy(update=update) for name, update in limits.items()
+    }
+    made = RunProgress("r", config.model_copy(update=changed), EventLog())
     made.learner_places = (Place("here"),)
     return made
 

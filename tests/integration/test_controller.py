@@ -480,7 +480,7 @@ async def test_time_in_which_no_server_serves_is_no_stall(tmp_path):
 
 
 async def test_a_run_in_which_nothing_moves_while_a_server_serves_fails(tmp_path):
-    config = make_config(tmp_path, controller__stall_timeout_s=0.6)
+    config = make_config(tmp_path, controller__stall_timeout_s=1.0)
     server = FakeServer(config.controller.address)
     server.gate.clear()
     summary = await play(config, server, trainer=FakeTrainer(config.controller.address))

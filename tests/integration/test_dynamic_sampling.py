@@ -82,6 +82,7 @@ async def test_a_run_whose_task_is_solved_finishes_early_with_its_last_evaluatio
     assert trainer.published[-1].step == 2
     assert summary["ledger"]["difference"] == 0
     write_config(config, config.run_dir)
+    (config.run_dir / "checkpoints" / "final").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is finished after 2 steps: the task is solved"):
         check_run_folder(config)
 

@@ -11,13 +11,13 @@ from fake_trainer import FakeTrainer
 from slipstream.client import Client
 
 # The controller gives up a trainer that is silent for so long at the end.
-TIMEOUT_S, GRACE_S = 1.0, 0.5
+TIMEOUT_S, GRACE_S = 2.2, 0.3
 SILENCE_S = TIMEOUT_S + GRACE_S
 SETTINGS = {
     "run__steps": 2,
     "learner__timeout_s": TIMEOUT_S,
-    "weights__join_deadline_s": 0.2,
-    "weights__bucket_deadline_s": 0.2,
+    "weights__join_deadline_s": 1.0,
+    "weights__bucket_deadline_s": 0.1,
 }
 
 
@@ -38,7 +38,7 @@ class ExportingTrainer(FakeTrainer):
 async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_works(tmp_path):
     config = make_config(tmp_path, **SETTINGS)
     trainer = ExportingTrainer(config.controller.address)
-    trainer.export_s, trainer.sign_s = 2.5 * SILENCE_S, 0.2
+    trainer.export_s, trainer.sign_s = 1.6 * SILENCE_S, 0.2
     seen = set()
 
     async def look(controller, tasks):
@@ -71,7 +71,7 @@ async def test_a_run_without_its_model_has_failed(tmp_path):
         goodbye_limit_s=GRACE_S,
     )
     assert (summary["code"], summary["state"], summary["steps"]) == (1, "failed", 2)
-    assert summary["cause"].startswith("nothing was heard of the trainer for 2 s while it was to ")
+    assert summary["cause"].startswith("nothing was heard of the trainer for 3 s while it was to ")
 
 
 async def test_a_trainer_that_leaves_without_the_model_fails_the_run(tmp_path):

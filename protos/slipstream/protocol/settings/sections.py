@@ -253,7 +253,7 @@ class RolloutServerSection(Section):
     # drain`); then they are handed back and run elsewhere. 0: at once.
     drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of starting the engine.
-    start_timeout_s: Seconds = 600.0
+    start_timeout_s: Silence = 600.0
     # What is kept of the output of each environment worker: two files of half as much each; older
     # lines are removed.
     environment_log_mib: Positive = 16
@@ -275,9 +275,9 @@ class WeightsSection(Section):
     # for as much more memory as the weights take on the wire.
     stage_on_server: bool = False
     # Limit of one bucket; the trainer waits as long for a server that is not ready, or loads.
-    bucket_deadline_s: Seconds = 2.0
+    bucket_deadline_s: float = Field(2.0, ge=0.1)
     # Limit of preparing, of joining the communicator and of loading what has come.
-    join_deadline_s: Seconds = 20.0
+    join_deadline_s: Silence = 20.0
     # Publish after every n-th step.
     publish_every_steps: Positive = 1
     # Prove every n-th publish by the log-probabilities of a probe, beside its digests; the first
