@@ -21,9 +21,10 @@ from slipstream.client.children import Child, start_child, with_full_disk
 from slipstream.client.display import Display, loading_line
 from slipstream.client.placement import Placement, describe_sharing
 from slipstream.client.preflight import make_folder
-from slipstream.client.trainer_ranks import Milestones, TrainerRanks
+from slipstream.client.run_calls import RunCalls
+from slipstream.client.trainer_ranks import TrainerRanks
 from slipstream.client.waits import tell_waits
-from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.settings.config import Config
@@ -35,8 +36,8 @@ ROLLOUT_SERVER = "slipstream.rollout_server"
 GRACE_S = 30.0
 # After a second signal nobody waits for an orderly end: the next start goes on from the disk.
 HURRIED_GRACE_S = 1.0
-STOP_LIMIT_S = 30.0
-ANSWER_LIMIT_S = 5.0
+# How often the controller is asked whether the run still stops.
+LOOK_S = 2.0
 # What a run leaves may need so long to end after the controller is gone.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
@@ -61,6 +62,7 @@ class Session:
     ) -> None:
         self._config, self._placement = config, placement
         self._credentials = credentials
+        self._calls = RunCalls(config.controller.address, credentials)
         self._node_rank = node_rank
         self._logs = config.run_dir / "logs"
         self._resolved = write_config(
@@ -113,7 +115,7 @@ class Session:
             first_rank=first_rank,
             num_ranks=num_ranks,
             warn=self._display.warn,
-            milestones=self._milestones,
+            milestones=self._calls.milestones,
         )
         learner = self._config.learner
         if num_ranks < learner.world_size:
@@ -218,7 +220,7 @@ class Session:
         try:
             await keeping
         except OSError as error:
-            await self._stop_run(f"{name} cannot be started: {error.strerror}", failed=True)
+            await self._calls.stop(f"{name} cannot be started: {error.strerror}", failed=True)
 
     async def _keep_queue(self, server: EmbeddedServer) -> None:
         for _ in range(MAX_QUEUE_RESTARTS):
@@ -227,9 +229,9 @@ class Session:
             try:
                 await server.start()
             except QueueError as error:
-                await self._stop_run(str(error), failed=True)
+                await self._calls.stop(str(error), failed=True)
                 return
-        await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
+        await self._calls.stop(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
     async def _keep(self, name: str, environ: Mapping[str, str]) -> None:
         settings = self._config.rollout_server
@@ -251,7 +253,7 @@ class Session:
             failed_starts = failed_starts + 1 if code == NOT_STARTED else 0
             is_final = code == USAGE_ERROR or failed_starts == MAX_FAILED_STARTS
             if is_final or restarts > settings.max_restarts:
-                await self._stop_run(child.describe_end(), failed=True)
+                await self._calls.stop(child.describe_end(), failed=True)
                 return
             self._display.warn(f"{child.describe_end()}; start {restarts + 1}")
             await asyncio.sleep(min(2.0**restarts / 2, 30.0))
@@ -263,7 +265,7 @@ class Session:
         if failed is not None and not self._over:
             if failed.was_killed:
                 self._killed = failed.describe_end()
-            await self._stop_run(failed.describe_end(), failed=True)
+            await self._calls.stop(failed.describe_end(), failed=True)
 
     async def _wait_for_trainers(self) -> int:
         assert self._trainers is not None
@@ -271,57 +273,44 @@ class Session:
         stop = self._stopping
         ends = asyncio.ensure_future(self._trainers.keep(self._config_arguments))
         await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
+        if not ends.done():
+            await self._await_end_in_order(ends)
         stop.cancel()
         ends.cancel()
         await asyncio.gather(ends, return_exceptions=True)
-        await self._trainers.stop(GRACE_S)
+        await self._trainers.stop(HURRIED_GRACE_S)
         failed = [child for child in self._trainers.children if child.process.returncode]
         if failed:
             raise RunFailed(failed[0].describe_end())
         return self._signalled
 
+    async def _await_end_in_order(self, ends: asyncio.Future[Child | None]) -> None:
+        """Leaves ranks of another node their time, and all that they need while the run stops.
+
+        A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
+        """
+        until_s = time.monotonic() + GRACE_S
+        while not ends.done() and (time.monotonic() < until_s or await self._calls.is_stopping()):
+            await asyncio.wait((ends,), timeout=LOOK_S)
+
     async def _forward_stop(self) -> None:
         assert self._stopping is not None
         number = await self._stopping
         self._display.warn(f"{number.name}: the run is stopped in order; once more ends it at once")
-        await self._stop_run(f"the user sent {number.name}", failed=False)
-
-    async def _milestones(self) -> Milestones | None:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async with self._channel() as channel:
-                status = await status_pb2_grpc.StatusServiceStub(channel).GetStatus(
-                    status_pb2.GetStatusRequest(),
-                    metadata=call_metadata(self._credentials),
-                    timeout=ANSWER_LIMIT_S,
-                )
-                return Milestones(status.step, status.checkpoint_step)
-        return None
-
-    async def _stop_run(self, reason: str, *, failed: bool) -> None:
-        request = status_pb2.StopRunRequest(reason=reason, failed=failed)
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async with self._channel() as channel:
-                stub = status_pb2_grpc.StatusServiceStub(channel)
-                metadata = call_metadata(self._credentials)
-                # The controller may not listen yet.
-                await stub.StopRun(
-                    request, metadata=metadata, timeout=STOP_LIMIT_S, wait_for_ready=True
-                )
+        await self._calls.stop(f"the user sent {number.name}", failed=False)
 
     async def _show_events(self) -> None:
-        async with self._channel() as channel:
+        async with self._calls.channel() as channel:
             stub = status_pb2_grpc.StatusServiceStub(channel)
-            metadata = call_metadata(self._credentials)
             while not self._display.is_over:
                 request = status_pb2.WatchRequest(after=self._display.last_event)
                 try:
-                    async for event in stub.Watch(request, metadata=metadata, wait_for_ready=True):
+                    async for event in stub.Watch(
+                        request, metadata=self._calls.metadata, wait_for_ready=True
+                    ):
                         self._display.show(event)
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.5)
-
-    def _channel(self) -> grpc.aio.Channel:
-        return open_channel(self._config.controller.address, self._credentials)
 
 
 async def stop_signal() -> signal.Signals:

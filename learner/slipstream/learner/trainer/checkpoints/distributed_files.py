@@ -22,6 +22,14 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import (
+    StrategyAction,
+    register_default_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonSaveStrategy,
+)
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
@@ -65,21 +73,30 @@ _BY_ONE_RANK = {"distrib_optim_fully_reshardable_mem_efficient": True}
 class PendingSave:
     """A save whose tensors are safe from training; `write` is for a thread, the rest collective."""
 
-    def __init__(self, request: AsyncRequest, writer: HostWriter) -> None:
+    def __init__(
+        self, request: AsyncRequest, writer: HostWriter, common: _KeptCommonState, disk: DiskWork
+    ) -> None:
         self._request, self._writer = request, writer
+        self._common, self._disk = common, disk
 
     def write(self) -> list[FileEntry]:
-        """Writes this rank's file and says so; what fails is raised by `finish` on all ranks."""
+        """Writes this rank's file and says so; what fails is raised by `finish` on all ranks.
+
+        OSError when rank 0 cannot write what is no tensor.
+        """
+        self._common.write()
         self._writer.write()
         return [self._writer.written] if self._writer.written is not None else []
 
     def finish(self) -> None:
         """Writes the index, after `write` has returned on every rank; collective."""
+        # Behind it Megatron's own would write which format it is, while the other ranks wait.
+        gather, _ = self._request.finalize_fns
         try:
-            for function in self._request.finalize_fns:
-                function()
+            gather()
         except Exception as error:
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error
+        self._disk.together(self._writer.write_index)
 
 
 def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
@@ -112,6 +129,8 @@ def begin_save(
     lies on a device is copied in any case, to `host`, whose own `begin` comes before this and
     not again before `finish`. `disk` hears of the bytes that `write` writes.
     """
+    common = _KeptCommonState()
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
     strategy = _ThreadedSaveStrategy(copy=copy, host=host, moved=disk.moved)
     state = sharded_states(models, host)
     request = dist_checkpointing.save(
@@ -121,7 +140,7 @@ def begin_save(
         async_sharded_save=True,
         content_metadata=dict(_METADATA),
     )
-    return PendingSave(request, strategy.writer)
+    return PendingSave(request, strategy.writer, common, disk)
 
 
 def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
@@ -211,6 +230,25 @@ def _drop_absent(state: dict[Any, Any]) -> None:
 
 def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
+
+
+class _KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
+    """Keeps what is no tensor, of rank 0, for the thread that writes."""
+
+    def __init__(self) -> None:
+        super().__init__("torch", 1)
+        self._kept: tuple[Path, bytes] | None = None
+
+    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        if torch.distributed.get_rank() == 0:
+            encoded = io.BytesIO()
+            torch.save(common_state_dict, encoded)
+            self._kept = Path(checkpoint_dir) / COMMON_STATE_FNAME, encoded.getvalue()
+
+    def write(self) -> None:
+        if self._kept is not None:
+            path, encoded = self._kept
+            path.write_bytes(encoded)
 
 
 class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from slipstream.learner.trainer.checkpoints.files import SyncedFile
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
@@ -38,6 +39,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self.written: FileEntry | None = None
         self._items: list[tuple[Any, Any]] = []
         self._file_name = ""
+        self._index: tuple[Metadata, list[list[WriteResult]]] | None = None
         self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -97,10 +99,16 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index of all ranks' files."""
+        """Takes the index of all ranks' files, on rank 0; `write_index` writes it."""
         # Plans that only a later save by Megatron would use again.
         kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
-        super().finish(type(metadata)(**kept), results)
+        self._index = type(metadata)(**kept), results
+
+    def write_index(self) -> None:
+        """Writes the index and which format it is, on rank 0; touches no other rank."""
+        if self._index is not None:
+            super().finish(*self._index)
+            save_config(CheckpointingConfig("torch_dist", 1), str(self.checkpoint_dir))
 
 
 def _alone(data: Any) -> Any:  # noqa: ANN401 - a tensor, or bytes
