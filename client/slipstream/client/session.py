@@ -274,7 +274,7 @@ class Session:
         ends = asyncio.ensure_future(self._trainers.keep(self._config_arguments))
         await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
         if not ends.done():
-            await self._await_end_in_order(ends)
+            await end_in_order(ends, self._calls)
         stop.cancel()
         ends.cancel()
         await asyncio.gather(ends, return_exceptions=True)
@@ -283,15 +283,6 @@ class Session:
         if failed:
             raise RunFailed(failed[0].describe_end())
         return self._signalled
-
-    async def _await_end_in_order(self, ends: asyncio.Future[Child | None]) -> None:
-        """Leaves ranks of another node their time, and all that they need while the run stops.
-
-        A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
-        """
-        until_s = time.monotonic() + GRACE_S
-        while not ends.done() and (time.monotonic() < until_s or await self._calls.is_stopping()):
-            await asyncio.wait((ends,), timeout=LOOK_S)
 
     async def _forward_stop(self) -> None:
         assert self._stopping is not None
@@ -311,6 +302,22 @@ class Session:
                         self._display.show(event)
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.5)
+
+
+async def end_in_order(
+    ends: asyncio.Future[Child | None],
+    calls: RunCalls,
+    *,
+    grace_s: float = GRACE_S,
+    look_s: float = LOOK_S,
+) -> None:
+    """Leaves ranks of another node `grace_s` to end, and all that they need while the run stops.
+
+    A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
+    """
+    until_s = time.monotonic() + grace_s
+    while not ends.done() and (time.monotonic() < until_s or await calls.is_stopping()):
+        await asyncio.wait((ends,), timeout=look_s)
 
 
 async def stop_signal() -> signal.Signals:
