@@ -575,7 +575,9 @@ async def test_a_trainer_that_waits_gets_no_order_once_another_one_has_taken_ove
             await waiting
         controller.stop("enough")
         epoch = ((TRAINER_EPOCH, str(second.trainer_epoch)),)
-        await stub.Finish(trainer_pb2.TrainerGoodbye(), timeout=10, metadata=epoch)
+        await stub.Finish(
+            trainer_pb2.TrainerGoodbye(export_path="model"), timeout=10, metadata=epoch
+        )
         assert await running == 0
 
 

@@ -198,3 +198,38 @@ async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_pa
     summary = await play(config, server, trainer=trainer, during=hold)
     assert (summary["code"], summary["steps"]) == (0, 2)
     assert waits
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"controller__heartbeat_s": 0.01, "controller__heartbeat_timeout_s": 1.0},
+        {"controller__heartbeat_s": 3e8, "controller__heartbeat_timeout_s": 1e9},
+        {"controller__lease_timeout_s": 1.0},
+        {"controller__stall_timeout_s": 1.0, "controller__fleet_timeout_s": 1.0},
+        {
+            "controller__lease_timeout_s": 1e9,
+            "controller__stall_timeout_s": 1e9,
+            "controller__fleet_timeout_s": 1e9,
+            "rollout_server__start_timeout_s": 1e9,
+        },
+        {
+            "weights__bucket_deadline_s": 0.1,
+            "weights__join_deadline_s": 1.0,
+            "learner__timeout_s": 2.2,
+        },
+        {
+            "weights__bucket_deadline_s": 1e8,
+            "weights__join_deadline_s": 1e8,
+            "learner__timeout_s": 1e9,
+        },
+    ],
+    ids=lambda limits: ", ".join(
+        f"{name.split('__')[1]} {value:g}" for name, value in limits.items()
+    ),
+)
+async def test_a_run_gets_on_with_its_limits_at_their_ends(tmp_path, limits):
+    config = make_config(tmp_path, **{"run__steps": 2} | limits)
+    address = config.controller.address
+    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    assert (summary["code"], summary["steps"]) == (0, 2)
