@@ -163,8 +163,7 @@ class Checkpointer:
         """Publishes the save under way if every rank has written its part."""
         if self._write is None:
             return None
-        is_writing = torch.tensor([float(not self._write.entries.done())])
-        return None if float(self._ranks.max(is_writing)) else self.finish()
+        return self.finish() if self._disk.is_done(self._write.entries) else None
 
     def finish(self) -> Saved | None:
         """Waits for the save under way, publishes it, and removes what is not kept any more."""

@@ -30,7 +30,7 @@ _STATE = struct.Struct("<??Qd")
 class DiskWork:
     """Work of all ranks on the disk of `folder`.
 
-    `start` begins it on one rank; `wait` and `together` are collective.
+    `start` begins it on one rank; `wait`, `is_done` and `together` are collective.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
@@ -71,25 +71,33 @@ class DiskWork:
         others raise CheckpointError. CheckpointError on all, with the work left to its thread, when
         the disk of one that is not done was silent for too long.
         """
-        limit_s = self._ranks.timeout_s
         before = -1
         while True:
-            wait((future,), timeout=min(MEET_S, limit_s / 4))
-            states = [
-                _STATE.unpack(state) for state in self._ranks.gather_bytes(self._state(future))
-            ]
-            for rank, (is_done, _, _, silent_s) in enumerate(states):
-                if not is_done and silent_s > limit_s:
-                    raise CheckpointError(
-                        f"rank {rank} moved no byte to or from the disk of {self._folder} for "
-                        f"{limit_s:g} s (learner.timeout_s)"
-                    )
+            wait((future,), timeout=min(MEET_S, self._ranks.timeout_s / 4))
+            states = self._meet(future)
             moved = sum(num_bytes for _, _, num_bytes, _ in states)
             if moved != before:
                 self._ranks.activity.note()
             before = moved
             if all(is_done for is_done, *_ in states):
                 return self._result(future, any(failed for _, failed, *_ in states))
+
+    def is_done(self, future: Future[Result]) -> bool:
+        """Whether the work of all ranks is done by now; CheckpointError for a silent disk."""
+        return all(is_done for is_done, *_ in self._meet(future))
+
+    def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
+        """The state of each rank's work; CheckpointError when a disk was silent for too long."""
+        limit_s = self._ranks.timeout_s
+        found = self._ranks.gather_bytes(self._state(future))
+        states = [_STATE.unpack(state) for state in found]
+        for rank, (is_done, _, _, silent_s) in enumerate(states):
+            if not is_done and silent_s > limit_s:
+                raise CheckpointError(
+                    f"rank {rank} moved no byte to or from the disk of {self._folder} for "
+                    f"{limit_s:g} s (learner.timeout_s)"
+                )
+        return states
 
     def _state(self, future: Future[Result]) -> bytes:
         is_done = future.done()

@@ -65,6 +65,26 @@ def test_a_disk_that_hangs_ends_the_wait_of_all_ranks_with_its_name(tmp_path: Pa
     assert {type(error) for error in errors.values()} == {CheckpointError}
 
 
+def test_a_disk_that_hangs_while_training_goes_on_is_noticed_between_two_steps(
+    tmp_path: Path,
+) -> None:
+    released = threading.Event()
+
+    def rank(ranks: ThreadRanks) -> None:
+        disk = DiskWork(tmp_path, ranks)
+        future = disk.start(lambda: ranks.rank == 1 or released.wait(30))
+        assert not disk.is_done(future)
+        # A step.
+        threading.Event().wait(2 * LIMIT_S)
+        with pytest.raises(CheckpointError, match="rank 0 moved no byte"):
+            disk.is_done(future)
+
+    try:
+        run_ranks(2, rank, timeout_s=LIMIT_S)
+    finally:
+        released.set()
+
+
 def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     def full(rank: int) -> None:
         if rank == 1:
