@@ -51,7 +51,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.results: list[pb.PublishResult] = []
         self.checkpoints: list[pb.CheckpointReport] = []
         self.saved = threading.Event()
-        self.num_signs = 0
+        self.num_signs, self.idle_s = 0, 2.0
         self.failures: list[pb.TrainerFailure] = []
         self.goodbye: pb.TrainerGoodbye | None = None
 
@@ -78,7 +78,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
             # As a real controller that has nothing to do: quiet until the limit of the call.
             gone = threading.Event()
             context.add_callback(gone.set)
-            gone.wait(2)
+            gone.wait(self.idle_s)
             order = [pb.Directive(wait=pb.WaitOrder())]
         yield from order
 

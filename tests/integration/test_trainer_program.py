@@ -114,7 +114,7 @@ def start_trainer(
                 "learning_rate": 1e-3,
             },
             "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24},
-            "controller": {"address": address},
+            "controller": {"address": address, "stall_timeout_s": 1.0},
             "checkpoint": checkpoint or {},
             "learner": {"world_size": world_size, "timeout_s": 60.0, **learner},
             "weights": {"bucket_mib": 1, "join_deadline_s": 2.0, "bucket_deadline_s": 1.0},
@@ -273,10 +273,25 @@ def check_cost(model: Path, plain: dict[str, float], with_peak: dict[str, float]
     assert plain["forward_s"] == plain["publish_s"] == 0
 
 
-def test_sigterm_ends_the_trainer_in_order_while_it_waits(tmp_path: Path, model: Path) -> None:
-    with FakeController([batch_order(BATCHES[0])]) as controller:
-        processes = start_trainer(tmp_path, model, controller.address, world_size=2)
+def until_idle(controller: FakeController, times: int) -> None:
+    """Until it has asked so often again without an order."""
+    for _ in range(times):
+        controller.asked.clear()
         assert controller.asked.wait(TIMEOUT_S)
+
+
+def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm(
+    tmp_path: Path, model: Path
+) -> None:
+    with FakeController([batch_order(BATCHES[0])]) as controller:
+        # Twice the time in which it tells of its last work.
+        controller.idle_s = 0.5
+        processes = start_trainer(tmp_path, model, controller.address, world_size=2)
+        until_idle(controller, 4)
+        assert controller.num_signs > 0
+        before = controller.num_signs
+        until_idle(controller, 3)
+        assert controller.num_signs == before
         for process in processes:
             process.send_signal(signal.SIGTERM)
         assert finish(processes, tmp_path) == [0, 0]

@@ -7,20 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from slipstream.learner.trainer.ranks.activity import Activity
 
-# What the trainer does here shows no life: the controller knows that it waits.
-WAITING = "waiting"
 # Told of every step, also where they took no time.
-ALWAYS = (WAITING, "forward", "export", "publish", "checkpoint")
+ALWAYS = ("waiting", "forward", "export", "publish", "checkpoint")
 
 
 class StageTimes:
     """Seconds of each stage since they were taken last; of this rank."""
 
-    def __init__(self, activity: Activity) -> None:
-        """`activity` is noted at the end of each stage."""
-        self._activity = activity
+    def __init__(self) -> None:
         self._seconds = dict.fromkeys(ALWAYS, 0.0)
 
     @contextmanager
@@ -29,8 +24,6 @@ class StageTimes:
         started = time.monotonic()
         try:
             yield
-            if stage != WAITING:
-                self._activity.note()
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

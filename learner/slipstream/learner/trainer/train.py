@@ -30,7 +30,6 @@ from slipstream.learner.trainer.orders import (
 )
 from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.roles.roles import open_roles
-from slipstream.learner.trainer.stages import WAITING
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.weights.export import save_hf_folder
 from slipstream.learner.trainer.weights.probe import build_probe
@@ -87,7 +86,7 @@ class Trainer:
         _handle_termination(self._client, is_main=self._ranks.is_main)
         self._register()
         while True:
-            with self._stages.measure(WAITING):
+            with self._stages.measure("waiting"):
                 order = self._next_order()
             if isinstance(order, weights_pb2.PublishOrder):
                 # Before anything else: servers may wait for the first bucket already.
@@ -169,6 +168,7 @@ class Trainer:
             self._last_batch = batch
             cost = self._cost.metrics(batch, result)
             self._digests = self._export()
+        self._ranks.activity.note()
         times = self._stages.take()
         if self._ranks.is_main:
             version = self._client.report_step(
@@ -215,6 +215,7 @@ class Trainer:
         if order.verify:
             probe = build_probe(self._policy, self._last_batch, self._config)
         self._publisher.run(order, probe)
+        self._ranks.activity.note()
 
     def _finish(self, order: Stop) -> None:
         self._profile.close()

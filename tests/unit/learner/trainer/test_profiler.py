@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from slipstream.learner.trainer.profiler import ProfileWindow
-from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.stages import StageTimes
 from slipstream.protocol.settings.config import ProfileSection
 
@@ -42,7 +41,7 @@ def test_a_run_that_ends_within_the_window_keeps_its_trace(tmp_path: Path):
 
 
 def test_stages_add_up_and_begin_anew_when_taken():
-    stages = StageTimes(Activity())
+    stages = StageTimes()
     for _ in range(2):
         with stages.measure("forward"):
             pass
@@ -53,7 +52,7 @@ def test_stages_add_up_and_begin_anew_when_taken():
 
 
 def test_a_stage_that_fails_is_counted_too():
-    stages = StageTimes(Activity())
+    stages = StageTimes()
     try:
         with stages.measure("reference"):
             raise ValueError
