@@ -351,7 +351,8 @@ async def test_a_queue_that_holds_one_batch_makes_leases_wait_and_trains_every_s
 async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path):
     one_batch = 16 * 3584
     config = make_config(tmp_path, run__steps=6, queue__max_bytes=one_batch)
-    config = with_evaluations(config, {"name": "held", "num_episodes": 40, "every_steps": 3})
+    evaluation = {"name": "held", "num_episodes": 40, "samples_per_task": 4, "every_steps": 3}
+    config = with_evaluations(config, evaluation)
     address = config.controller.address
     server = FakeServer(address, queue_bytes=one_batch)
     summary = await play(config, server, trainer=FakeTrainer(address))
