@@ -14,7 +14,7 @@ from typing import IO
 
 from pydantic import JsonValue
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
-from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.leasing.generation_rate import GenerationRate
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.busy import BusyMeter, Interval
@@ -29,6 +29,8 @@ from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch_statistics import (
     batch_statistics,
     environment_means,
+    equal_rewards,
+    hints,
 )
 from slipstream.learner.controller.trajectories.batches import (
     Batch,
@@ -73,11 +75,16 @@ class RunRecorder:
     """Writes the files of a run folder; one per run."""
 
     def __init__(
-        self, folder: Path, config: Config, trackers: Trackers, texts: TokenTexts | None
+        self,
+        folder: Path,
+        config: Config,
+        trackers: Trackers,
+        texts: TokenTexts | None,
+        events: EventLog,
     ) -> None:
         """`trackers` get the numbers of each step and round; `close` closes them.
 
-        With `texts`, what is kept of episodes of several turns tells them apart.
+        `events` gets the hints. With `texts`, what is kept of episodes of several turns tells them apart.
         """
         self._folder = folder
         self._config = config
@@ -88,6 +95,7 @@ class RunRecorder:
         self._samples: IO[str] = (folder / "trajectories.jsonl").open("a", buffering=1)
         self._trackers = trackers
         self._texts = texts
+        self._events = events
         # Time goes on where the last row of an earlier start has it.
         self._started_s = time.time() - max((row["wall_s"] for row in earlier), default=0.0)
         self.rate = GenerationRate()
@@ -149,8 +157,11 @@ class RunRecorder:
             "training_s": training[1] - training[0],
         }
         row |= environment_means(batch.trajectories)
+        row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         self._count(batch, row, training)
         self.rows.append(row)
+        for hint in hints(self.rows, self._config):
+            self._events.add(hint, Severity.WARNING)
         self._metrics.write(json.dumps(_finite(row)) + "\n")
         self._trackers.log(batch.step, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
@@ -259,7 +270,7 @@ async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
     """The recorder of a run, with the trackers and the tokenizer that its settings ask for."""
     texts = await open_token_texts(config, events)
     trackers = open_trackers(config, config.run_dir, events)
-    return RunRecorder(config.run_dir, config, trackers, texts)
+    return RunRecorder(config.run_dir, config, trackers, texts, events)
 
 
 def whole_rows(path: Path) -> list[dict[str, float]]:
