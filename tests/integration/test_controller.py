@@ -199,8 +199,20 @@ async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_pat
     table["environments"].append({"name": "bad", "reference": "m:B"})
     config = parse_config(table, source="test")
     trainer = FakeTrainer(config.controller.address)
+    trainer.hold_at(1)
     server = FakeServer(config.controller.address, judge=half)
-    summary = await play(config, server, trainer=trainer)
+    told = []
+
+    async def look(controller, tasks):
+        path = config.run_dir / "suspended.json"
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        told.append(json.loads(path.read_text()))
+        trainer.gate.set()
+
+    summary = await play(config, server, trainer=trainer, during=look)
+    assert list(told[0]) == ["bad"]
+    assert told[0] == summary["suspended_environments"]
     assert summary["steps"] == 4
     assert {t.environment for batch in trainer.batches for t in batch} == {"e"}
     assert summary["ledger"]["difference"] == 0

@@ -126,7 +126,6 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
     ) in caplog.messages
 
 
-
 async def newest_round(config):
     async with Client(config.controller.address) as client:
         (_, held) = await client.environments()

@@ -97,6 +97,16 @@ def test_a_run_that_was_just_started_has_no_trajectories_summary_or_log(runs: Pa
     assert "state" not in RunFolders(runs).overview()[0]
 
 
+def test_suspended_environments_are_told_while_a_run_goes_on_and_when_it_has_ended(
+    runs: Path,
+) -> None:
+    assert RunFolders(runs).overview()[0]["suspended_environments"] == {}
+    (runs / "one" / "suspended.json").write_text('{"e": "KeyError: 1"}')
+    assert RunFolders(runs).overview()[0]["suspended_environments"] == {"e": "KeyError: 1"}
+    (runs / "one" / "summary.json").write_text('{"suspended_environments": {"f": "gone"}}')
+    assert RunFolders(runs).overview()[0]["suspended_environments"] == {"f": "gone"}
+
+
 def test_the_folder_may_be_that_of_one_run(runs: Path) -> None:
     assert RunFolders(runs).names() == ["one"]
     assert RunFolders(runs / "one").names() == ["one"]
