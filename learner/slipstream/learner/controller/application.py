@@ -292,6 +292,7 @@ class Controller:
         await self._health.tell(serving=True)
         while not self._progress.is_over:
             await self._progress.signal.wait(5.0)
+            self._recorder.suspended(self._environments.suspended())
         await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:

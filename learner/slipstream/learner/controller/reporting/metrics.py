@@ -7,15 +7,16 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 from pydantic import JsonValue
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
-from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.leasing.generation_rate import GenerationRate
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.busy import BusyMeter, Interval
 from slipstream.learner.controller.reporting.readable import (
@@ -29,6 +30,8 @@ from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch_statistics import (
     batch_statistics,
     environment_means,
+    equal_rewards,
+    hints,
 )
 from slipstream.learner.controller.trajectories.batches import (
     Batch,
@@ -39,7 +42,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.v1 import fleet_pb2, status_pb2
 
 EDGE_STEPS = 5
-SAMPLED_GROUPS = 2
+MIN_SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
 
 
@@ -73,27 +76,36 @@ class RunRecorder:
     """Writes the files of a run folder; one per run."""
 
     def __init__(
-        self, folder: Path, config: Config, trackers: Trackers, texts: TokenTexts | None
+        self,
+        folder: Path,
+        config: Config,
+        trackers: Trackers,
+        texts: TokenTexts | None,
+        events: EventLog,
     ) -> None:
         """`trackers` get the numbers of each step and round; `close` closes them.
 
-        With `texts`, what is kept of episodes of several turns tells them apart.
+        `events` gets the hints. With `texts`, what is kept of episodes of several turns tells them
+        apart.
         """
         self._folder = folder
         self._config = config
         earlier = whole_rows(folder / "metrics.jsonl")
         whole_rows(folder / "trajectories.jsonl")
-        (folder / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "suspended.json"):
+            (folder / name).unlink(missing_ok=True)
         self._metrics: IO[str] = (folder / "metrics.jsonl").open("a", buffering=1)
         self._samples: IO[str] = (folder / "trajectories.jsonl").open("a", buffering=1)
         self._trackers = trackers
         self._texts = texts
+        self._events = events
         # Time goes on where the last row of an earlier start has it.
         self._started_s = time.time() - max((row["wall_s"] for row in earlier), default=0.0)
         self.rate = GenerationRate()
         self._last_step_s = time.time()
         self.rows: list[dict[str, float]] = [row for row in earlier if "step" in row]
         self.facts = RunFacts()
+        self._suspended: dict[str, str] = {}
 
     def restore(self, history: RunHistory) -> None:
         """Takes over what adds up over the run."""
@@ -124,6 +136,13 @@ class RunRecorder:
         if intervals:
             self.rate.began(intervals[0][0])
 
+    def suspended(self, environments: dict[str, str]) -> None:
+        """Writes which environments are suspended, each with its cause, when that has changed."""
+        if environments != self._suspended:
+            self._suspended = environments
+            text = json.dumps(environments, indent=2)
+            (self._folder / "suspended.json").write_text(text + "\n")
+
     def step(
         self,
         batch: Batch,
@@ -149,8 +168,11 @@ class RunRecorder:
             "training_s": training[1] - training[0],
         }
         row |= environment_means(batch.trajectories)
+        row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         self._count(batch, row, training)
         self.rows.append(row)
+        for hint in hints(self.rows, self._config):
+            self._events.add(hint, Severity.WARNING)
         self._metrics.write(json.dumps(_finite(row)) + "\n")
         self._trackers.log(batch.step, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
@@ -249,7 +271,7 @@ class RunRecorder:
             facts.gap_max = max(facts.gap_max, row["logprob_gap_max"])
 
     def _sample(self, batch: Batch) -> None:
-        for group in batch.groups[:SAMPLED_GROUPS]:
+        for group in sampled_groups(batch.groups):
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 line = readable(batch.step, trajectory, self._texts)
                 self._samples.write(json.dumps(line) + "\n")
@@ -259,7 +281,17 @@ async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
     """The recorder of a run, with the trackers and the tokenizer that its settings ask for."""
     texts = await open_token_texts(config, events)
     trackers = open_trackers(config, config.run_dir, events)
-    return RunRecorder(config.run_dir, config, trackers, texts)
+    return RunRecorder(config.run_dir, config, trackers, texts, events)
+
+
+def sampled_groups(groups: Sequence[Group]) -> list[Group]:
+    """The first group of each environment, and at least two groups."""
+    first: dict[str, Group] = {}
+    for group in groups:
+        first.setdefault(group.environment, group)
+    chosen = list(first.values())
+    others = [group for group in groups if group not in chosen]
+    return chosen + others[: max(0, MIN_SAMPLED_GROUPS - len(chosen))]
 
 
 def whole_rows(path: Path) -> list[dict[str, float]]:
