@@ -1,4 +1,4 @@
-"""The pinned lists, which are installed without their dependencies, are complete on every Python."""
+"""The pinned lists, installed without their dependencies, are complete on every Python."""
 
 from __future__ import annotations
 
