@@ -140,7 +140,9 @@ class RedisReceiver:
             connection.take_counters(found, Counters())
             return True
         if connection.mark is not None:
-            logger.warning("%s", connection.lost(loss))
+            logger.warning(
+                "redis at %s lost data: %s; what it has left is delivered", connection.name, loss
+            )
         mark = draw_mark(stream_bytes)
         await connection.persistently(partial(connection.set_mark, mark))
         return False
