@@ -290,10 +290,13 @@ async def test_a_mark_of_an_earlier_version_is_taken(
 
 
 @asynccontextmanager
-async def redis_server(folder: Path, default_user: str) -> AsyncIterator[Callable[[str], str]]:
-    """Debian's Redis with the rights of the documentation; its address for a user."""
+async def redis_server(
+    folder: Path, default_user: str, *, without: str = ""
+) -> AsyncIterator[Callable[[str], str]]:
+    """Debian's Redis with the documented rights but for `without`; its address for a user."""
     socket = folder / "r.sock"
-    lines = [default_user, *(f"user {r.user} on >secret {r.rules}" for r in ROLES.values())]
+    rules = {role.user: role.rules.replace(without, "") for role in ROLES.values()}
+    lines = [default_user, *(f"user {user} on >secret {rights}" for user, rights in rules.items())]
     (folder / "users.acl").write_text("".join(f"{line}\n" for line in lines))
     command = [REDIS_SERVER, "--port", "0", "--unixsocket", str(socket), "--dir", str(folder)]
     command += ["--aclfile", str(folder / "users.acl"), "--save", "", "--appendonly", "yes"]
@@ -335,6 +338,16 @@ async def test_a_server_that_drops_transactions_when_it_loads_is_refused(tmp_pat
         "that user, or use redis from 8.6.3 on or valkey from 9.1.2 on"
     )
     assert str(examined.value) == str(caught.value)
+
+
+@needs_redis_server
+async def test_a_server_that_may_not_be_asked_about_its_default_user_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with redis_server(tmp_path, DEFAULT_USER, without=" +acl|dryrun") as url:
+        with pytest.raises(QueueError, match="user controller lacks the right to acl.dryrun"):
+            async with RedisReceiver(url("controller"), "run"):
+                pass
 
 
 @needs_redis_server

@@ -17,8 +17,8 @@ REQUIRED_SETTINGS = {
     # Else nothing is synced while the append-only file is rewritten.
     "no-appendfsync-on-rewrite": "no",
 }
-# These load transactions from the append-only file whatever the default user may do. Versions of
-# between 7.0 and them drop each one that the default user may not write, without an error.
+# These load transactions from the append-only file whatever the default user may do. Versions from
+# 7.0 up to them drop each one that it may not write, without an error.
 LOADS_WHOLE_FROM = {"redis": (8, 6, 3), "valkey": (9, 1, 2)}
 ASKS_DEFAULT_USER_FROM = (7, 0)
 

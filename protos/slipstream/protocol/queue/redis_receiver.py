@@ -35,9 +35,10 @@ GROUP = "controller"
 CONSUMER = "controller"
 BLOCK_MS = 1_000
 ENTRIES_PER_READ = 16
-ENTRIES_PER_SCAN = 64
 MAX_REMEMBERED_IDS = 65_536
 AUDIT_S = 1.0
+# How errors begin when a stream or its group is missing, or was deleted during a read.
+STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED")
 
 # Id and fields; the fields are missing when somebody deleted a pending entry.
 Entries: TypeAlias = list[tuple[bytes, dict[bytes, bytes] | None]]
@@ -133,7 +134,7 @@ class RedisReceiver:
         while True:
             entries, found = await connection.persistently(partial(self._scan, after))
             stream_bytes += sum(_size(fields) for _, fields in entries)
-            if len(entries) < ENTRIES_PER_SCAN:
+            if len(entries) < ENTRIES_PER_READ:
                 break
             after = b"(" + entries[-1][0]
         if not (loss := loss_in(found, stream_bytes)):
@@ -151,7 +152,7 @@ class RedisReceiver:
         """Entries after an id, and in the same moment the mark and its counters."""
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
-            pipeline.xrange(connection.stream, after, count=ENTRIES_PER_SCAN)
+            pipeline.xrange(connection.stream, after, count=ENTRIES_PER_READ)
             pipeline.mget(*connection.counted_keys)
             entries, found = await pipeline.execute()
         return entries, found
@@ -211,7 +212,7 @@ class RedisReceiver:
         return entries
 
     def _group_lost(self, error: ResponseError) -> QueueError:
-        if str(error).startswith("NOGROUP"):
+        if str(error).startswith(STREAM_IS_GONE):
             return self._connection.lost("the stream or its group is gone")
         return self._connection.failure(error)
 
@@ -227,7 +228,7 @@ class RedisReceiver:
                 block=BLOCK_MS if after == b">" else None,
             )
         except ResponseError as error:
-            if str(error).startswith("NOGROUP"):
+            if str(error).startswith(STREAM_IS_GONE):
                 await connection.read_counters()
             raise self._group_lost(error) from error
         return _entries_of(answer)
