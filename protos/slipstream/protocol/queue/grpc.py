@@ -93,6 +93,10 @@ class GrpcSender:
         if trajectory_id in self._unacknowledged:
             return
         await self._budget.acquire(len(data), timeout_s=timeout_s)
+        if trajectory_id in self._unacknowledged:
+            # Put twice while both waited.
+            self._budget.release(len(data))
+            return
         self._unacknowledged[trajectory_id] = data
         self._to_send.append(trajectory_id)
         self._put.set()

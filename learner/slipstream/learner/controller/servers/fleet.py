@@ -28,6 +28,8 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
+# Sums of such counts over all servers fit the 64 bits of a status, and floats hold them exactly.
+LARGEST_COUNT = 1 << 53
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
 
 
@@ -238,11 +240,9 @@ class Fleet:
         assert self.handlers is not None
         match message.WhichOneof("message"):
             case "heartbeat":
-                session.report = message.heartbeat
-                self.handlers.reported(session, message.heartbeat)
+                self._take_report(session, message.heartbeat)
             case "drained":
-                session.report = message.drained
-                self.handlers.reported(session, message.drained)
+                self._take_report(session, message.drained)
                 session.drained.set()
             case "environment":
                 self.handlers.environment(session, message.environment)
@@ -252,6 +252,18 @@ class Fleet:
                 self.handlers.lease(session, message.lease)
             case "draining":
                 self.drains(session, message.draining.reason)
+
+    def _take_report(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        """Takes counters; a server that counts what cannot be leaves the run."""
+        assert self.handlers is not None
+        for descriptor, value in report.ListFields():
+            if isinstance(value, int) and value > LARGEST_COUNT:
+                session.disconnect()
+                what = f"it reports {value} {descriptor.name}, at most {LARGEST_COUNT}"
+                self.remove(session, what)
+                return
+        session.report = report
+        self.handlers.reported(session, report)
 
 
 def describe(session: ServerSession) -> status_pb2.ServerStatus:

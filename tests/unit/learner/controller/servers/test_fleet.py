@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from publishing_scene import joined, nothing, progress_of
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.fleet import LARGEST_COUNT, Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
 
@@ -42,3 +42,18 @@ def test_a_server_has_left_only_if_it_said_goodbye(
     # Another life of it begins anew.
     joined(fleet, "a")
     assert not fleet.departed
+
+
+def test_a_server_that_counts_what_cannot_be_leaves_the_run() -> None:
+    fleet = Fleet(progress_of())
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    session = joined(fleet, "a")
+    report = fleet_pb2.ServerReport(queued_bytes=LARGEST_COUNT)
+    fleet.receive(session, fleet_pb2.ServerMessage(heartbeat=report))
+    assert fleet.queued_bytes == LARGEST_COUNT
+    report = fleet_pb2.ServerReport(generated_tokens=2**64 - 1)
+    fleet.receive(session, fleet_pb2.ServerMessage(heartbeat=report))
+    gone = fleet.departed[session.key.server_id]
+    assert gone.state == DEAD
+    assert gone.cause == f"it reports {2**64 - 1} generated_tokens, at most {LARGEST_COUNT}"
+    assert fleet.queued_bytes == 0
