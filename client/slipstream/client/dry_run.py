@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.client.placement import check_transport, describe_sharing, place_here, share_memory
+from slipstream.client.engine_checks import describe_engine
+from slipstream.client.placement import (
+    check_transport,
+    describe_sharing,
+    place_here,
+    share_memory,
+    uses_gpus,
+)
 from slipstream.protocol.access.security import without_password
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
@@ -44,6 +51,7 @@ def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Conf
 
     With the settings as sharing a GPU makes them.
     """
+    engine = [describe_engine(config.rollout_server, on_cpu=not uses_gpus())] if servers else []
     try:
         placement = place_here(config, ranks=ranks, servers=servers)
         config = share_memory(config, placement)
@@ -51,8 +59,8 @@ def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Conf
         if ranks and servers:
             sharing.append(f"weights travel by {check_transport(config, placement)}")
     except ConfigError as error:
-        return config, [f"The GPUs here do not fit: {error}"]
-    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing]
+        return config, [f"The GPUs here do not fit: {error}", *engine]
+    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing, *engine]
 
 
 def as_comments(notes: Sequence[str]) -> str:

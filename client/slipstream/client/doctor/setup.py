@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.fit import check_fit
+from slipstream.client.engine_checks import check_cache, check_compiler, describe_engine
+from slipstream.client.placement import uses_gpus
 from slipstream.client.preflight import check_passed_settings, check_port, passes_to_megatron
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import Credentials, check_address
@@ -29,6 +31,7 @@ def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
     if address_parts(config.learner.master)[1]:
         yield _master(config)
     yield _exposure(config)
+    yield _engine(config)
     yield from check_fit(config, gpus)
 
 
@@ -68,6 +71,17 @@ def _model(config: Config) -> Finding:
     parallel = config.learner.parallel
     sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
     return ok("model", f"{config.model.path} fits world size {config.learner.world_size}, {sizes}")
+
+
+def _engine(config: Config) -> Finding:
+    """How an engine would start here; one on another machine may differ."""
+    try:
+        check_compiler(config)
+        if (config.model.path / "config.json").is_file():
+            check_cache(config)
+    except ConfigError as error:
+        return problem("engine", str(error))
+    return ok("engine", describe_engine(config.rollout_server, on_cpu=not uses_gpus()))
 
 
 def _security(config: Config) -> Finding:

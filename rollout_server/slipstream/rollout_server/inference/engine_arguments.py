@@ -76,7 +76,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
             UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
         ),
         "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "enforce_eager": settings.enforce_eager,
+        "enforce_eager": settings.is_eager(on_cpu=current_platform.is_cpu()),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
