@@ -15,7 +15,7 @@ from slipstream.client.placement import (
 from slipstream.protocol.access.security import without_password
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import check_sizes, dump_config
+from slipstream.protocol.settings.config_file import check_sizes, dump_config, model_warnings
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.settings.rank_layout import RankLayout
 from slipstream.protocol.settings.roles import role_settings
@@ -41,6 +41,8 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> str:
     notes += ["", *gpus]
     if config.algorithm.staleness_warning is not None:
         notes += ["", f"Warning: {config.algorithm.staleness_warning}"]
+    for warning in model_warnings(config):
+        notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
     return f"{dump_config(without_password(config))}\n{as_comments(notes)}"

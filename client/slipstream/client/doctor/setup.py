@@ -16,7 +16,7 @@ from slipstream.protocol.access.security import Credentials, check_address
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu
 from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_file import check_model
+from slipstream.protocol.settings.config_file import check_model, model_warnings
 from slipstream.protocol.settings.vllm_source import check_engine
 
 CONNECT_LIMIT_S = 3.0
@@ -24,7 +24,7 @@ CONNECT_LIMIT_S = 3.0
 
 def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
     """What the configuration asks of this machine."""
-    yield _model(config)
+    yield from _model(config)
     yield _security(config)
     yield _controller(config)
     yield _weights(config)
@@ -63,14 +63,17 @@ def _of_engine(config: Config) -> Finding:
     return ok("for vLLM", f"vLLM has the arguments that are passed through: {names}")
 
 
-def _model(config: Config) -> Finding:
+def _model(config: Config) -> Iterator[Finding]:
     try:
         check_model(config)
     except ConfigError as error:
-        return problem("model", str(error))
+        yield problem("model", str(error))
+        return
     parallel = config.learner.parallel
     sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
-    return ok("model", f"{config.model.path} fits world size {config.learner.world_size}, {sizes}")
+    yield ok("model", f"{config.model.path} fits world size {config.learner.world_size}, {sizes}")
+    for warning in model_warnings(config):
+        yield advice("model", warning, "nothing, if they are names and notes")
 
 
 def _engine(config: Config) -> Finding:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.model_fields import rope_table
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ModelSizes:
             found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
             return int(found)
 
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        rope = rope_table(values)
         names = values.get("architectures") or [""]
         heads = number("num_attention_heads")
         return cls(
@@ -94,7 +95,12 @@ def normalizes_experts(values: Mapping[str, Any]) -> bool:
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
-    """Of a Hugging Face folder; ConfigError when there is none, or no readable config.json."""
+    """The sizes of a Hugging Face folder; ConfigError as of `read_model_table`."""
+    return ModelSizes.of(read_model_table(folder))
+
+
+def read_model_table(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder; ConfigError when there is none to be read."""
     path = folder / "config.json"
     if not folder.is_dir():
         # A run is exported or replayed in the folder in which it was started.
@@ -113,7 +119,7 @@ def read_model_sizes(folder: Path) -> ModelSizes:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a table, got a {type(values).__name__}")
-    return ModelSizes.of(values)
+    return values
 
 
 def _download(folder: Path) -> str:

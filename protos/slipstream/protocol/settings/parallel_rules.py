@@ -181,6 +181,8 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         )
     if not sizes.experts:
         return
+    if sizes.architecture == "Qwen2MoeForCausalLM" and not sizes.shared_expert_ffn:
+        yield "model.path: shared_expert_intermediate_size of a Qwen2MoeForCausalLM must be set"
     if sizes.has_dense_layers:
         yield "model.path holds a mixture of experts with dense layers in between: not supported"
     if not 1 <= sizes.experts_per_token <= sizes.experts:
