@@ -21,7 +21,7 @@ SMALLEST = ROOT / "deploy" / "configs" / "smallest.toml"
 def test_the_smallest_configuration_runs_with_every_default(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nobody's shell has it: a user's run begins without.
+    # A user's shell does not set it; `make test` does.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     # What has no default on any machine: where the model lies, where runs lie, a port of its own.
     own = [

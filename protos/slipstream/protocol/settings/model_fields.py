@@ -47,7 +47,7 @@ HONOURED = frozenset(
     }
 )
 # They say nothing of the function: names, token ids, how a model was made or is stored. Dropout and
-# jitter are of training, where neither the learner nor a rollout server has any.
+# jitter belong to training, where neither the learner nor a rollout server has any.
 HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
@@ -101,7 +101,7 @@ _OFF: Values = (None, False)
 _NONE: Values = (None,)
 _ONE: Values = (None, 1)
 _ZERO: Values = (None, 0)
-# Field -> the values with which all three compute the same; of every architecture.
+# Field -> the values with which all three compute the same, whatever the architecture.
 ONE_VALUE: Mapping[str, Values] = MappingProxyType(
     {
         "hidden_act": ("silu",),

@@ -35,7 +35,11 @@ class ModelSizes:
     normalizes_experts: bool
     # Whether some layers of a mixture of experts have none.
     has_dense_layers: bool
+    norm_eps: float
+    has_tied_output: bool
     rope_type: str
+    rope_theta: float
+    rope_factor: float
     # Of the type llama3: low_freq_factor, high_freq_factor and original_max_position_embeddings.
     rope_bounds: tuple[float, float, float]
     uses_sliding_window: bool
@@ -78,6 +82,10 @@ class ModelSizes:
                 rope.get("high_freq_factor", 4.0),
                 rope.get("original_max_position_embeddings", 8192),
             ),
+            norm_eps=values.get("rms_norm_eps", 0.0),
+            has_tied_output=bool(values.get("tie_word_embeddings")),
+            rope_theta=rope.get("rope_theta", values.get("rope_theta", 0.0)),
+            rope_factor=rope.get("factor", 1.0),
             rope_type=str(rope.get("rope_type", rope.get("type", "default"))),
             uses_sliding_window=bool(
                 values.get("use_sliding_window", values.get("sliding_window"))

@@ -90,7 +90,7 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
     if read_model_sizes(reference.path) != policy:
         yield (
             "reference.refresh_every_steps must be 0: the policy's weights do not fit "
-            f"reference.path {reference.path}, a model of other sizes"
+            f"reference.path {reference.path}, whose config.json says another model"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import JsonValue
 
 SECTION = "learner.transformer"
-# They are read from config.json, or are of architectures that are not supported.
+# They are read from config.json, or belong to architectures that are not supported.
 FROM_MODEL = frozenset(
     {
         "activation_func",
@@ -75,7 +75,7 @@ FROM_MODEL = frozenset(
         "window_size",
     }
 )
-# Of training alone: noise, and experts that a router did not choose or that drop tokens.
+# They change training alone: noise, experts that a router did not choose or that drop tokens.
 OFF = frozenset(
     {
         "apply_query_key_layer_scaling",
