@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.client.placement import check_transport, describe_sharing, place_here, share_memory
+from slipstream.client.engine_checks import describe_engine
+from slipstream.client.placement import (
+    check_transport,
+    describe_sharing,
+    place_here,
+    share_memory,
+    uses_gpus,
+)
 from slipstream.protocol.access.security import without_password
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import check_sizes, dump_config
+from slipstream.protocol.settings.config_file import check_sizes, dump_config, model_warnings
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.settings.rank_layout import RankLayout
 from slipstream.protocol.settings.roles import role_settings
@@ -34,6 +41,8 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> str:
     notes += ["", *gpus]
     if config.algorithm.staleness_warning is not None:
         notes += ["", f"Warning: {config.algorithm.staleness_warning}"]
+    for warning in model_warnings(config):
+        notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
     return f"{dump_config(without_password(config))}\n{as_comments(notes)}"
@@ -44,6 +53,7 @@ def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Conf
 
     With the settings as sharing a GPU makes them.
     """
+    engine = [describe_engine(config.rollout_server, on_cpu=not uses_gpus())] if servers else []
     try:
         placement = place_here(config, ranks=ranks, servers=servers)
         config = share_memory(config, placement)
@@ -51,8 +61,8 @@ def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Conf
         if ranks and servers:
             sharing.append(f"weights travel by {check_transport(config, placement)}")
     except ConfigError as error:
-        return config, [f"The GPUs here do not fit: {error}"]
-    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing]
+        return config, [f"The GPUs here do not fit: {error}", *engine]
+    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing, *engine]
 
 
 def as_comments(notes: Sequence[str]) -> str:

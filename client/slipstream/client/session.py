@@ -28,7 +28,7 @@ from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import dump_config
+from slipstream.protocol.settings.config_file import dump_config, model_warnings
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 CONTROLLER = "slipstream.learner.controller"
@@ -105,6 +105,8 @@ class Session:
         self._display.tell(loading_line(self._config, num_servers))
         for line in describe_sharing(self._config, self._placement):
             self._display.tell(line)
+        for line in model_warnings(self._config):
+            self._display.warn(line)
         self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
 
     async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:

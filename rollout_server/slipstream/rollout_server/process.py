@@ -34,9 +34,10 @@ def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[
     variables = _QUIET | _TURNS
     if not on_cpu:
         return variables
-    # Log-probabilities would compile a kernel at the first request even in eager mode, and die
-    # without a compiler.
-    variables["TORCHDYNAMO_DISABLE"] = "1"
+    if settings.is_eager(on_cpu=True):
+        # Log-probabilities would compile a kernel at the first request even in eager mode, and die
+        # without a compiler.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
     variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if settings.threads:

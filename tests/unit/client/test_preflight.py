@@ -13,10 +13,10 @@ import pytest
 import tomli_w
 from loopbacks import LOOPBACKS
 from slipstream.client import preflight
+from slipstream.client.engine_checks import check_cache
 from slipstream.client.launcher import run_learner
 from slipstream.client.placement import uses_gpus
 from slipstream.client.preflight import (
-    check_cache,
     check_environments,
     check_port,
     check_run_folder,

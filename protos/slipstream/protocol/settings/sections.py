@@ -236,8 +236,9 @@ class RolloutServerSection(Section):
     kv_cache_gib: Positive = 1
     # CPU threads of the engine; 0: all.
     threads: int = Field(1, ge=0)
-    # Neither torch.compile nor CUDA graphs.
-    enforce_eager: bool = False
+    # Neither torch.compile nor CUDA graphs. None: false on GPUs, and true on CPUs, where the engine
+    # starts sooner without a compiler. False on CPUs needs a C++ compiler.
+    enforce_eager: bool | None = None
     # Cached prefixes never serve a request of a newer version.
     enable_prefix_caching: bool = True
     # New weights compute the context of running replies anew: each token is what the weights of
@@ -257,6 +258,10 @@ class RolloutServerSection(Section):
     # What is kept of the output of each environment worker: two files of half as much each; older
     # lines are removed.
     environment_log_mib: Positive = 16
+
+    def is_eager(self, *, on_cpu: bool) -> bool:
+        """Whether the engine compiles nothing, on a CPU or on GPUs."""
+        return on_cpu if self.enforce_eager is None else self.enforce_eager
 
 
 class WeightsSection(Section):

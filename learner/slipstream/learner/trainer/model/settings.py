@@ -16,7 +16,7 @@ from slipstream.protocol.settings.near_names import did_you_mean, near_names
 Megatron: TypeAlias = Any
 
 # What must agree with groups, weights or our own code: the settings to change instead, if any.
-_OWNED = {
+OWNED = {
     "tensor_model_parallel_size": "learner.parallel.tp",
     "pipeline_model_parallel_size": "learner.parallel.pp",
     "virtual_pipeline_model_parallel_size": "learner.parallel.vpp",
@@ -26,6 +26,7 @@ _OWNED = {
     "sequence_parallel": "learner.parallel.sequence_parallel",
     "use_distributed_optimizer": "learner.use_distributed_optimizer",
     "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
     "num_layers": "model.path",
@@ -41,10 +42,6 @@ _OWNED = {
     "rotary_base": "model.path",
     "share_embeddings_and_output_weights": "model.path",
     "lr": "algorithm.learning_rate",
-    # The policy that is trained must be the one that samples.
-    "attention_dropout": None,
-    "hidden_dropout": None,
-    "moe_input_jitter_eps": None,
     "calculate_per_token_loss": None,
     # The projection to the vocabulary is not Megatron's.
     "defer_embedding_wgrad_compute": None,
@@ -54,6 +51,16 @@ _OWNED = {
     "transformer_layer_spec": None,
     "finalize_model_grads_func": None,
     "grad_scale_func": None,
+    "grad_sync_func": None,
+    "param_sync_func": None,
+    "init_method": None,
+    "embedding_init_method": None,
+    "output_layer_init_method": None,
+    "timers": None,
+    "_cpu_offloading_context": None,
+    "_pg_collection": None,
+    # What is being sent would be freed.
+    "deallocate_pipeline_outputs": None,
     "no_sync_func": None,
 }
 
@@ -73,8 +80,8 @@ def passed_through(
             near = near_names(key, fields)
             hint = f"; {did_you_mean(near)}" if near else ""
             raise ConfigError(f"unknown key {section}.{key}{hint}")
-        if key in _OWNED:
-            ours = _OWNED[key]
+        if key in OWNED:
+            ours = OWNED[key]
             rule = f"set {ours} instead" if ours else "the trainer depends on its value"
             raise ConfigError(f"{section}.{key} cannot be passed through: {rule}")
         # Not every name with "dtype" in it is of that type: moe_router_dtype is a text.
