@@ -206,16 +206,20 @@ class Dispatcher:
 
     async def _run_member(self, group: _Group, member: int) -> None:
         attempt = group.lease.first_attempt
+        # Ends in a worker that others shared count as no attempts, but only so many of them.
+        limit, most = group.lease.max_attempts, 2 * group.lease.max_attempts - attempt
         while True:
             trajectory = await self._run_episode(group, member, attempt)
             if trajectory is None:
                 return
             attempt += 1
             failure = trajectory.failure
+            if failure is not None and failure.kind is FailureKind.BYSTANDER:
+                limit = min(limit + 1, most)
             will_retry = (
                 failure is not None
                 and failure.kind is not FailureKind.PROMPT_TOO_LONG
-                and attempt < group.lease.max_attempts
+                and attempt < limit
             )
             end = await self._deliver(dataclasses.replace(trajectory, will_retry=will_retry))
             if not will_retry:
