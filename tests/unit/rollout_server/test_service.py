@@ -282,11 +282,11 @@ async def test_a_member_that_is_a_bystander_for_ever_is_given_up(start_server) -
     async with start_server() as server:
         server.fleet.client.answer_instead = lose
         connection = await server.join()
-        connection.lease("g1", members=[0], first_attempt=5, max_attempts=8)
-        trajectories = by_member(await server.fleet.wait_trajectories(6))
+        connection.lease("g1", members=[0], first_attempt=5, max_attempts=6)
+        trajectories = by_member(await server.fleet.wait_trajectories(5))
         await connection.wait_for("lease")
-    assert [t.attempt for t in trajectories] == [5, 6, 7, 8, 9, 10]
-    assert [t.will_retry for t in trajectories] == [True] * 5 + [False]
+    assert [t.attempt for t in trajectories] == [5, 6, 7, 8, 9]
+    assert [t.will_retry for t in trajectories] == [True] * 4 + [False]
 
 
 async def test_the_last_attempt_is_not_tried_again(start_server) -> None:
