@@ -39,7 +39,9 @@ async def submit(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout_s,
             num_workers=arguments.num_workers,
         )
-    tasks = f"{status.num_tasks:,} tasks" if status.num_tasks else "tasks without end"
+    tasks = "1 task" if status.num_tasks == 1 else f"{status.num_tasks:,} tasks"
+    if not status.num_tasks:
+        tasks = "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
     say(plain(f"environment {status.name} is {status.state}: {detail}"))
     return 0

@@ -243,12 +243,14 @@ class Welcome(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., heartbeat_timeout_s: _Optional[float] = ...) -> None: ...
 
 class EnvironmentOrder(_message.Message):
-    __slots__ = ("spec", "unload")
+    __slots__ = ("spec", "unload", "try_reset")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_FIELD_NUMBER: _ClassVar[int]
+    TRY_RESET_FIELD_NUMBER: _ClassVar[int]
     spec: _environment_pb2.EnvironmentSpec
     unload: bool
-    def __init__(self, spec: _Optional[_Union[_environment_pb2.EnvironmentSpec, _Mapping]] = ..., unload: bool = ...) -> None: ...
+    try_reset: bool
+    def __init__(self, spec: _Optional[_Union[_environment_pb2.EnvironmentSpec, _Mapping]] = ..., unload: bool = ..., try_reset: bool = ...) -> None: ...
 
 class PreparePublish(_message.Message):
     __slots__ = ("publish_id", "version")

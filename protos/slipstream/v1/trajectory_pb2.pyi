@@ -23,6 +23,7 @@ class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_KIND_ENGINE: _ClassVar[FailureKind]
     FAILURE_KIND_INFRASTRUCTURE: _ClassVar[FailureKind]
     FAILURE_KIND_PROMPT_TOO_LONG: _ClassVar[FailureKind]
+    FAILURE_KIND_BYSTANDER: _ClassVar[FailureKind]
 
 class EpisodePurpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,6 +41,7 @@ FAILURE_KIND_TIMEOUT: FailureKind
 FAILURE_KIND_ENGINE: FailureKind
 FAILURE_KIND_INFRASTRUCTURE: FailureKind
 FAILURE_KIND_PROMPT_TOO_LONG: FailureKind
+FAILURE_KIND_BYSTANDER: FailureKind
 EPISODE_PURPOSE_UNSPECIFIED: EpisodePurpose
 EPISODE_PURPOSE_TRAINING: EpisodePurpose
 EPISODE_PURPOSE_EVALUATION: EpisodePurpose

@@ -25,6 +25,9 @@ _QUIET = {
 # and behind them comes the answer that the engine stands still: 128 of them are 3 to 8 ms.
 _TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
 
+# An environment may fork: gRPC's handlers wait for its threads then, and some of them for the fork.
+_NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
+
 # Exit code of a server whose engine did not start; its log says why.
 NOT_STARTED = 3
 
@@ -56,7 +59,7 @@ def is_cpu_build() -> bool:
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
     """The whole environment of an environment worker."""
-    return open_variables(variables) | {"SLIPSTREAM_TOKEN": token}
+    return open_variables(variables) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token}
 
 
 @contextlib.contextmanager

@@ -258,6 +258,11 @@ class RolloutServerSection(Section):
     # What is kept of the output of each environment worker: two files of half as much each; older
     # lines are removed.
     environment_log_mib: Positive = 16
+    # Memory of an environment worker with all that it has started; one that takes more is ended.
+    # None: half of the machine's, or of the container's.
+    environment_memory_gib: float | None = Field(None, gt=0)
+    # Processes of an environment worker with all that it has started; one with more is ended.
+    environment_processes: Positive = 1000
 
     def is_eager(self, *, on_cpu: bool) -> bool:
         """Whether the engine compiles nothing, on a CPU or on GPUs."""

@@ -36,6 +36,8 @@ _QUEUE_WARNING_S = 10.0
 # A client or a controller that was lost needs some time to come back: without it all attempts would
 # fail at once. Longer than the controller takes a silent server for alive.
 _RECONNECT_S = 10.0
+# A task runs alone after two losses of a worker in a row, so this is more than chance will do.
+_MAX_EXCUSED = 4
 
 
 @dataclass(frozen=True)
@@ -206,16 +208,20 @@ class Dispatcher:
 
     async def _run_member(self, group: _Group, member: int) -> None:
         attempt = group.lease.first_attempt
+        # Ends in a worker that others shared count as no attempts, but only so many of them.
+        limit, most = group.lease.max_attempts, group.lease.max_attempts + _MAX_EXCUSED
         while True:
             trajectory = await self._run_episode(group, member, attempt)
             if trajectory is None:
                 return
             attempt += 1
             failure = trajectory.failure
+            if failure is not None and failure.kind is FailureKind.BYSTANDER:
+                limit = min(limit + 1, most)
             will_retry = (
                 failure is not None
                 and failure.kind is not FailureKind.PROMPT_TOO_LONG
-                and attempt < group.lease.max_attempts
+                and attempt < limit
             )
             end = await self._deliver(dataclasses.replace(trajectory, will_retry=will_retry))
             if not will_retry:

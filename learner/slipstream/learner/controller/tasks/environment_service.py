@@ -98,9 +98,10 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         entry = self._environments.add(spec)
         text = json_format.MessageToJson(spec, indent=None)
         self._journal.append("submitted", environment=spec.name, spec=text)
-        self._fleet.broadcast(_load_order(spec))
+        self._fleet.broadcast(_load_order(spec, try_reset=True))
         self._progress.events.add(f"environment {spec.name} was submitted")
-        until = time.monotonic() + LOAD_LIMIT_S
+        # Its first task is reset, too.
+        until = time.monotonic() + LOAD_LIMIT_S + spec.timeout_s
         while not entry.is_ready and self._fleet.sessions and time.monotonic() < until:
             if all(key in entry.failed_on for key in self._keys()):
                 self._environments.remove(spec.name)
@@ -176,8 +177,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._intake.suspend(client.spec.name, entry.cause)
 
 
-def _load_order(spec: pb.EnvironmentSpec) -> fleet_pb2.ControllerMessage:
-    return fleet_pb2.ControllerMessage(environment=fleet_pb2.EnvironmentOrder(spec=spec))
+def _load_order(
+    spec: pb.EnvironmentSpec, *, try_reset: bool = False
+) -> fleet_pb2.ControllerMessage:
+    order = fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset)
+    return fleet_pb2.ControllerMessage(environment=order)
 
 
 def _unload_order(spec: pb.EnvironmentSpec) -> fleet_pb2.ControllerMessage:

@@ -42,6 +42,8 @@ class EnvironmentEntry:
     skipped_in_a_row: int = 0
     episodes_failed: int = 0
     told_causes: set[str] = field(default_factory=set)
+    # Why each task was set aside last, as people were told.
+    told_set_aside: dict[int, str] = field(default_factory=dict)
     reward_sum: float = 0.0
     rewards: int = 0
     # Share that was dealt out before it came.
@@ -77,6 +79,12 @@ class EnvironmentEntry:
             return False
         self.told_causes.add(cause)
         return True
+
+    def is_new_set_aside(self, task_index: int, cause: str) -> bool:
+        """Whether people have not read yet that this task was set aside for this cause."""
+        is_new = self.told_set_aside.get(task_index) != cause
+        self.told_set_aside[task_index] = cause
+        return is_new
 
     def describe(self) -> pb.EnvironmentStatus:
         """The entry as the status call shows it."""

@@ -242,7 +242,8 @@ class Intake:
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
         entry = self._environments.entries.get(trajectory.environment)
-        if entry is not None:
+        # A bystander says nothing of itself: what ended its worker fails with the cause.
+        if entry is not None and failure.kind is not FailureKind.BYSTANDER:
             entry.episodes_failed += 1
             if entry.is_news(failure.message):
                 self._progress.events.add(
@@ -262,15 +263,19 @@ class Intake:
             return
         if group.purpose is Purpose.EVALUATION:
             return
-        self._progress.events.add(
-            f"task {group.task_index} of environment {group.environment} is set aside: "
-            f"episode {member} of {group.group_id} had its last attempt: {cause}",
-            Severity.WARNING,
-        )
+        entry = self._environments.entries.get(group.environment)
+        if entry is None or entry.is_new_set_aside(group.task_index, cause):
+            self._progress.events.add(
+                f"task {group.task_index} of environment {group.environment} is set aside: "
+                f"episode {member} of {group.group_id} had its last attempt: {cause}",
+                Severity.WARNING,
+            )
         if failure.kind in (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE):
             self._environments.group_withdrawn(group.environment)
         elif self._environments.group_ended(group.environment, cause=cause):
-            self.suspend(group.environment, f"its last groups all failed, the newest: {cause}")
+            count = self._progress.config.controller.max_failed_groups
+            last = "its last group" if count == 1 else f"its last {count} groups all"
+            self.suspend(group.environment, f"{last} failed, the newest: {cause}")
 
     def _skip(self, group: Group, cause: str) -> None:
         """The task of `group` does not fit: what the settings say becomes of it."""
