@@ -55,6 +55,16 @@ class Group:
         return [member for member in range(self.size) if member not in self.finished]
 
     @property
+    def num_missing(self) -> int:
+        """Number of members that are not back yet."""
+        return self.size - len(self.finished)
+
+    @property
+    def num_running(self) -> int:
+        """Number of members that its holder still runs, or is to run."""
+        return len(self.running) if self.ended else self.num_missing
+
+    @property
     def running(self) -> list[int]:
         """The members that its holder still runs, or is to run."""
         return [member for member in self.missing if member not in self.ended]
