@@ -221,7 +221,7 @@ class Controller:
         self._health = ServiceHealth(server, modules)
 
     def _server_lost(self, journal: Journal, session: ServerSession) -> None:
-        journal_servers(journal, self._ledger)
+        journal_servers(journal, self._ledger, lost=session.key)
         self._evaluator.server_lost(session)
         self._publisher.server_lost(session)
         self._environments.server_lost(session.key)
@@ -290,11 +290,12 @@ class Controller:
 
     async def _wind_down(self) -> None:
         """The trainer says goodbye, the servers drain, everything that travels arrives."""
+        clock = self._progress.clock
         if self._progress.trainer_registered and not self._failed:
             try:
                 # It writes a checkpoint and exports the model.
-                async with asyncio.timeout(max(GOODBYE_LIMIT_S, self._config.learner.timeout_s)):
-                    await self._trainer.finished.wait()
+                limit_s = max(GOODBYE_LIMIT_S, self._config.learner.timeout_s)
+                await clock.within(limit_s, self._trainer.finished.wait())
             except TimeoutError:
                 self._progress.events.add("the trainer did not say goodbye", Severity.WARNING)
         for session in list(self._fleet.sessions.values()):
@@ -302,12 +303,13 @@ class Controller:
         groups = list(self._book.groups.values())
         self._intake.withdraw(groups, "the run is over")
         sessions = list(self._fleet.sessions.values())
-        try:
-            async with asyncio.timeout(DRAIN_LIMIT_S):
-                for session in sessions:
-                    while not session.drained.is_set() and self._fleet.find(session.key) is session:
-                        await self._progress.signal.wait(0.1)
-        except TimeoutError:
+        until_s, waiting = clock.now_s() + DRAIN_LIMIT_S, sessions
+        while waiting and clock.now_s() < until_s:
+            await self._progress.signal.wait(0.1)
+            waiting = [
+                s for s in waiting if not s.drained.is_set() and self._fleet.find(s.key) is s
+            ]
+        if waiting:
             self._progress.events.add("a rollout server did not drain in time", Severity.WARNING)
         for session in sessions:
             session.disconnect()

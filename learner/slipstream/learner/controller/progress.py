@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.learner.controller.leasing.lease_pace import JustInTime
+from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
@@ -19,9 +20,9 @@ class Owed:
     """The end of a publish, which the trainer was told to send."""
 
     publish_id: str
+    # Of the run's clock.
+    until_s: float
     limit_s: float
-    # Of time.monotonic.
-    since_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -32,6 +33,8 @@ class RunProgress:
     config: Config
     events: EventLog
     signal: Signal = field(default_factory=Signal)
+    # By it others are found silent, late or stuck.
+    clock: LoopClock = field(default_factory=LoopClock)
     state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
     cause: str = ""
     # The newest version that the trainer has made.
@@ -83,7 +86,7 @@ class RunProgress:
 
     def moved(self) -> None:
         """Notes progress."""
-        self.idle.reset(time.monotonic())
+        self.idle.reset(self.clock.now_s())
         self.signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:

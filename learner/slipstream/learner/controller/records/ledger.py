@@ -52,6 +52,10 @@ class TokenLedger:
             if not count.dead
         ]
 
+    def generated_by(self, key: ServerKey) -> list[tuple[str, int, int]]:
+        """The entry of one server in `generated_by_server`."""
+        return [(key.server_id, key.epoch, self._epoch(key).generated)]
+
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""
         count = self._epoch(key)

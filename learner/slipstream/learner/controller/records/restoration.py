@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.history import FORMAT, RunHistory, read_history
@@ -68,9 +69,13 @@ def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) ->
     )
 
 
-def journal_servers(journal: Journal, ledger: TokenLedger) -> None:
-    """Writes what the engines have counted: it cannot be asked for after a crash."""
-    journal.append("servers", generated=[list(entry) for entry in ledger.generated_by_server()])
+def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
+    """Writes what the engines have counted, all or the one of a lost server.
+
+    It cannot be asked for after a crash.
+    """
+    generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
+    journal.append("servers", generated=[list(entry) for entry in generated])
 
 
 def journal_busy(journal: Journal, busy: BusySeconds) -> None:
