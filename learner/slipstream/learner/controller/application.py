@@ -29,6 +29,7 @@ from slipstream.learner.controller.records.restoration import (
 )
 from slipstream.learner.controller.reporting.curves import draw_curves
 from slipstream.learner.controller.reporting.metrics import Ending, open_recorder
+from slipstream.learner.controller.reporting.rows import METRICS
 from slipstream.learner.controller.reporting.service_health import ServiceHealth
 from slipstream.learner.controller.reporting.status_service import StatusServicer
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
@@ -208,7 +209,7 @@ class Controller:
             self._fleet,
             self._ledger,
             self._scheduler,
-            newest_metrics=lambda: self._recorder.rows[-1] if self._recorder.rows else {},
+            newest_metrics=lambda: self._recorder.newest,
         )
         fleet = FleetService(FleetServicer(self._fleet, self._progress), self._environment_servicer)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
@@ -337,13 +338,12 @@ class Controller:
                 suspended_environments=self._environments.suspended(),
             ),
         )
-        if self._recorder.rows:
-            await asyncio.to_thread(
-                draw_curves,
-                folder / "curves.png",
-                self._config.run.name,
-                self._recorder.rows,
-                self._evaluator.results,
-            )
+        await asyncio.to_thread(
+            draw_curves,
+            folder / "curves.png",
+            self._config.run.name,
+            folder / METRICS,
+            self._evaluator.results,
+        )
         await asyncio.to_thread(self._recorder.close)
         progress.events.close(progress.state, progress.cause)

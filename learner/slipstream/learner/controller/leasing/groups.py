@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ServerKey:
     """One life of one rollout server."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,12 +38,13 @@ class RestoredParts:
 
 def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
     """The run so far, this start included, which is journaled; its id and version are set."""
-    records = list(read_records(folder))
-    if records and progress.config.run.resume == "never":
+    records = read_records(folder)
+    first = next(records, None)
+    if first is not None and progress.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
-    run_id = records[0].get("run_id", "") if records else progress.run_id
+    run_id = progress.run_id if first is None else first.get("run_id", "")
     start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id}
-    history = read_history([*records, start])
+    history = read_history(itertools.chain([] if first is None else [first], records, [start]))
     journal.append("start", format=FORMAT, run_id=run_id, unix_s=time.time())
     journal.sync()
     progress.run_id = history.run_id

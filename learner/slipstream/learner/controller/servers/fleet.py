@@ -28,6 +28,8 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
+# Of so many servers that left the last state is told.
+MAX_DEPARTED = 1000
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
 
 
@@ -190,7 +192,10 @@ class Fleet:
         self._note_serving()
         if not has_left:
             session.cause = cause
+        self.departed.pop(session.key.server_id, None)
         self.departed[session.key.server_id] = describe(session)
+        if len(self.departed) > MAX_DEPARTED:
+            del self.departed[next(iter(self.departed))]
         if not self.sessions:
             self.empty_since_s = self.clock.now_s()
         if has_left:

@@ -89,7 +89,11 @@ class BatchFormer:
 
     def restore(self, history: RunHistory) -> None:
         """Goes on where the journal ends."""
-        self._batches, self._steps = dict(history.batches), dict(history.steps)
+        kept = self._journal.kept_batches()
+        first = min(kept, default=history.next_step)
+        self._batches = {step: b for step, b in history.batches.items() if step in kept}
+        # A trainer may go back to the version before the first of them.
+        self._steps = {step: s for step, s in history.steps.items() if step >= first - 1}
         self._newest_incarnation = history.incarnation
         self._covered_step = history.checkpoint.step
 
@@ -140,12 +144,14 @@ class BatchFormer:
     async def _write(self, batch: Batch) -> Batch:
         for group in batch.groups:
             self._environments.group_ended(group.environment, cause=None)
-        crc32 = await asyncio.to_thread(
-            self._journal.write_batch, record(batch), tokens_by_server(batch.trajectories)
-        )
+        crc32 = await asyncio.to_thread(self._write_record, batch)
         self._batches[batch.step] = RecordedBatch(batch.step, batch.batch_id, crc32)
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
+
+    def _write_record(self, batch: Batch) -> int:
+        """Encodes a batch and makes it durable; off the loop, as both take long."""
+        return self._journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
         """What the same report was answered before; None when it is the first one of its batch.
@@ -172,7 +178,10 @@ class BatchFormer:
         )
 
     def trained(self, report: trainer_pb2.StepReport) -> Trained:
-        """The trainer has made a version from the batch that it was given: see `answered`."""
+        """The trainer has made a version from the batch that it was given: see `answered`.
+
+        The caller waits until that is `durable` before it tells the trainer.
+        """
         batch, self.training = self.training, None
         assert batch is not None
         assert _batch_of(batch) == _batch_of(report)
@@ -189,28 +198,33 @@ class BatchFormer:
                 lags=[list(pair) for pair in sorted(token_lags(batch).items())],
                 several=with_several_versions(batch),
             )
-            self._journal.sync()
         if earlier is None:
             self._ledger.end(End.TRAINED, sampled_tokens(batch.trajectories))
         self._reported = report, version
         return Trained(batch, version, again=earlier is not None)
 
-    def saved(self, report: trainer_pb2.CheckpointReport) -> None:
+    async def durable(self) -> None:
+        """Returns when all that was journaled until now is on the disk."""
+        await self._journal.durable()
+
+    async def saved(self, report: trainer_pb2.CheckpointReport) -> None:
         """A checkpoint covers the batches of all steps before its version."""
-        step, covered_step = report.version.step, self._covered_step
+        step = report.version.step
         self._journal.append(
             "checkpoint",
             version=[report.version.incarnation, step],
             digest=report.weight_digest.hex(),
             path=report.path,
         )
-        self._journal.sync()
-        self._covered_step = step
+        await self.durable()
+        covered_step, self._covered_step = self._covered_step, step
         # Those since the checkpoint before it stay: it may have to be gone back to. A report that
         # is repeated, or of a trainer that went back to an older checkpoint, covers nothing new.
         if not self._keep_batches and step > covered_step:
             for covered in range(self._first_kept, covered_step):
                 self._journal.remove_batch(covered)
+                self._batches.pop(covered, None)
+                self._steps.pop(covered - 1, None)
             self._first_kept = covered_step
 
 

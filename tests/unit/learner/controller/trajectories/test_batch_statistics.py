@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.reporting.resources import run_resources
+from slipstream.learner.controller.reporting.resources import RunResources
 from slipstream.learner.controller.trajectories.batch_statistics import (
     batch_statistics,
     environment_means,
@@ -78,7 +78,10 @@ def test_resources_add_up_over_steps_and_peaks_are_the_largest():
         {"training_s": 2.0, "export_s": 0.25, "model_flops": 30.0, "trainer_rss_bytes": 5.0},
     ]
     rows[1]["servers_serving"] = 2.0
-    assert run_resources(rows, trainer_ranks=4) == {
+    resources = RunResources()
+    for row in rows:
+        resources.add(row)
+    assert resources.told(trainer_ranks=4) == {
         "trainer_ranks": 4,
         "rollout_servers": 2,
         "training_s": 3.0,
@@ -91,6 +94,6 @@ def test_resources_add_up_over_steps_and_peaks_are_the_largest():
 
 
 def test_a_run_without_a_step_took_nothing():
-    found = run_resources([], trainer_ranks=0)
+    found = RunResources().told(trainer_ranks=0)
     assert found["model_flops"] == pytest.approx(0)
     assert "trainer_rss_bytes" not in found
