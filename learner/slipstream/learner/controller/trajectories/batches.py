@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook, sampled_tokens
 from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RecordedBatch, RecordedStep, RunHistory
+from slipstream.learner.controller.records.history import RecordedStep, RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
@@ -75,7 +75,8 @@ class BatchFormer:
         self._keep_batches = keep_batches
         # The batch that is being written: a call that breaks off must not leave half of it.
         self._forming: asyncio.Task[Batch] | None = None
-        self._batches: dict[int, RecordedBatch] = {}
+        # Checksum of the batch of each step that is kept.
+        self._crc32: dict[int, int] = {}
         self._steps: dict[int, RecordedStep] = {}
         self._newest_incarnation = 0
         # The step of the newest checkpoint: the one after it makes its older batches needless.
@@ -91,7 +92,7 @@ class BatchFormer:
         """Goes on where the journal ends."""
         kept = self._journal.kept_batches()
         first = min(kept, default=history.next_step)
-        self._batches = {step: b for step, b in history.batches.items() if step in kept}
+        self._crc32 = {step: b.crc32 for step, b in history.batches.items() if step in kept}
         # A trainer may go back to the version before the first of them.
         self._steps = {step: s for step, s in history.steps.items() if step >= first - 1}
         self._newest_incarnation = history.incarnation
@@ -122,7 +123,7 @@ class BatchFormer:
         if self._forming is not None:
             await self.form()
         if self.training is None or self.training.step != step:
-            crc32 = self._batches[step].crc32
+            crc32 = self._crc32[step]
             message = await asyncio.to_thread(self._journal.read_batch, step, crc32)
             self.training = from_record(message)
         return self.training
@@ -144,8 +145,7 @@ class BatchFormer:
     async def _write(self, batch: Batch) -> Batch:
         for group in batch.groups:
             self._environments.group_ended(group.environment, cause=None)
-        crc32 = await asyncio.to_thread(self._write_record, batch)
-        self._batches[batch.step] = RecordedBatch(batch.step, batch.batch_id, crc32)
+        self._crc32[batch.step] = await asyncio.to_thread(self._write_record, batch)
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
 
@@ -223,7 +223,7 @@ class BatchFormer:
         if not self._keep_batches and step > covered_step:
             for covered in range(self._first_kept, covered_step):
                 self._journal.remove_batch(covered)
-                self._batches.pop(covered, None)
+                self._crc32.pop(covered, None)
                 self._steps.pop(covered - 1, None)
             self._first_kept = covered_step
 
