@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc.aio
 import numpy as np
 import tomli_w
 from measure import table
@@ -112,16 +113,26 @@ class Server:
         self._generated, self._version = 0, (0, 0)
 
     async def run(self) -> None:
-        """Joins and serves; a server whose stream ends counts as lost."""
+        """Joins and serves until its stream ends, which counts as lost; it does not join again."""
+        try:
+            await self._serve()
+        except* grpc.aio.AioRpcError:
+            pass
+        self._seen.lost += 1
+
+    async def _serve(self) -> None:
         async with open_channel(self._address, OPEN) as channel, asyncio.TaskGroup() as tasks:
             delivers = trajectory_pb2_grpc.TrajectoryServiceStub(channel).Deliver
-            tasks.create_task(self._acknowledged(delivers(self._requests(), wait_for_ready=True)))
-            beats = tasks.create_task(self._beat())
+            answers = delivers(self._requests(), wait_for_ready=True)
+            helpers = [
+                tasks.create_task(self._acknowledged(answers)),
+                tasks.create_task(self._beat()),
+            ]
             joins = fleet_pb2_grpc.FleetServiceStub(channel).Join
             async for message in joins(self._messages(), wait_for_ready=True):
                 self._handle(message)
-            beats.cancel()
-            self._seen.lost += 1
+            for helper in helpers:
+                helper.cancel()
 
     async def _messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
         hello = fleet_pb2.ServerHello(
@@ -350,9 +361,9 @@ async def measure(
             until_s = time.monotonic() + START_LIMIT_S
             while not seen.first_step_s and time.monotonic() < until_s:
                 await asyncio.sleep(0.1)
-                for task in tasks:
-                    if task.done():
-                        task.result()
+                if tasks[-1].done() or tasks[-2].done():
+                    # The trainer, or the probe of the status.
+                    await asyncio.gather(*tasks[-2:])
             if seen.first_step_s:
                 await asyncio.sleep(arguments.seconds)
             return row(name, servers, arguments, seen)
