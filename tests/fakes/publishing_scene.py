@@ -60,7 +60,7 @@ def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:
         engine_workers=1,
         place=weights_pb2.Place(host_id="here"),
     )
-    session = ServerSession(ServerKey(ServerId(name), 1), hello)
+    session = ServerSession(ServerKey(ServerId(name), 1), hello, clock=fleet.clock)
     fleet.add(session)
     return session
 

@@ -30,6 +30,7 @@ from slipstream.learner.controller.records.restoration import (
 )
 from slipstream.learner.controller.reporting.curves import draw_curves
 from slipstream.learner.controller.reporting.metrics import Ending, open_recorder
+from slipstream.learner.controller.reporting.rows import METRICS
 from slipstream.learner.controller.reporting.service_health import ServiceHealth
 from slipstream.learner.controller.reporting.status_service import StatusServicer
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
@@ -214,7 +215,7 @@ class Controller:
             self._fleet,
             self._ledger,
             self._scheduler,
-            newest_metrics=lambda: self._recorder.rows[-1] if self._recorder.rows else {},
+            newest_metrics=lambda: self._recorder.newest,
         )
         fleet = FleetService(FleetServicer(self._fleet, self._progress), self._environment_servicer)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
@@ -227,7 +228,7 @@ class Controller:
         self._health = ServiceHealth(server, modules)
 
     def _server_lost(self, journal: Journal, session: ServerSession) -> None:
-        journal_servers(journal, self._ledger)
+        journal_servers(journal, self._ledger, lost=session.key)
         self._evaluator.server_lost(session)
         self._publisher.server_lost(session)
         self._environments.server_lost(session.key)
@@ -297,6 +298,7 @@ class Controller:
 
     async def _wind_down(self) -> None:
         """The trainer says goodbye, the servers drain, everything that travels arrives."""
+        clock = self._progress.clock
         if self._progress.trainer_registered and not self._failed:
             await await_goodbye(self._progress, self._trainer, silence_s=self._silence_s)
         self._progress.waiting_for = "" if self._failed else "rollout servers to drain"
@@ -305,12 +307,13 @@ class Controller:
         groups = list(self._book.groups.values())
         self._intake.withdraw(groups, "the run is over")
         sessions = list(self._fleet.sessions.values())
-        try:
-            async with asyncio.timeout(DRAIN_LIMIT_S):
-                for session in sessions:
-                    while not session.drained.is_set() and self._fleet.find(session.key) is session:
-                        await self._progress.signal.wait(0.1)
-        except TimeoutError:
+        until_s, waiting = clock.now_s() + DRAIN_LIMIT_S, sessions
+        while waiting and clock.now_s() < until_s:
+            await self._progress.signal.wait(0.1)
+            waiting = [
+                s for s in waiting if not s.drained.is_set() and self._fleet.find(s.key) is s
+            ]
+        if waiting:
             self._progress.events.add("a rollout server did not drain in time", Severity.WARNING)
         for session in sessions:
             session.disconnect()
@@ -337,13 +340,12 @@ class Controller:
                 suspended_environments=self._environments.suspended(),
             ),
         )
-        if self._recorder.rows:
-            await asyncio.to_thread(
-                draw_curves,
-                folder / "curves.png",
-                self._config.run.name,
-                self._recorder.rows,
-                self._evaluator.results,
-            )
+        await asyncio.to_thread(
+            draw_curves,
+            folder / "curves.png",
+            self._config.run.name,
+            folder / METRICS,
+            self._evaluator.results,
+        )
         await asyncio.to_thread(self._recorder.close)
         progress.events.close(progress.state, progress.cause)

@@ -6,8 +6,6 @@ Waits for: the trainer's goodbye. Unblocked by: it, the failure of the run, or s
 
 from __future__ import annotations
 
-import time
-
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.trainer_service import TrainerServicer
 from slipstream.v1 import status_pb2
@@ -24,9 +22,9 @@ async def await_goodbye(
     the model that `learner.export_final` asks for.
     """
     progress.waiting_for = "the trainer to save and export the model"
-    begun_s = time.monotonic()
+    begun_s = progress.clock.now_s()
     while not trainer.finished.is_set() and progress.state != status_pb2.RUN_STATE_FAILED:
-        silent_s = time.monotonic() - max(begun_s, progress.trainer_heard_s)
+        silent_s = progress.clock.now_s() - max(begun_s, progress.trainer_heard_s)
         if silent_s > silence_s:
             progress.fail(
                 f"nothing was heard of the trainer for {silent_s:.0f} s while it was to save and "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.learner.controller.leasing.lease_pace import JustInTime
+from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
@@ -19,9 +20,9 @@ class Owed:
     """The end of a publish, which the trainer was told to send."""
 
     publish_id: str
+    # Of the run's clock.
+    until_s: float
     limit_s: float
-    # Of time.monotonic.
-    since_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -32,6 +33,8 @@ class RunProgress:
     config: Config
     events: EventLog
     signal: Signal = field(default_factory=Signal)
+    # By it others are found silent, late or stuck.
+    clock: LoopClock = field(default_factory=LoopClock)
     state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
     cause: str = ""
     # The newest version that the trainer has made.
@@ -39,8 +42,8 @@ class RunProgress:
     # Timelines are counted from 0.
     newest_incarnation: int = 0
     trainer_registered: bool = False
-    # When the trainer called last, of time.monotonic.
-    trainer_heard_s: float = field(default_factory=time.monotonic)
+    # When the trainer called last, by `clock`.
+    trainer_heard_s: float = field(init=False)
     # The newest version of which a trainer has reported a checkpoint; 0: none so far.
     checkpoint_step: int = 0
     # It was told to end before its last step.
@@ -61,6 +64,7 @@ class RunProgress:
     pace: JustInTime | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.trainer_heard()
         self.last_step = self.config.run.steps
         algorithm = self.config.algorithm
         if algorithm.lease_policy == "just_in_time":
@@ -99,16 +103,16 @@ class RunProgress:
 
     def trainer_heard(self) -> None:
         """Notes a call of the trainer."""
-        self.trainer_heard_s = time.monotonic()
+        self.trainer_heard_s = self.clock.now_s()
 
     def trainer_works(self) -> None:
         """Notes a sign that the trainer gets on with what takes it long."""
         self.trainer_heard()
-        self.idle.reset(time.monotonic())
+        self.idle.reset(self.clock.now_s())
 
     def moved(self) -> None:
         """Notes progress."""
-        self.idle.reset(time.monotonic())
+        self.idle.reset(self.clock.now_s())
         self.signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:

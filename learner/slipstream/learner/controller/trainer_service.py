@@ -34,6 +34,8 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 # The longest answer of `Next`; the trainer asks again.
 NEXT_LIMIT_S = 5.0
 CHUNK_BYTES = 16 << 20
+# What changes within this time is looked at together.
+GATHER_S = 0.005
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -127,7 +129,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             yield order
             return
         yield trainer_pb2.Directive(batch=header(order))
-        for chunk in _chunks(order):
+        for chunk in await asyncio.to_thread(_chunks, order):
             yield trainer_pb2.Directive(chunk=chunk)
 
     async def ReportStep(  # noqa: N802
@@ -142,6 +144,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 context, grpc.StatusCode.FAILED_PRECONDITION, str(error), Reason.WRONG_STATE
             )
         if answered is not None:
+            await self._former.durable()
             return trainer_pb2.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
         self._trainer_version = trained.version
@@ -154,6 +157,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 Severity.WARNING,
             )
         self._on_step(trained, request)
+        await self._former.durable()
         self._progress.moved()
         return trainer_pb2.StepReceipt(version=version_to_pb(trained.version))
 
@@ -176,7 +180,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.CheckpointReceipt:
         """A checkpoint is complete."""
         await self._check_epoch(context)
-        self._former.saved(request)
+        await self._former.saved(request)
         self._progress.checkpoint_step = request.version.step
         self._progress.events.add(
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
@@ -252,6 +256,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
             # A server that is to be retried becomes due without a signal.
             await self._progress.signal.wait(min(remaining, 0.25))
+            await asyncio.sleep(GATHER_S)
 
     async def _possible_order(
         self, request: trainer_pb2.NextRequest

@@ -171,7 +171,6 @@ class _Stream:
     """One sender's stream, as the receiver sees it."""
 
     def __init__(self) -> None:
-        self.unacknowledged: set[TrajectoryId] = set()
         self.to_acknowledge: list[TrajectoryId] = []
         self.changed = asyncio.Event()
 
@@ -184,6 +183,8 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
         self._budget = ByteBudget(max_waiting_bytes)
         self._streams: set[_Stream] = set()
+        # The newest stream on which a trajectory came that is not acknowledged.
+        self._came_on: dict[TrajectoryId, _Stream] = {}
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._closed = asyncio.Event()
 
@@ -200,9 +201,9 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
             self._acknowledged.move_to_end(trajectory_id)
             if len(self._acknowledged) > MAX_REMEMBERED_IDS:
                 self._acknowledged.popitem(last=False)
-            for stream in self._streams:
-                if trajectory_id in stream.unacknowledged:
-                    self._answer(stream, trajectory_id)
+            stream = self._came_on.pop(trajectory_id, None)
+            if stream is not None:
+                self._answer(stream, trajectory_id)
 
     async def aclose(self) -> None:
         """Ends all streams; the senders keep what was not acknowledged."""
@@ -230,10 +231,10 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         try:
             async for request in requests:
                 trajectory_id = TrajectoryId(request.trajectory_id)
-                stream.unacknowledged.add(trajectory_id)
                 if trajectory_id in self._acknowledged:
                     self._answer(stream, trajectory_id)
                     continue
+                self._came_on[trajectory_id] = stream
                 data = request.trajectory
                 # Its owner is the handler: a receiver that nobody reads must hold its senders back.
                 await self._budget.acquire(self._charge(data), timeout_s=None)
@@ -256,7 +257,6 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
                 await context.write(pb.DeliverResponse(acknowledged_ids=chunk))
 
     def _answer(self, stream: _Stream, trajectory_id: TrajectoryId) -> None:
-        stream.unacknowledged.discard(trajectory_id)
         stream.to_acknowledge.append(trajectory_id)
         stream.changed.set()
 

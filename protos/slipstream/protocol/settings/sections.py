@@ -110,7 +110,8 @@ class ControllerSection(Section):
     address: Address = "127.0.0.1:7070"
     # Time between two reports of a rollout server.
     heartbeat_s: float = Field(0.5, ge=0.01)
-    # Silence after which a rollout server is taken for dead.
+    # Silence after which a rollout server is taken for dead. Time in which the controller itself
+    # stood still does not count.
     heartbeat_timeout_s: Silence = 5.0
     # Attempts of an episode before its task is set aside.
     max_attempts: Positive = 3

@@ -6,8 +6,8 @@ import json
 import math
 import statistics
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
@@ -24,14 +24,15 @@ from slipstream.learner.controller.reporting.readable import (
     open_token_texts,
     readable,
 )
-from slipstream.learner.controller.reporting.resources import run_resources
+from slipstream.learner.controller.reporting.resources import RunResources
+from slipstream.learner.controller.reporting.rows import METRICS, SAMPLES, cut_torn_line, read_rows
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch_statistics import (
+    LessonWatch,
     batch_statistics,
     environment_means,
     equal_rewards,
-    hints,
 )
 from slipstream.learner.controller.trajectories.batches import (
     Batch,
@@ -50,13 +51,23 @@ SAMPLED_MEMBERS = 4
 class RunFacts:
     """What adds up over a run."""
 
-    reward_by_step: list[float] = field(default_factory=list)
+    steps: int = 0
+    first_rewards: list[float] = field(default_factory=list)
+    last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
+    resources: RunResources = field(default_factory=RunResources)
     lag_counts: Counter[int] = field(default_factory=Counter)
     with_several_versions: int = 0
     gap_sum: float = 0.0
     gap_tokens: float = 0.0
     gap_max: float = 0.0
     busy: BusyMeter = field(default_factory=BusyMeter)
+
+    def count_reward(self, mean: float) -> None:
+        """Counts one step."""
+        self.steps += 1
+        self.last_rewards.append(mean)
+        if len(self.first_rewards) < EDGE_STEPS:
+            self.first_rewards.append(mean)
 
 
 @dataclass(frozen=True)
@@ -90,22 +101,43 @@ class RunRecorder:
         """
         self._folder = folder
         self._config = config
-        earlier = whole_rows(folder / "metrics.jsonl")
-        whole_rows(folder / "trajectories.jsonl")
+        for name in (METRICS, SAMPLES):
+            cut_torn_line(folder / name)
         for name in ("summary.json", "suspended.json"):
             (folder / name).unlink(missing_ok=True)
-        self._metrics: IO[str] = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._samples: IO[str] = (folder / "trajectories.jsonl").open("a", buffering=1)
+        self._metrics: IO[str] = (folder / METRICS).open("a", buffering=1)
+        self._samples: IO[str] = (folder / SAMPLES).open("a", buffering=1)
         self._trackers = trackers
         self._texts = texts
         self._events = events
+        self._lessons = LessonWatch(config)
+        self._suspended: dict[str, str] = {}
+        self.facts = RunFacts()
+        # The line of the newest step.
+        self.newest: dict[str, float] = {}
+        # A byte for each step, 1 when its line is written.
+        self._written = bytearray()
         # Time goes on where the last row of an earlier start has it.
-        self._started_s = time.time() - max((row["wall_s"] for row in earlier), default=0.0)
+        self._started_s = time.time() - self._read_rows()
         self.rate = GenerationRate()
         self._last_step_s = time.time()
-        self.rows: list[dict[str, float]] = [row for row in earlier if "step" in row]
-        self.facts = RunFacts()
-        self._suspended: dict[str, str] = {}
+
+    def _read_rows(self) -> float:
+        """Takes over the lines of earlier starts; the seconds that these took."""
+        wall_s = 0.0
+        for row in read_rows(self._folder / METRICS):
+            wall_s = max(wall_s, row["wall_s"])
+            if "step" in row:
+                self._note_row(row)
+                self._lessons.note(row)
+        return wall_s
+
+    def _note_row(self, row: dict[str, float]) -> None:
+        step = int(row["step"])
+        self._written.extend(bytes(max(0, step + 1 - len(self._written))))
+        self._written[step] = 1
+        self.newest = row
+        self.facts.resources.add(row)
 
     def restore(self, history: RunHistory) -> None:
         """Takes over what adds up over the run."""
@@ -115,13 +147,14 @@ class RunRecorder:
         facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
-        for row in self.rows:
-            facts.reward_by_step.append(row["reward_mean"])
-            self._count_gap(row)
+        for row in read_rows(self._folder / METRICS):
+            if "step" in row:
+                facts.count_reward(row["reward_mean"])
+                self._count_gap(row)
 
     def has_row(self, step: int) -> bool:
         """Whether the line of a step is written already."""
-        return any(row["step"] == step for row in reversed(self.rows))
+        return step < len(self._written) and self._written[step] == 1
 
     def close(self) -> None:
         """Flushes all files; blocks until the trackers are done."""
@@ -170,8 +203,8 @@ class RunRecorder:
         row |= environment_means(batch.trajectories)
         row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         self._count(batch, row, training)
-        self.rows.append(row)
-        for hint in hints(self.rows, self._config):
+        self._note_row(row)
+        for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
         self._metrics.write(json.dumps(_finite(row)) + "\n")
         self._trackers.log(batch.step, row)
@@ -212,14 +245,14 @@ class RunRecorder:
         ending: Ending,
     ) -> dict[str, JsonValue]:
         """Everything that people ask first about a finished run; also written to summary.json."""
-        facts, rewards = self.facts, self.facts.reward_by_step
+        facts = self.facts
         heldout = [result.reward_mean for result in evaluations]
         summary: dict[str, JsonValue] = {
             "run": self._config.run.name,
             **asdict(ending),
-            "steps": len(rewards),
-            "reward_first": _mean(rewards[:EDGE_STEPS]),
-            "reward_last": _mean(rewards[-EDGE_STEPS:]),
+            "steps": facts.steps,
+            "reward_first": _mean(facts.first_rewards),
+            "reward_last": _mean(facts.last_rewards),
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
             "reward_heldout_step": evaluations[-1].step if evaluations else None,
@@ -243,7 +276,7 @@ class RunRecorder:
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
             "logprob_gap_tokens": facts.gap_tokens,
             "busy": dict(facts.busy.of_the_run().shares()),
-            "resources": run_resources(self.rows, trainer_ranks=trainer_ranks),
+            "resources": facts.resources.told(trainer_ranks=trainer_ranks),
             "weight_digest": weight_digest,
             "wall_s": time.time() - self._started_s,
         }
@@ -254,7 +287,7 @@ class RunRecorder:
     def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
         trajectories = batch.trajectories
-        facts.reward_by_step.append(statistics.fmean(t.reward for t in trajectories))
+        facts.count_reward(statistics.fmean(t.reward for t in trajectories))
         facts.with_several_versions += with_several_versions(batch)
         facts.lag_counts += token_lags(batch)
         self._count_gap(row)
@@ -294,19 +327,7 @@ def sampled_groups(groups: Sequence[Group]) -> list[Group]:
     return chosen + others[: max(0, MIN_SAMPLED_GROUPS - len(chosen))]
 
 
-def whole_rows(path: Path) -> list[dict[str, float]]:
-    """The lines of a file that a crash may have torn; the torn one is cut off."""
-    if not path.exists():
-        return []
-    with path.open("r+b") as file:
-        data = file.read()
-        whole = data.rfind(b"\n") + 1
-        file.truncate(whole)
-    rows = [json.loads(line) for line in data[:whole].splitlines()]
-    return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
-
-
-def _mean(values: list[float]) -> float | None:
+def _mean(values: Collection[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 

@@ -66,8 +66,8 @@ class FleetServicer:
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> ServerSession:
         try:
-            async with asyncio.timeout(self._progress.config.controller.heartbeat_timeout_s):
-                hello = (await anext(requests)).hello
+            limit_s = self._progress.config.controller.heartbeat_timeout_s
+            hello = (await self._fleet.clock.within(limit_s, anext(requests))).hello
         except (TimeoutError, StopAsyncIteration):
             await abort(
                 context,
@@ -111,7 +111,8 @@ class FleetServicer:
                 reason,
                 {"server_id": hello.server_id[:100]},
             )
-        return ServerSession(ServerKey(ServerId(hello.server_id), hello.server_epoch), hello)
+        key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
+        return ServerSession(key, hello, clock=self._fleet.clock)
 
     async def _read(
         self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -49,7 +48,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._environments = environments
         self._fleet = fleet
         self._intake = intake
-        self.relay = Relay(self._client_came, self._client_left)
+        self.relay = Relay(self._client_came, self._client_left, progress.clock)
 
     def add_configured(self, spec: pb.EnvironmentSpec) -> None:
         """Adds an environment of the configuration."""
@@ -100,9 +99,10 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._journal.append("submitted", environment=spec.name, spec=text)
         self._fleet.broadcast(_load_order(spec, try_reset=True))
         self._progress.events.add(f"environment {spec.name} was submitted")
+        clock = self._progress.clock
         # Its first task is reset, too.
-        until = time.monotonic() + LOAD_LIMIT_S + spec.timeout_s
-        while not entry.is_ready and self._fleet.sessions and time.monotonic() < until:
+        until_s = clock.now_s() + LOAD_LIMIT_S + spec.timeout_s
+        while not entry.is_ready and self._fleet.sessions and clock.now_s() < until_s:
             if all(key in entry.failed_on for key in self._keys()):
                 self._environments.remove(spec.name)
                 self._journal.append("unsubmitted", environment=spec.name)

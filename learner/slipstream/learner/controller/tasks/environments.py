@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.leasing.groups import ServerKey
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import (
+    EnvironmentHistory,
+    OpenGroup,
+    RunHistory,
+)
+from slipstream.protocol.types import GroupId
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
@@ -108,18 +113,20 @@ class EnvironmentBook:
         self._seed = seed
         self._max_failed_groups = max_failed_groups
         self.entries: dict[str, EnvironmentEntry] = {}
-        self._history = RunHistory()
+        # What the journal of an earlier start holds of each, and of its open groups.
+        self._earlier: dict[str, EnvironmentHistory] = {}
+        self._open_groups: dict[GroupId, OpenGroup] = {}
 
     def restore(self, history: RunHistory) -> None:
         """Environments that are added go on where the journal ends, and get a new chance."""
-        self._history = history
+        self._earlier, self._open_groups = history.environments, history.open_groups
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
         """Adds an environment, or replaces a suspended one of that name."""
         entry = EnvironmentEntry(spec)
-        earlier = self._history.environments.pop(spec.name, None)
+        earlier = self._earlier.pop(spec.name, None)
         if earlier is not None:
-            open_groups = self._history.open_groups.values()
+            open_groups = self._open_groups.values()
             entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
             entry.next_number = earlier.next_number
             entry.groups_accepted, entry.groups_failed = earlier.accepted, earlier.failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from slipstream.protocol.rewards import has_variance
@@ -61,31 +62,33 @@ def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dic
     }
 
 
-def hints(rows: Sequence[Mapping[str, float]], config: Config) -> list[str]:
-    """One line for each environment that has just now taught nothing for `HINT_AFTER_STEPS` steps.
+class LessonWatch:
+    """Counts the steps in a row in which the groups of an environment had equal rewards.
 
-    `rows`: what metrics.jsonl has of the steps so far, in their order.
+    watch.note(row)  # []: the environment teaches, or has not failed to for long
+    watch.note(row)  # one line in the step with which HINT_AFTER_STEPS are full
+    watch.note(row)  # []: it was said; after a step that taught something it may come again
     """
-    if config.algorithm.advantage not in _GROUP_ADVANTAGES:
-        return []
-    ending = f"/{_EQUAL}"
-    names = [key.removesuffix(ending) for key in rows[-1] if key.endswith(ending)]
-    return [
-        f"environment {name} has taught nothing for {HINT_AFTER_STEPS} steps: the rewards of each "
-        f"group were all equal (mean {rows[-1][f'{name}/reward']:.3g}); it needs tasks of another "
-        f"difficulty, or rewards in between"
-        for name in names
-        if _equal_in_a_row(rows, name + ending) == HINT_AFTER_STEPS
-    ]
 
+    def __init__(self, config: Config) -> None:
+        self._compares_groups = config.algorithm.advantage in _GROUP_ADVANTAGES
+        # By environment.
+        self._steps: Counter[str] = Counter()
 
-def _equal_in_a_row(rows: Sequence[Mapping[str, float]], key: str) -> int:
-    """Number of the newest steps with `key` in which it was 1, counted no further than needed."""
-    number = 0
-    for row in reversed(rows):
-        if key in row and row[key] < 1:
-            break
-        number += key in row
-        if number > HINT_AFTER_STEPS:
-            break
-    return number
+    def note(self, row: Mapping[str, float]) -> list[str]:
+        """Takes the line of one step; one hint for each environment that has just become due."""
+        if not self._compares_groups:
+            return []
+        due = []
+        for key, fraction in row.items():
+            name, slash, metric = key.rpartition("/")
+            if not slash or metric != _EQUAL:
+                continue
+            self._steps[name] = self._steps[name] + 1 if fraction >= 1 else 0
+            if self._steps[name] == HINT_AFTER_STEPS:
+                due.append(
+                    f"environment {name} has taught nothing for {HINT_AFTER_STEPS} steps: the "
+                    f"rewards of each group were all equal (mean {row[f'{name}/reward']:.3g}); it "
+                    f"needs tasks of another difficulty, or rewards in between"
+                )
+        return due

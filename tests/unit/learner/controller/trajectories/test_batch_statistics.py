@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.reporting.resources import run_resources
+from slipstream.learner.controller.reporting.resources import RunResources
 from slipstream.learner.controller.trajectories.batch_statistics import (
     HINT_AFTER_STEPS,
+    LessonWatch,
     batch_statistics,
     environment_means,
     equal_rewards,
-    hints,
 )
 from slipstream.protocol.types import (
     GroupId,
@@ -101,7 +101,8 @@ def rows_of(*fractions: float | None) -> list[dict[str, float]]:
 def test_an_environment_that_teaches_nothing_is_named_once(tmp_path: Path):
     config = config_of(tmp_path)
     rows = rows_of(0.5, *[1.0] * (HINT_AFTER_STEPS - 1), None, 1.0, 1.0)
-    told = [hints(rows[: end + 1], config) for end in range(len(rows))]
+    watch = LessonWatch(config)
+    told = [watch.note(row) for row in rows]
     (hint,) = told[-2]
     assert hint.startswith("environment e has taught nothing for 10 steps: the rewards of each ")
     assert "(mean 0.25)" in hint
@@ -110,7 +111,8 @@ def test_an_environment_that_teaches_nothing_is_named_once(tmp_path: Path):
 
 def test_it_is_named_again_when_it_had_taught_something_meanwhile(tmp_path: Path):
     rows = rows_of(*[1.0] * HINT_AFTER_STEPS, 0.9, *[1.0] * HINT_AFTER_STEPS)
-    assert len(hints(rows, config_of(tmp_path))) == 1
+    watch = LessonWatch(config_of(tmp_path))
+    assert [len(watch.note(row)) for row in rows].count(1) == 2
 
 
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
@@ -120,7 +122,8 @@ def test_equal_rewards_are_no_reason_to_speak_where_groups_are_not_compared(
     config = config_of(tmp_path)
     algorithm = config.algorithm.model_copy(update={"advantage": advantage})
     config = config.model_copy(update={"algorithm": algorithm})
-    assert hints(rows_of(*[1.0] * HINT_AFTER_STEPS), config) == []
+    watch = LessonWatch(config)
+    assert not any(watch.note(row) for row in rows_of(*[1.0] * HINT_AFTER_STEPS))
 
 
 def test_resources_add_up_over_steps_and_peaks_are_the_largest():
@@ -129,7 +132,10 @@ def test_resources_add_up_over_steps_and_peaks_are_the_largest():
         {"training_s": 2.0, "export_s": 0.25, "model_flops": 30.0, "trainer_rss_bytes": 5.0},
     ]
     rows[1]["servers_serving"] = 2.0
-    assert run_resources(rows, trainer_ranks=4) == {
+    resources = RunResources()
+    for row in rows:
+        resources.add(row)
+    assert resources.told(trainer_ranks=4) == {
         "trainer_ranks": 4,
         "rollout_servers": 2,
         "training_s": 3.0,
@@ -142,6 +148,6 @@ def test_resources_add_up_over_steps_and_peaks_are_the_largest():
 
 
 def test_a_run_without_a_step_took_nothing():
-    found = run_resources([], trainer_ranks=0)
+    found = RunResources().told(trainer_ranks=0)
     assert found["model_flops"] == pytest.approx(0)
     assert "trainer_rss_bytes" not in found
