@@ -28,7 +28,7 @@ from slipstream.learner.controller.trajectories.trajectory_rules import KnownFac
 from slipstream.protocol.codec import decode_trajectory
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.settings.config_file import vocabulary_size
+from slipstream.protocol.settings.config_file import largest_trajectory_bytes, vocabulary_size
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,
@@ -36,6 +36,9 @@ from slipstream.protocol.types import (
     Trajectory,
     TrajectoryName,
 )
+
+# Long names and the message of a failure come on top of what a lease reserves.
+NAMES_BYTES = 64 << 10
 
 
 class Inspector:
@@ -60,6 +63,7 @@ class Inspector:
         self._ledger = ledger
         self._endings = endings
         self._again = run_again
+        self._largest_bytes = largest_trajectory_bytes(progress.config) + NAMES_BYTES
         self._vocabulary = vocabulary_size(progress.config)
         self._earlier = EarlierIds(RunHistory(), journal)
         self.quarantine = Quarantine(progress.config.run_dir / "quarantine")
@@ -72,6 +76,11 @@ class Inspector:
     def take(self, delivery: Delivery) -> Trajectory | None:
         """The trajectory, when it is one and came for the first time; all others are settled."""
         try:
+            if len(delivery.data) > self._largest_bytes:
+                raise ProtocolError(
+                    f"it has {len(delivery.data)} bytes, no trajectory of this run has more than "
+                    f"{self._largest_bytes}"
+                )
             trajectory = decode_trajectory(delivery.data)
         except ProtocolError as error:
             self._quarantine(delivery, str(error))
@@ -105,10 +114,12 @@ class Inspector:
             vocabulary=self._vocabulary,
             # The promise: the bound of new leases may be lower by now.
             max_staleness=progress.config.algorithm.max_staleness,
+            max_episode_tokens=progress.config.sampling.max_episode_tokens,
+            max_turns=progress.config.sampling.max_turns,
         )
 
     def _quarantine(self, delivery: Delivery, cause: str) -> None:
-        claim = read_claim(delivery, self._fleet.known)
+        claim = read_claim(delivery, self._fleet.known, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id
         if self._earlier.holds(group_id, trajectory_id):
