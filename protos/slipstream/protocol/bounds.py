@@ -179,9 +179,9 @@ def _text_check(bound: bounds_pb2.Bound) -> _Check:
     most, alphabet = bound.max_bytes, _ALPHABETS.get(bound.alphabet)
 
     def check(value: str | bytes) -> None:
-        # A text of n characters has n to 4 n bytes: most are known to fit without encoding them.
         size = len(value)
-        if size <= most < 4 * size and isinstance(value, str):
+        # A text of n characters has n to 4 n bytes: most are known to fit without encoding them.
+        if 4 * size > most and isinstance(value, str):
             size = len(value.encode())
         if size > most:
             raise _OutOfBounds(f"must have at most {most} bytes, got {size}")
@@ -204,6 +204,12 @@ def _number_check(bound: bounds_pb2.Bound, *, is_real: bool) -> _Check:
 def _count(size: int, most: int) -> None:
     if size > most:
         raise _OutOfBounds(f"must have at most {most} elements, got {size}")
+
+
+def one_line(text: str, most: int) -> str:
+    """The text with escapes for control characters and line ends, cut after `most` characters."""
+    cut = text if len(text) <= most else f"{text[:most]}..."
+    return _ALPHABETS[bounds_pb2.Bound.LINE][0].sub(lambda found: repr(found[0])[1:-1], cut)
 
 
 def shown(text: str, most: int = 100) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -38,6 +39,19 @@ class _Refused:
     """Stands for a request that could not be decoded, or is out of its bounds."""
 
     error: ProtocolError
+
+
+class _Accepted:
+    """The requests of a stream, one after another; raises the error of one that is refused."""
+
+    def __init__(self, requests: AsyncIterator[Message | _Refused]) -> None:
+        self._requests = requests
+
+    def __aiter__(self) -> _Accepted:
+        return self
+
+    async def __anext__(self) -> Message:
+        return _accepted(await anext(self._requests))
 
 
 class CheckingInterceptor(_Interceptor):
@@ -90,8 +104,9 @@ def _with_checked_request(inner: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isasyncgenfunction(inner):
 
         async def stream(request: Message | _Refused, context: Context) -> AsyncIterator[Message]:
-            async for response in inner(_accepted(request), context):
-                yield response
+            async with aclosing(inner(_accepted(request), context)) as responses:
+                async for response in responses:
+                    yield response
 
         return stream
 
@@ -103,22 +118,19 @@ def _with_checked_request(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_checked_stream(inner: Callable[..., Any]) -> Callable[..., Any]:
-    async def checked(requests: AsyncIterator[Message | _Refused]) -> AsyncIterator[Message]:
-        async for request in requests:
-            yield _accepted(request)
-
     if inspect.isasyncgenfunction(inner):
 
         async def stream(
             requests: AsyncIterator[Message | _Refused], context: Context
         ) -> AsyncIterator[Message]:
-            async for response in inner(checked(requests), context):
-                yield response
+            async with aclosing(inner(_Accepted(requests), context)) as responses:
+                async for response in responses:
+                    yield response
 
         return stream
 
     async def call(requests: AsyncIterator[Message | _Refused], context: Context) -> Message | None:
-        response: Message | None = await inner(checked(requests), context)
+        response: Message | None = await inner(_Accepted(requests), context)
         return response
 
     return call
@@ -130,8 +142,9 @@ def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
 
         async def stream(request: object, context: Context) -> AsyncIterator[Message]:
             try:
-                async for response in inner(request, context):
-                    yield response
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        yield response
             except Exception as error:  # noqa: BLE001 - the edge: it ends this call
                 await _end(context, method, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,11 +41,14 @@ def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
     if records and progress.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
     run_id = records[0].get("run_id", "") if records else progress.run_id
-    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id}
+    key = str(records[0].get("key", "")) if records else ""
+    key = key or secrets.token_hex(32)
+    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
     history = read_history([*records, start])
-    journal.append("start", format=FORMAT, run_id=run_id, unix_s=time.time())
+    journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
     journal.sync()
     progress.run_id = history.run_id
+    progress.run_key = bytes.fromhex(key)
     progress.reached(history.version)
     return history
 

@@ -44,6 +44,7 @@ class ServerSession:
     publish_id: str = ""
     cause: str = ""
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
+    joined_s: float = field(default_factory=time.monotonic)
     last_seen_s: float = field(default_factory=time.monotonic)
     outbox: Outbox[fleet_pb2.ControllerMessage] = field(default_factory=Outbox)
     # Not before this moment may a publish be tried again.

@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -137,8 +138,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.WorkerCommand]:
         """A client's own environment, for as long as its stream lives."""
-        async for command in self.relay.serve_episodes(request_iterator, context):
-            yield command
+        async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
+            async for command in commands:
+                yield command
 
     def _keys(self) -> list[object]:
         return [session.key for session in self._fleet.sessions.values()]

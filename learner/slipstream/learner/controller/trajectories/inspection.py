@@ -83,7 +83,7 @@ class Inspector:
                 )
             trajectory = decode_trajectory(delivery.data)
         except ProtocolError as error:
-            self._quarantine(delivery, str(error))
+            self.refuse(delivery, str(error))
             return None
         if trajectory.run_id != self._progress.run_id:
             self._endings.acknowledge(delivery.trajectory_id)
@@ -96,7 +96,7 @@ class Inspector:
         if trajectory.trajectory_id != delivery.trajectory_id:
             cause = f"it says that it is {trajectory.trajectory_id}"
         if cause:
-            self._quarantine(delivery, cause)
+            self.refuse(delivery, cause)
             return None
         key = ServerKey(trajectory.server_id, trajectory.server_epoch)
         tokens = trajectory.num_sampled_tokens
@@ -105,6 +105,20 @@ class Inspector:
         if trajectory.has_reward:
             self.quarantine.good(key)
         return trajectory
+
+    def _send_away(self, server: ServerKey, cause: str) -> None:
+        """Lets a server go that delivers nothing else; without another one the run has failed."""
+        fault = (
+            f"rollout server {server.server_id} produces nothing but trajectories that cannot "
+            f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
+        )
+        session = self._fleet.find(server)
+        others = [s for s in self._fleet.sessions.values() if s is not session and not s.is_leaving]
+        if not others:
+            self._progress.fail(fault)
+        elif session is not None and not session.is_leaving:
+            self._progress.events.add(f"{fault}; it is sent away", Severity.ERROR)
+            self._fleet.order_drain(session, fault, finish=False)
 
     def _facts(self) -> KnownFacts:
         progress = self._progress
@@ -118,14 +132,15 @@ class Inspector:
             max_turns=progress.config.sampling.max_turns,
         )
 
-    def _quarantine(self, delivery: Delivery, cause: str) -> None:
+    def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
+        """Quarantines a delivery; `is_counted`: the ledger has its tokens already."""
         claim = read_claim(delivery, self._fleet.known, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id
         if self._earlier.holds(group_id, trajectory_id):
             self._endings.acknowledge(trajectory_id)
             return
-        if not self._ledger.receive(server, trajectory_id, claim.tokens):
+        if not is_counted and not self._ledger.receive(server, trajectory_id, claim.tokens):
             return
         if server not in self._fleet.known:
             # No heartbeat will ever count what it generated.
@@ -148,10 +163,7 @@ class Inspector:
             Severity.ERROR,
         )
         if self.quarantine.is_hopeless(server) and not self._progress.is_over:
-            self._progress.fail(
-                f"rollout server {server.server_id} produces nothing but trajectories that cannot "
-                f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
-            )
+            self._send_away(server, cause)
         if claim.name is not None:
             self._again(claim.name, cause, claim.will_retry)
         self._progress.signal.notify()

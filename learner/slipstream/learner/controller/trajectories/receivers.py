@@ -11,6 +11,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.protocol.queue.seal import opener
 from slipstream.v1 import trajectory_pb2_grpc
 
 
@@ -36,6 +37,6 @@ async def open_receiver(
         return receiver
     from slipstream.protocol.queue.grpc import GrpcReceiver
 
-    servicer = GrpcReceiver()
+    servicer = GrpcReceiver(opener(progress.run_key))
     trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
     return servicer
