@@ -1,8 +1,8 @@
 """Deliveries of the queue into trajectories of this run; what can be none is quarantined.
 
 Consumes: deliveries. Produces: trajectories that may be filed; files, journal records and events of
-the others. Nothing that is delivered ends the controller: a server that delivers nothing else ends
-the run, with the cause.
+the others. Nothing that is delivered ends the controller: a server that delivers nothing else is
+sent away, and fails the run if it is the only one.
 """
 
 from __future__ import annotations
