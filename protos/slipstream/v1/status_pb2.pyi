@@ -1,3 +1,4 @@
+from slipstream.v1 import bounds_pb2 as _bounds_pb2
 from slipstream.v1 import environment_pb2 as _environment_pb2
 from slipstream.v1 import fleet_pb2 as _fleet_pb2
 from slipstream.v1 import trajectory_pb2 as _trajectory_pb2

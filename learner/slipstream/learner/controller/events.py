@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from enum import Enum
 
+from slipstream.protocol.bounds import one_line
 from slipstream.v1 import status_pb2
 
 MAX_EVENTS = 10_000
 # So many keep their metrics, of which there are many: metrics.jsonl has those of all steps.
 MAX_METRICS = 100
+MAX_CHARACTERS = 16_384
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,12 @@ class EventLog:
         step: int = 0,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Adds an event and wakes the followers."""
+        """Adds an event of one line and wakes the followers.
+
+        Servers and environments may have written parts of `text`: control characters are shown as
+        escapes, and it is cut after 16,384 characters.
+        """
+        text = one_line(text, MAX_CHARACTERS)
         level = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING}
         log.log(level.get(severity, logging.ERROR), text)
         self._append(

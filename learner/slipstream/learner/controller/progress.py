@@ -53,6 +53,8 @@ class RunProgress:
     # Why training ends before its last configured step; empty: it does not.
     solved: str = ""
     waiting_for: str = "the trainer"
+    # Secret of the controller: the keys of rollout servers are made from it.
+    run_key: bytes = b""
     started_s: float = field(default_factory=time.monotonic)
     # Time in which a server served, since an episode ended or a step was made last.
     idle: Stopwatch = field(default_factory=Stopwatch)

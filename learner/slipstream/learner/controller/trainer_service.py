@@ -8,6 +8,7 @@ limit of the call.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -61,7 +62,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.goodbye: trainer_pb2.TrainerGoodbye | None = None
         self.hello: trainer_pb2.TrainerHello | None = None
         self.batch_started_s = 0.0
-        # Number of the trainer that registered last; calls of earlier ones are refused.
+        # Drawn for the trainer that registered last, 0 before one has; calls of others are refused.
         self._epoch = 0
         # What the trainer's weights are; behind the run's version after a restart.
         self._trainer_version = progress.version
@@ -71,6 +72,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
         """Takes a trainer in, in place of the one before; the journal has what it missed."""
+        if impossible := _impossible(request):
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, impossible, Reason.PROTOCOL)
         version = version_from_pb(request.version)
         missing = self._former.first_missing(version.step)
         problem = ""
@@ -93,7 +96,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.pace.trainer_lost()
         self._progress.learner_places = tuple(map(place_from_pb, request.places))
         self._former.trainer_joined()
-        self._epoch += 1
+        # Nobody else can guess it.
+        self._epoch = secrets.randbits(31) + 1
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())
         behind = self._progress.version.step - version.step
         if behind == 0:
@@ -201,10 +205,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerFailureReceipt:
         """A rank cannot go on."""
-        if _epoch_of(context) not in ("", str(self._epoch)):
+        # A rank that fails before it has registered has no epoch yet.
+        expected = "" if self._epoch == 0 else str(self._epoch)
+        told = _epoch_of(context)
+        if told not in ("", expected):
             return trainer_pb2.TrainerFailureReceipt()
         cause = f"trainer rank {request.rank}: {request.message}"
-        if request.final:
+        if request.final and told == expected:
             self._progress.fail(cause)
         else:
             # Who started the ranks starts them again, or says that the run has failed.
@@ -314,6 +321,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             f"groups for step {self._book.step}: {complete} of "
             f"{self._book.groups_per_step} are complete, {len(training)} are leased"
         )
+
+
+def _impossible(hello: trainer_pb2.TrainerHello) -> str:
+    """Why no trainer of ours would say this of itself; empty: nothing speaks against it."""
+    if hello.world_size < 1:
+        return f"world_size of a trainer must be at least 1, got {hello.world_size}"
+    if hello.num_senders > hello.world_size:
+        return (
+            f"num_senders of a trainer must be at most its world_size, got {hello.num_senders} "
+            f"and {hello.world_size}"
+        )
+    if not hello.layout_description.strip():
+        return "layout_description of a trainer must not be empty"
+    return ""
 
 
 def _epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:

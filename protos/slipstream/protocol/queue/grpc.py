@@ -22,6 +22,7 @@ from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing, Delivery
 from slipstream.protocol.queue.budget import ByteBudget
+from slipstream.protocol.queue.seal import OpenSeal, not_sealed, without_seal
 from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
@@ -178,8 +179,14 @@ class _Stream:
 class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
     """The servicer to add to the controller's server."""
 
-    def __init__(self, max_waiting_bytes: int = 64 << 20) -> None:
-        """`max_waiting_bytes` bounds what was received and not taken by `get`."""
+    def __init__(
+        self, open_seal: OpenSeal = without_seal, *, max_waiting_bytes: int = 64 << 20
+    ) -> None:
+        """`max_waiting_bytes` bounds what was received and not taken by `get`.
+
+        A delivery that `open_seal` refuses ends the stream that brought it.
+        """
+        self._open_seal = open_seal
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
         self._budget = ByteBudget(max_waiting_bytes)
         self._streams: set[_Stream] = set()
@@ -231,11 +238,13 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         try:
             async for request in requests:
                 trajectory_id = TrajectoryId(request.trajectory_id)
+                data = self._open_seal(trajectory_id, request.trajectory)
+                if data is None:
+                    raise not_sealed(trajectory_id)
                 if trajectory_id in self._acknowledged:
                     self._answer(stream, trajectory_id)
                     continue
                 self._came_on[trajectory_id] = stream
-                data = request.trajectory
                 # Its owner is the handler: a receiver that nobody reads must hold its senders back.
                 await self._budget.acquire(self._charge(data), timeout_s=None)
                 self._waiting.put_nowait(Delivery(trajectory_id, data))

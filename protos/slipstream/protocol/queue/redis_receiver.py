@@ -29,6 +29,7 @@ from slipstream.protocol.queue.redis_connection import (
 )
 from slipstream.protocol.queue.redis_counters import Counted, Counters, draw_mark, loss_in
 from slipstream.protocol.queue.redis_durability import check_loading, check_settings
+from slipstream.protocol.queue.seal import OpenSeal, not_sealed, without_seal
 from slipstream.protocol.types import TrajectoryId
 
 GROUP = "controller"
@@ -54,7 +55,9 @@ class RedisReceiver:
     QueueError.
     """
 
-    def __init__(self, url: str, run_id: str) -> None:
+    def __init__(self, url: str, run_id: str, open_seal: OpenSeal = without_seal) -> None:
+        """An entry that `open_seal` refuses is removed from Redis, with a line in the log."""
+        self._open_seal = open_seal
         self._connection = RedisConnection(url, run_id)
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
         # Entries of each unacknowledged trajectory, with their sizes: more than one when a sender
@@ -241,8 +244,12 @@ class RedisReceiver:
             # Whatever somebody else wrote there: it is acknowledged like any other.
             name = fields.get(ID, b"redis-" + entry_id).decode(errors="replace")
             trajectory_id, data = TrajectoryId(name), fields.get(DATA, b"")
-            known = self._entries.get(trajectory_id)
-            if trajectory_id in self._acknowledged:
+            known, opened = self._entries.get(trajectory_id), self._open_seal(trajectory_id, data)
+            if opened is None:
+                logger.warning("redis at %s: %s", self._connection.name, not_sealed(trajectory_id))
+                self._to_forget[entry_id] = len(data)
+                self._wake_forgetter.set()
+            elif trajectory_id in self._acknowledged:
                 # Read as pending, perhaps just before it was deleted.
                 self._perhaps_gone.add(entry_id)
                 self._to_forget[entry_id] = len(data)
@@ -251,7 +258,7 @@ class RedisReceiver:
                 known[entry_id] = len(data)
             else:
                 self._entries[trajectory_id] = {entry_id: len(data)}
-                await self._deliveries.put(Delivery(trajectory_id, data))
+                await self._deliveries.put(Delivery(trajectory_id, opened))
 
     async def _drop(self, entry_id: bytes) -> None:
         """Forgets a pending entry without contents, which an earlier receiver missed already."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.errors import TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.settings.config import SamplingSection
 from slipstream.protocol.types import (
     FailureKind,
@@ -47,6 +48,8 @@ class Identity:
     run_id: str
     server_id: ServerId
     server_epoch: int
+    # Seals what it delivers.
+    delivery_key: bytes
 
 
 @dataclass(frozen=True)
@@ -282,10 +285,11 @@ class Dispatcher:
                 reward=0.0,
                 routed_experts=None,
             )
-        data = encode_trajectory(trajectory)
+        name = trajectory.trajectory_id
+        data = seal(self._identity.delivery_key, name, encode_trajectory(trajectory))
         while True:
             try:
-                await self._sender.put(trajectory.trajectory_id, data, timeout_s=_QUEUE_WARNING_S)
+                await self._sender.put(name, data, timeout_s=_QUEUE_WARNING_S)
             except TrajectoryQueueFull as error:
                 log.warning("trajectories wait for the controller: %s", error)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,12 +43,15 @@ def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
     first = next(records, None)
     if first is not None and progress.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
-    run_id = progress.run_id if first is None else first.get("run_id", "")
-    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id}
+    run_id = progress.run_id if first is None else str(first.get("run_id", ""))
+    # One key for the whole life of a run: what waits in its queue stays sealed.
+    key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
+    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
     history = read_history(itertools.chain([] if first is None else [first], records, [start]))
-    journal.append("start", format=FORMAT, run_id=run_id, unix_s=time.time())
+    journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
     journal.sync()
     progress.run_id = history.run_id
+    progress.run_key = bytes.fromhex(key)
     progress.reached(history.version)
     return history
 

@@ -28,8 +28,6 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
-# Sums of such counts over all servers fit the 64 bits of a status, and floats hold them exactly.
-LARGEST_COUNT = 1 << 53
 # Of so many servers that left the last state is told.
 MAX_DEPARTED = 1000
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
@@ -50,6 +48,7 @@ class ServerSession:
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
     # By it the server is found silent.
     clock: LoopClock = field(default_factory=LoopClock)
+    joined_s: float = field(init=False)
     last_seen_s: float = field(init=False)
     outbox: Outbox[fleet_pb2.ControllerMessage] = field(default_factory=Outbox)
     # Not before this moment may a publish be tried again.
@@ -62,7 +61,7 @@ class ServerSession:
     changed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.last_seen_s = self.clock.now_s()
+        self.joined_s = self.last_seen_s = self.clock.now_s()
 
     @property
     def name(self) -> str:
@@ -257,9 +256,11 @@ class Fleet:
         assert self.handlers is not None
         match message.WhichOneof("message"):
             case "heartbeat":
-                self._take_report(session, message.heartbeat)
+                session.report = message.heartbeat
+                self.handlers.reported(session, message.heartbeat)
             case "drained":
-                self._take_report(session, message.drained)
+                session.report = message.drained
+                self.handlers.reported(session, message.drained)
                 session.drained.set()
             case "environment":
                 self.handlers.environment(session, message.environment)
@@ -269,18 +270,6 @@ class Fleet:
                 self.handlers.lease(session, message.lease)
             case "draining":
                 self.drains(session, message.draining.reason)
-
-    def _take_report(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
-        """Takes counters; a server that counts what cannot be leaves the run."""
-        assert self.handlers is not None
-        for descriptor, value in report.ListFields():
-            if isinstance(value, int) and value > LARGEST_COUNT:
-                session.disconnect()
-                what = f"it reports {value} {descriptor.name}, at most {LARGEST_COUNT}"
-                self.remove(session, what)
-                return
-        session.report = report
-        self.handlers.reported(session, report)
 
 
 def describe(session: ServerSession) -> status_pb2.ServerStatus:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -23,12 +24,17 @@ from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 
 LOAD_LIMIT_S = 90.0
-NAME = re.compile(r"[\w.:-]{1,100}")
+NAME = re.compile(r"\w[\w.:-]{0,99}")
+# Worker processes of one environment beside one rollout server.
+MAX_WORKERS = 256
+MAX_ENVIRONMENTS = 256
+MIN_WEIGHT = 1e-6
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -73,8 +79,16 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def reported(self, session: ServerSession, report: fleet_pb2.EnvironmentReport) -> None:
         """A server has loaded an environment, or cannot run it."""
-        if report.HasField("failure"):
-            cause = report.failure.message
+        cause = report.failure.message if report.HasField("failure") else ""
+        entry = self._environments.entries.get(report.environment)
+        is_elsewhere = entry is not None and bool(entry.loaded_on - {session.key})
+        # Tasks are leased by their number: it must name the same one everywhere.
+        if not cause and entry and is_elsewhere and entry.num_tasks != report.num_tasks:
+            cause = (
+                f"it has {report.num_tasks} tasks here and {entry.num_tasks} on other rollout "
+                f"servers: all hosts must have the same data"
+            )
+        if cause:
             self._environments.load_failed(report.environment, session.key, cause)
             self._progress.events.add(
                 f"environment {report.environment} on {session.name}: {cause}", Severity.WARNING
@@ -125,8 +139,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.WorkerCommand]:
         """A client's own environment, for as long as its stream lives."""
-        async for command in self.relay.serve_episodes(request_iterator, context):
-            yield command
+        async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
+            async for command in commands:
+                yield command
 
     def _keys(self) -> list[object]:
         return [session.key for session in self._fleet.sessions.values()]
@@ -135,19 +150,28 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         if self._progress.is_over:
             return "the run is over"
         if NAME.fullmatch(spec.name) is None:
-            return f"a name has 1 to 100 letters, digits and ._:-, got {spec.name!r}"
+            return (
+                f"a name has 1 to 100 letters, digits and ._:-, a letter or digit first, "
+                f"got {shown(spec.name)}"
+            )
         entry = self._environments.entries.get(spec.name)
         if entry is not None and entry.state != pb.ENVIRONMENT_STATE_SUSPENDED:
             return f"the run has an environment {spec.name} already; choose another name"
-        if not (math.isfinite(spec.weight) and spec.weight > 0):
-            return f"weight must be above 0, got {spec.weight}"
+        if not MIN_WEIGHT <= spec.weight <= 1 / MIN_WEIGHT:
+            return (
+                f"weight must be between {MIN_WEIGHT:g} and {1 / MIN_WEIGHT:g}, got {spec.weight}"
+            )
         if not (math.isfinite(spec.timeout_s) and spec.timeout_s > 0):
             return f"timeout_s must be above 0, got {spec.timeout_s}"
+        if not 1 <= spec.num_workers <= MAX_WORKERS and spec.reference:
+            return f"num_workers must be between 1 and {MAX_WORKERS}, got {spec.num_workers}"
+        if len(self._environments.entries) >= MAX_ENVIRONMENTS and entry is None:
+            return f"a run has at most {MAX_ENVIRONMENTS} environments"
         if spec.purpose != trajectory_pb2.EPISODE_PURPOSE_TRAINING:
             return "only environments to train on can be submitted"
         try:
             args = json.loads(spec.args_json or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"args must be a JSON object: {error}"
         return "" if isinstance(args, dict) else f"args must be a JSON object, got {spec.args_json}"
 

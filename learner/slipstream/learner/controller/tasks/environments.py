@@ -196,10 +196,12 @@ class EnvironmentBook:
         return entry.order[place], seed
 
     def loaded(self, name: str, key: ServerKey, num_tasks: int) -> None:
-        """A worker beside a server has loaded it."""
+        """A worker beside a server has loaded it; servers that have it agree on `num_tasks`."""
         entry = self.entries.get(name)
         if entry is None:
             return
+        if entry.num_tasks != num_tasks:
+            entry.order.clear()
         entry.loaded_on.add(key)
         entry.failed_on.pop(key, None)
         entry.num_tasks = num_tasks

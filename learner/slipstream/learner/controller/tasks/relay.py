@@ -140,8 +140,10 @@ class Relay:
     ) -> None:
         try:
             async for message in requests:
-                call = self._calls.pop(message.call_id, None)
-                if call is not None:
+                call = self._calls.get(message.call_id)
+                # Only the client that was asked may answer.
+                if call is not None and call.client is client:
+                    del self._calls[message.call_id]
                     message.call_id = call.call_id
                     _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
         finally:

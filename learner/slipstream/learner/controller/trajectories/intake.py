@@ -7,6 +7,7 @@ as soon as the journal has its end.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ from slipstream.protocol.types import (
     TrajectoryName,
 )
 from slipstream.v1 import fleet_pb2
+
+logger = logging.getLogger(__name__)
 
 
 class Intake:
@@ -79,11 +82,20 @@ class Intake:
             self.accept(await self._receiver.get())
 
     def accept(self, delivery: Delivery) -> None:
-        """Files one delivery; whatever it is, the controller goes on."""
-        trajectory = self.inspector.take(delivery)
-        if trajectory is not None:
-            self._progress.moved()
-            self._file(trajectory)
+        """Files one delivery; whatever it is, the controller goes on.
+
+        A delivery on which the controller itself fails is quarantined with that error.
+        """
+        trajectory = None
+        try:
+            trajectory = self.inspector.take(delivery)
+            if trajectory is not None:
+                self._progress.moved()
+                self._file(trajectory)
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            logger.exception("delivery %s", delivery.trajectory_id)
+            cause = f"the controller failed on it: {type(error).__name__}: {error}"
+            self.inspector.refuse(delivery, cause, is_counted=trajectory is not None)
 
     def _run_again(self, name: TrajectoryName, cause: str, will_retry: bool) -> None:
         group = self._book.quarantined(name, will_retry=will_retry)
