@@ -74,7 +74,7 @@ class Run:
             group.attempts[member] = attempt
             self.end(group.group_id, member, attempt, End.FAILED)
             return
-        del self.book.groups[group.group_id]
+        self.book.remove(group.group_id)
         if how == "set_aside":
             self.journal.append("set_aside", group=group.group_id, task=0, cause="")
         else:
