@@ -142,6 +142,19 @@ def test_a_variable_that_the_env_file_sets_reaches_both_ends_of_nccl(tmp_path: P
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_an_engine_before_version_25_takes_the_health_checks() -> None:
+    checks = [service.get("healthcheck", {}) for service in all_services().values()]
+    assert sum("interval" in check for check in checks) == 3
+    assert not [check for check in checks if "start_interval" in check]
+
+
+def test_limits_on_locked_memory_are_raised_on_gpu_hosts_alone() -> None:
+    """An engine that may not raise its own limit, as every rootless one, refuses to."""
+    for files, raised in {"cpu": set(), "gpu": {"learner", "learner-node", "rollout-server"}}.items():
+        services = all_services(FILES[files])
+        assert {n for n, s in services.items() if "memlock" in s.get("ulimits", {})} == raised
+
+
 def test_nothing_is_set_for_nccl_that_the_env_file_leaves_out() -> None:
     assert all_services()["learner"]["environment"]["NCCL_IB_HCA"] is None
 
