@@ -326,7 +326,7 @@ def test_the_queue_is_as_durable_as_the_receiver_demands() -> None:
 def test_an_image_is_made_of_files_that_exist_and_reach_the_builder(kind: str) -> None:
     root = DEPLOY.parent
     lines = (DEPLOY / f"{kind}.Dockerfile").read_text().splitlines()
-    ignored = (DEPLOY / f"{kind}.Dockerfile.dockerignore").read_text().splitlines()
+    ignored = (root / ".dockerignore").read_text().splitlines()
     sources = [
         source
         for line in lines
