@@ -148,11 +148,12 @@ def test_an_engine_before_version_25_takes_the_health_checks() -> None:
     assert not [check for check in checks if "start_interval" in check]
 
 
-def test_limits_on_locked_memory_are_raised_on_gpu_hosts_alone() -> None:
-    """An engine that may not raise its own limit, as every rootless one, refuses to."""
-    for files, raised in {"cpu": set(), "gpu": {"learner", "learner-node", "rollout-server"}}.items():
+def test_limits_that_an_engine_may_lack_itself_are_raised_on_gpu_hosts_alone() -> None:
+    """An engine that may not raise its own limits, as every rootless one, refuses to."""
+    for files, raised in {"cpu": {"stack"}, "gpu": {"stack", "memlock"}}.items():
         services = all_services(FILES[files])
-        assert {n for n, s in services.items() if "memlock" in s.get("ulimits", {})} == raised
+        for name in PROGRAMS:
+            assert set(services[name]["ulimits"]) == raised, name
 
 
 def test_nothing_is_set_for_nccl_that_the_env_file_leaves_out() -> None:
