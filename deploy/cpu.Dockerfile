@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # Controller, trainer and rollout server without a GPU: the packages and versions of `make install`.
 #
 #   docker build --file deploy/cpu.Dockerfile --tag slipstream:cpu .

@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # Trainer and rollout server for NVIDIA GPUs, with TransformerEngine built in. Never built as a whole so far:
 # docs/deployment.md says what was tested.
 #

@@ -343,6 +343,14 @@ def test_an_image_is_made_of_files_that_exist_and_reach_the_builder(kind: str) -
     assert "root" not in lines[-3]
 
 
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_a_build_pulls_its_base_images_alone_and_they_can_be_named(kind: str) -> None:
+    text = (DEPLOY / f"{kind}.Dockerfile").read_text()
+    # BuildKit would fetch its own front end from Docker Hub.
+    assert "# syntax=" not in text
+    assert all(base.startswith("${") for base in re.findall(r"^FROM (.*)$", text, re.MULTILINE))
+
+
 def test_images_and_make_install_the_same_packages() -> None:
     root = DEPLOY.parent
     makefile = (root / "Makefile").read_text()
