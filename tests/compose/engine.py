@@ -60,8 +60,13 @@ class Engine:
         `docker kill` would count as a person's wish, after which no restart policy applies.
         """
         pid = str(self.inspect(container)["State"]["Pid"])
-        name = ["--rm", "--name", f"{self.prefix}-killer", "--network", "none", "--user", "0:0"]
-        self.call("run", *name, "--pid", "host", self.image, "python", "-c", KILL, pid)
+        self.call("exec", f"{self.prefix}-killer", "python", "-c", KILL, pid)
+
+    def start_killer(self) -> None:
+        """Starts the container that `kill` works from: it sees all processes of this machine."""
+        name = ["--name", f"{self.prefix}-killer", "--network", "none", "--user", "0:0"]
+        seeing = ["--pid", "host", "--cap-drop", "ALL", "--cap-add", "KILL"]
+        self.call("run", "--detach", *name, *seeing, self.image, "sleep", "infinity")
 
     def inspect(self, container: str) -> dict[str, Any]:
         """What the engine knows of a container."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
 from engine import Engine, Failed, call
-from hosts import ROOT
-from scenes import carry_out, tell
+from hosts import ROOT, Site
+from scenes import one_host, several_hosts, tell
 
 BUILD_LIMIT_S = 3600.0
 IMAGE = "slipstream-compose-test:cpu"
@@ -27,6 +28,9 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of the program."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--image", help="test this image, and build none")
+    parser.add_argument(
+        "--scene", choices=("one-host", "several-hosts"), help="default: one after the other"
+    )
     parser.add_argument("--queue-image", help="Valkey or Redis; default: that of the compose file")
     parser.add_argument(
         "--build",
@@ -69,9 +73,11 @@ def build(options: list[str]) -> str:
     return IMAGE
 
 
-def tell_versions(image: str) -> None:
+def tell_versions(image: str, queue_image: str) -> None:
     """Prints what is tested with."""
     engine = call(["docker", "version", "--format", "{{.Server.Version}}"], 60.0).strip()
+    ask = ["docker", "run", "--rm", "--network", "none", queue_image, "valkey-server", "--version"]
+    tell(f"{queue_image}: {' '.join(call(ask, 600.0).split()[:3])}")
     compose = call(["docker", "compose", "version", "--short"], 60.0).strip()
     size = int(call(["docker", "image", "inspect", "--format", "{{.Size}}", image], 60.0))
     tell(f"Docker Engine {engine}, Compose {compose}; {image} has {size / 1e9:.2f} GB")
@@ -84,6 +90,8 @@ def main() -> int:
     if cause is not None:
         print(f"skipped: no Docker Engine with Compose here: {cause}")
         return 0
+    # Whoever ends this program ends what it has started.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="slipstream-compose-"))
     # Containers of another user go through it.
     folder.chmod(0o755)
@@ -93,8 +101,11 @@ def main() -> int:
         if arguments.image is None:
             tell("the image is built")
             build(arguments.build)
-        tell_versions(engine.image)
-        carry_out(engine, folder, queue_image=queue_image, subnet=arguments.subnet)
+        tell_versions(engine.image, queue_image)
+        if arguments.scene in (None, "one-host"):
+            one_host(Site(engine, folder / "one", queue_image))
+        if arguments.scene in (None, "several-hosts"):
+            several_hosts(Site(engine, folder / "several", queue_image), arguments.subnet)
     except Failed as error:
         tell(f"FAILED: {error}")
         engine.keep_logs(arguments.logs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import Engine, Failed, wait_for
+from engine import Failed, wait_for
 from hosts import Host, Site, make_host
 
 NUM_STEPS, GROUPS_PER_STEP = 20, 4
@@ -40,7 +40,7 @@ class Run:
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         steps = [json.loads(line) for line in lines if line.endswith("}")]
-        return max((entry["step"] + 1 for entry in steps if "loss" in entry), default=0)
+        return max((int(entry["step"]) + 1 for entry in steps if "loss" in entry), default=0)
 
     def wait_for_steps(self, num_steps: int, learner: Host) -> None:
         """Waits until so many steps are trained; the learner must run."""
@@ -136,6 +136,7 @@ class SeveralHosts:
         """`subnet`: the first three numbers of a /24 network that is free on this machine."""
         self._site, self._engine = site, site.engine
         self._engine.create_network(f"{subnet}.0/24")
+        self._engine.start_killer()
         site.prepare(f"{subnet}.10")
         shared = {
             "RUN_NAME": "several-hosts",
@@ -178,6 +179,8 @@ class SeveralHosts:
         self._finish()
 
     def _start(self) -> None:
+        # No step is trained before all are there: the run must be long enough for what follows.
+        self._hold(held=True)
         for host in (*self._learners, *self._rollouts):
             host.up()
         tell("several hosts: all containers are started")
@@ -185,6 +188,7 @@ class SeveralHosts:
         wait_until_healthy(learner, "redis", "learner")
         for host in self._rollouts:
             wait_until_healthy(host, "rollout-server")
+        self._hold(held=False)
         self._run.wait_for_steps(self._run.num_steps() + 2, learner)
 
     def _kill_rollout_server(self) -> None:
@@ -192,9 +196,8 @@ class SeveralHosts:
         container = host.container("rollout-server")
         self._engine.kill(container)
         tell("rollout-1: killed")
-        self._run.wait_for_steps(self._run.num_steps() + 2, learner)
-        self._rollouts[0].hold(held=True)
-        host.hold(held=True)
+        self._run.wait_for_steps(self._run.num_steps() + 1, learner)
+        self._hold(held=True)
         self._wait_until_restarted(container)
         wait_for(
             "both rollout servers serve",
@@ -202,8 +205,7 @@ class SeveralHosts:
             READY_LIMIT_S,
         )
         tell("rollout-1 serves again")
-        for each in self._rollouts:
-            each.hold(held=False)
+        self._hold(held=False)
         self._run.wait_for_steps(self._run.num_steps() + 1, learner)
 
     def _kill_queue(self) -> None:
@@ -256,6 +258,10 @@ class SeveralHosts:
         )
         tell(f"replayed: {replayed.splitlines()[-1]}")
 
+    def _hold(self, *, held: bool) -> None:
+        for host in self._rollouts:
+            host.hold(held=held)
+
     def _wait_until_restarted(self, container: str) -> None:
         wait_for(
             f"{container} is started again by the engine",
@@ -272,7 +278,6 @@ class SeveralHosts:
         return {each["server_id"] for each in status["servers"] if each["state"] == "serving"}
 
 
-def carry_out(engine: Engine, folder: Path, *, queue_image: str, subnet: str) -> None:
-    """Both scenes, one after the other; Failed with what went wrong."""
-    one_host(Site(engine, folder / "one", queue_image))
-    SeveralHosts(Site(engine, folder / "several", queue_image), subnet).carry_out()
+def several_hosts(site: Site, subnet: str) -> None:
+    """Trains on four hosts of a network that is made for it, with the env files of deploy/env."""
+    SeveralHosts(site, subnet).carry_out()
