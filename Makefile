@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 # An index that serves torch's CPU build under the name `torch`, for example https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 PYTEST_FLAGS ?=
+# For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
+COMPOSE_FLAGS ?=
 
 export TORCHDYNAMO_DISABLE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -11,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 STAMP := $(VENV)/.installed
 SOURCES := protos client rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-slow mutants lint type protos protos-check clean
+.PHONY: install quickstart smollm2 test test-slow compose-test mutants lint type protos protos-check clean
 
 install: $(STAMP)
 
@@ -45,6 +47,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
+
+# Needs Docker Engine with Compose, and no `make install`: docs/deployment.md says what it does.
+compose-test:
+	$(PYTHON) tests/compose/run.py $(COMPOSE_FLAGS)
 
 # Takes the code behind each row of docs/feature-parity.md away and shows that its tests notice.
 mutants: $(STAMP)

@@ -1,9 +1,10 @@
-# syntax=docker/dockerfile:1
 # Controller, trainer and rollout server without a GPU: the packages and versions of `make install`.
 #
 #   docker build --file deploy/cpu.Dockerfile --tag slipstream:cpu .
 
-FROM python:3.11-slim-bookworm AS build
+# Debian with Python 3.11 or 3.12 as `python`. A host without Docker Hub names an image of its own.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+FROM ${PYTHON_IMAGE} AS build
 # An index that serves torch's CPU build under the name `torch`.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -19,7 +20,7 @@ COPY rollout_server /build/rollout_server
 COPY learner /build/learner
 RUN pip install --no-deps /build
 
-FROM python:3.11-slim-bookworm
+FROM ${PYTHON_IMAGE}
 # vLLM's kernels are linked with libnuma.
 RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 \
     && rm -rf /var/lib/apt/lists/*

@@ -1,11 +1,12 @@
-# syntax=docker/dockerfile:1
 # Trainer and rollout server for NVIDIA GPUs, with TransformerEngine built in. Never built as a whole so far:
 # docs/deployment.md says what was tested.
 #
 #   docker build --file deploy/gpu.Dockerfile --tag slipstream:gpu --build-arg NVTE_CUDA_ARCHS=90 .
 
+# A host without Docker Hub names a place of its own for these images.
+ARG CUDA_IMAGE=nvidia/cuda
 ARG CUDA=13.0.2
-FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS build
+FROM ${CUDA_IMAGE}:${CUDA}-cudnn-devel-ubuntu24.04 AS build
 # Compute capabilities to build for, such as "80;90;100": each one takes its time.
 ARG NVTE_CUDA_ARCHS=90
 # Empty: without it, TransformerEngine uses cuDNN's attention. TransformerEngine 2.11 knows versions up to 2.8.3.
@@ -37,7 +38,7 @@ COPY rollout_server /build/rollout_server
 COPY learner /build/learner
 RUN pip install --no-deps /build
 
-FROM nvidia/cuda:${CUDA}-cudnn-runtime-ubuntu24.04
+FROM ${CUDA_IMAGE}:${CUDA}-cudnn-runtime-ubuntu24.04
 # vLLM and Triton compile at run time: a C compiler and Python's headers.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \

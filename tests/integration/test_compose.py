@@ -142,6 +142,20 @@ def test_a_variable_that_the_env_file_sets_reaches_both_ends_of_nccl(tmp_path: P
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_an_engine_before_version_25_takes_the_health_checks() -> None:
+    checks = [service.get("healthcheck", {}) for service in all_services().values()]
+    assert sum("interval" in check for check in checks) == 3
+    assert not [check for check in checks if "start_interval" in check]
+
+
+def test_limits_that_an_engine_may_lack_itself_are_raised_on_gpu_hosts_alone() -> None:
+    """An engine that may not raise its own limits, as every rootless one, refuses to."""
+    for files, raised in {"cpu": {"stack"}, "gpu": {"stack", "memlock"}}.items():
+        services = all_services(FILES[files])
+        for name in PROGRAMS:
+            assert set(services[name]["ulimits"]) == raised, name
+
+
 def test_nothing_is_set_for_nccl_that_the_env_file_leaves_out() -> None:
     assert all_services()["learner"]["environment"]["NCCL_IB_HCA"] is None
 
@@ -313,7 +327,7 @@ def test_the_queue_is_as_durable_as_the_receiver_demands() -> None:
 def test_an_image_is_made_of_files_that_exist_and_reach_the_builder(kind: str) -> None:
     root = DEPLOY.parent
     lines = (DEPLOY / f"{kind}.Dockerfile").read_text().splitlines()
-    ignored = (DEPLOY / f"{kind}.Dockerfile.dockerignore").read_text().splitlines()
+    ignored = (root / ".dockerignore").read_text().splitlines()
     sources = [
         source
         for line in lines
@@ -327,6 +341,14 @@ def test_an_image_is_made_of_files_that_exist_and_reach_the_builder(kind: str) -
         assert f"!{pattern}" in ignored, source
     assert lines[-3].startswith("USER ")
     assert "root" not in lines[-3]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_a_build_pulls_its_base_images_alone_and_they_can_be_named(kind: str) -> None:
+    text = (DEPLOY / f"{kind}.Dockerfile").read_text()
+    # BuildKit would fetch its own front end from Docker Hub.
+    assert "# syntax=" not in text
+    assert all(base.startswith("${") for base in re.findall(r"^FROM (.*)$", text, re.MULTILINE))
 
 
 def test_images_and_make_install_the_same_packages() -> None:

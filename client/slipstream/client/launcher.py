@@ -38,6 +38,7 @@ from slipstream.protocol.access.security import without_password
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.names import check_server_id
+from slipstream.protocol.process import raise_open_files
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
 from slipstream.protocol.settings.config import Config, address_parts
@@ -52,6 +53,7 @@ EXPORT = "slipstream.learner.trainer.export_checkpoint"
 
 async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
+    raise_open_files()
     config = load_config(path, overrides)
     ends: tuple[QueueEnd, ...] = ("controller", "rollout_server")
     credentials = check_settings(config, dry_run=dry_run, queue_ends=ends)
@@ -92,6 +94,7 @@ async def run_learner(
     path: Path, overrides: Sequence[str], *, node_rank: int, master: str | None, dry_run: bool
 ) -> int:
     """`slipstream learner`: the trainer ranks of this node, and on node 0 the controller."""
+    raise_open_files()
     master_overrides = _master_overrides(os.environ)
     if master is not None:
         master_overrides = [f'learner.master="{master}"']
@@ -143,6 +146,7 @@ async def run_rollout_server(
     dry_run: bool,
 ) -> int:
     """`slipstream rollout-server`: one server, which joins the controller by itself."""
+    raise_open_files()
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.protocol.process import MAX_OPEN_FILES
 
 GIB = 1 << 30
 # Of the container, if this is one.
@@ -146,8 +147,11 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    seen = f"{soft} open files for one process, at most {hard}"
-    if soft < MIN_OPEN_FILES:
-        return advice("open files", seen, f"ulimit -n {min(hard, 65536)}")
+    """Looks at the hard limit: services raise the other one themselves."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return ok("open files", "one process may open any number of files")
+    seen = f"one process may open {hard} files"
+    if hard < MIN_OPEN_FILES:
+        return advice("open files", seen, f"let the system's limit be {MAX_OPEN_FILES}")
     return ok("open files", seen)
