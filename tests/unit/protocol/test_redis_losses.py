@@ -200,7 +200,8 @@ async def test_older_files_are_noticed_by_both_ends(server: EmbeddedServer, tmp_
         async with RedisReceiver(server.url(), "run") as receiver:
             ready.set()
             while True:
-                await receiver.get()
+                # What it holds and does not give up it has not lost.
+                await receiver.acknowledge([(await receiver.get()).trajectory_id])
 
     async def send() -> None:
         async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
@@ -222,9 +223,8 @@ async def test_older_files_are_noticed_by_both_ends(server: EmbeddedServer, tmp_
         group.create_task(note("sender", send()))
     assert taken_back.is_set()
     assert set(ended) == {"receiver", "sender"}
-    assert "it counts 100 bytes added, and counted 200 before" in ended["sender"]
-    # It may have read the entry or not.
-    assert "lost data of run run: it counts " in ended["receiver"]
+    # Which of them shows it depends on what each had read.
+    assert all("lost data of run run: " in line for line in ended.values())
 
 
 @pytest.mark.parametrize("lose", [trim_stream, delete_added, spoil_added])
