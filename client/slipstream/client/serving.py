@@ -12,14 +12,14 @@ import asyncio
 import contextlib
 import copy
 import inspect
-import math
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import SupportsFloat, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc.aio
-from slipstream.client.environment import AnyEnvironment, Message, StepResult, TaskSource
+from slipstream.client.answers import observation, verdict
+from slipstream.client.environment import AnyEnvironment, TaskSource
 from slipstream.client.loading import describe, environment_failed, load_environment
 from slipstream.client.witness import CallWitness, awaited_place
 from slipstream.protocol.errors import EnvironmentFailed
@@ -131,15 +131,12 @@ class EpisodeHost:
 
         async def reset() -> pb.Observation:
             messages = await _result(environment.reset(tasks[command.task_index]))
-            return pb.Observation(
-                messages=_messages(messages, "reset()"),
-                max_reply_tokens=_reply_limit(environment.max_reply_tokens),
-            )
+            return observation(messages, environment.max_reply_tokens)
 
         # One that fails is closed like any other: it may have taken something before.
-        observation = await _run(episode, reset)
+        observed = await _run(episode, reset)
         episode.has_begun = True
-        return observation
+        return observed
 
     async def _step(self, command: pb.StepCommand) -> pb.Verdict:
         episode = self._episodes.get(command.episode_key)
@@ -151,7 +148,7 @@ class EpisodeHost:
         environment.truncated = command.truncated
 
         async def step() -> pb.Verdict:
-            return _verdict(await _result(environment.step(command.reply)))
+            return verdict(await _result(environment.step(command.reply)))
 
         return await _run(episode, step)
 
@@ -279,72 +276,3 @@ def _task_source(environment: AnyEnvironment) -> TaskSource[object]:
 
 def _misused(message: str) -> EnvironmentFailed:
     return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, message)
-
-
-def _reply_limit(limit: object) -> int:
-    if limit is None:
-        return 0
-    if isinstance(limit, int) and limit >= 1:
-        return limit
-    raise environment_failed(f"max_reply_tokens must be None or at least 1, got {_show(limit)}")
-
-
-def _verdict(result: object) -> pb.Verdict:
-    if not isinstance(result, StepResult):
-        raise environment_failed(f"step() must return a StepResult, got {_show(result)}")
-    if result.done not in (True, False):
-        raise environment_failed(f"done must be True or False, got {_show(result.done)}")
-    if not result.done and not result.messages:
-        raise environment_failed("step() must give messages when the episode is not done")
-    if result.done and result.messages:
-        raise environment_failed("step() gives messages that nobody will read: done is True")
-    return pb.Verdict(
-        reward=_finite(result.reward, "the reward"),
-        done=bool(result.done),
-        messages=_messages(result.messages, "step()") if result.messages else [],
-        metrics=_metrics(result.metrics),
-    )
-
-
-def _metrics(metrics: object) -> dict[str, float]:
-    if not isinstance(metrics, Mapping):
-        raise environment_failed(f"metrics must map names to numbers, got {_show(metrics)}")
-    return {str(name): _finite(value, f"the metric {name!r}") for name, value in metrics.items()}
-
-
-def _finite(value: object, what: str) -> float:
-    if isinstance(value, SupportsFloat):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError, TypeError, RuntimeError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    raise environment_failed(f"{what} must be a finite number, got {_show(value)}")
-
-
-def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise environment_failed(f"{source} must give a list of messages, got {_show(messages)}")
-    return [_message(message, source) for message in messages]
-
-
-def _message(message: object, source: str) -> pb.ChatMessage:
-    if isinstance(message, Message):
-        role, content = message.role, message.content
-    elif isinstance(message, Mapping) and set(message) == {"role", "content"}:
-        role, content = message["role"], message["content"]
-    else:
-        raise environment_failed(
-            f"a message of {source} has role and content alone, got {_show(message)}"
-        )
-    if not isinstance(role, str) or not role or not isinstance(content, str):
-        raise environment_failed(
-            f"role and content of a message of {source} must be strings, got {_show(message)}"
-        )
-    return pb.ChatMessage(role=role, content=content)
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -282,3 +282,26 @@ async def test_an_environment_may_shorten_the_replies_of_an_episode():
     ]
     assert answers[0].observation.max_reply_tokens == 3
     assert "max_reply_tokens must be None or at least 1, got 0" in answers[1].failure.message
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (StepResult(1e7), "Verdict.reward must be between -1e+06 and 1e+06, got 10000000.0"),
+        (
+            StepResult(0.5, metrics={"a\nb": 1.0}),
+            "Verdict.metrics['a\\nb'] must hold one line without control characters, got 'a\\nb'",
+        ),
+    ],
+)
+async def test_what_could_not_be_trained_is_a_failure_of_the_environment(
+    result: StepResult, cause: str
+) -> None:
+    class Large(Plain):
+        def step(self, reply: str) -> StepResult:
+            return result
+
+    host = EpisodeHost(Large())
+    await reset(host)
+    failure = (await step(host, "x")).failure
+    assert (failure.kind, failure.message) == (ENVIRONMENT, cause)
