@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import os
@@ -11,11 +12,13 @@ import subprocess
 import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from run_processes import copy_environments, run_command, write_config
+from run_processes import address_of, command, copy_environments, run_command, write_config
 from slipstream.client.cli import parse
+from slipstream.client.preflight import free_port
 from slipstream.protocol.settings.config_file import load_config
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
@@ -292,6 +295,34 @@ def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
     check_refused(run_command("run", "config.toml", override, "run.name=again", cwd=folder))
     result = run_command("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
     assert result.returncode == 0, result.stderr
+
+
+async def test_of_two_commands_that_start_one_run_together_one_goes_on(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    write_config(copy_environments(tmp_path), tiny_model)
+    addresses = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        runs = [
+            await stack.enter_async_context(
+                command(
+                    *(tmp_path / address[-5:], "run", "config.toml"),
+                    f"controller.address={address}",
+                    cwd=tmp_path,
+                )
+            )
+            for address in addresses
+        ]
+        ends = {asyncio.ensure_future(run.wait(120.0)): run for run in runs}
+        done, waiting = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        refused = ends[done.pop()]
+        for end in waiting:
+            end.cancel()
+        (other,) = [a for a, run in zip(addresses, runs, strict=True) if run is not refused]
+        assert refused.process.returncode == 2
+        assert "run is written by a run that goes on; wait for its end" in refused.err
+        assert refused.out == ""
+        assert address_of(tmp_path / "run" / "config.toml") == other
 
 
 def test_overrides_may_stand_among_the_options():

@@ -9,8 +9,7 @@ import pytest
 from controller_runs import evaluation_rows, make_config, play, with_evaluations
 from fake_server import FakeServer
 from fake_trainer import FakeTrainer
-from slipstream.client.preflight import check_run_folder
-from slipstream.client.session import write_config
+from slipstream.client.run_folder import check_run_folder, write_config
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import parse_config

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from pathlib import Path
 
 import grpc.aio
 from slipstream.client.children import Child, start_child, with_full_disk
 from slipstream.client.display import Display, loading_line
 from slipstream.client.placement import Placement, describe_sharing
-from slipstream.client.preflight import make_folder
+from slipstream.client.run_folder import node_folder, write_config
 from slipstream.client.trainer_ranks import TrainerRanks
 from slipstream.client.waits import tell_waits
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import dump_config
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 CONTROLLER = "slipstream.learner.controller"
@@ -36,6 +33,8 @@ GRACE_S = 30.0
 # After a second signal nobody waits for an orderly end: the next start goes on from the disk.
 HURRIED_GRACE_S = 1.0
 STOP_LIMIT_S = 30.0
+# The last events may need so long to come after the controller is gone.
+EVENTS_LIMIT_S = 5.0
 # What a run leaves may need so long to end after the controller is gone.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
@@ -57,14 +56,14 @@ class Session:
         placement: Placement,
         *,
         node_rank: int = 0,
+        stop_limit_s: float = STOP_LIMIT_S,
     ) -> None:
+        """`stop_limit_s`: the limit of asking the controller to stop; then it is ended."""
         self._config, self._placement = config, placement
         self._credentials = credentials
-        self._node_rank = node_rank
+        self._stop_limit_s = stop_limit_s
         self._logs = config.run_dir / "logs"
-        self._resolved = write_config(
-            config, config.run_dir / f"node-{node_rank}" if node_rank else config.run_dir
-        )
+        self._resolved = write_config(config, node_folder(config, node_rank))
         self._children: list[Child] = []
         self._controller: asyncio.Task[Child] | None = None
         self._trainers: TrainerRanks | None = None
@@ -73,6 +72,8 @@ class Session:
         self._over = False
         # The trainer rank that was killed; the others only say that they lost it.
         self._killed = ""
+        # What a controller that gave no answer was asked before it was ended.
+        self._unanswered: status_pb2.StopRunRequest | None = None
         self._stopping: asyncio.Task[signal.Signals] | None = None
 
     async def __aenter__(self) -> Session:
@@ -152,18 +153,23 @@ class Session:
             # Without a controller nobody is started again, however the ranks end.
             keep_trainers.cancel()
             waits.cancel()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5.0):
-                    await show
+            if self._unanswered is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EVENTS_LIMIT_S):
+                        await show
             if self._display.is_over:
                 await self._let_leave()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if self._unanswered is not None and self._unanswered.failed:
+            raise RunFailed(with_full_disk(self._unanswered.reason, self._logs))
         if controller.process.returncode == 0:
             self._display.summary()
             return self._signalled if self._display.stopped_early else 0
+        if self._unanswered is not None:
+            return self._signalled
         if self._display.failure:
             self._display.summary()
             raise RunFailed(with_full_disk(self._killed or self._display.failure, self._logs))
@@ -285,15 +291,25 @@ class Session:
         await self._stop_run(f"the user sent {number.name}", failed=False)
 
     async def _stop_run(self, reason: str, *, failed: bool) -> None:
+        """Asks the controller to end the run; ends the controller when it gives no answer."""
         request = status_pb2.StopRunRequest(reason=reason, failed=failed)
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        try:
             async with self._channel() as channel:
                 stub = status_pb2_grpc.StatusServiceStub(channel)
-                metadata = call_metadata(self._credentials)
                 # The controller may not listen yet.
                 await stub.StopRun(
-                    request, metadata=metadata, timeout=STOP_LIMIT_S, wait_for_ready=True
+                    request,
+                    metadata=call_metadata(self._credentials),
+                    timeout=self._stop_limit_s,
+                    wait_for_ready=True,
                 )
+        except grpc.aio.AioRpcError as error:
+            controller = await self._controller if self._controller is not None else None
+            if controller is None or not controller.is_running:
+                return
+            self._display.warn(f"the controller does not answer, {error.code().name}; it is ended")
+            self._unanswered = request
+            await controller.stop(GRACE_S)
 
     async def _show_events(self) -> None:
         async with self._channel() as channel:
@@ -325,13 +341,3 @@ async def stop_signal() -> signal.Signals:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, note, number)
     return await came
-
-
-def write_config(config: Config, folder: Path) -> Path:
-    """Writes the resolved settings to `folder`/config.toml; only the owner may read them."""
-    path = make_folder(folder) / "config.toml"
-    # It may hold the password of the queue.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(dump_config(config))
-    return path
