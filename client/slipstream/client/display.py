@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from slipstream.client.terminal import plain
+from slipstream.client.terminal import counted, plain
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
 
@@ -100,11 +100,11 @@ class Display:
 
 def loading_line(config: Config, num_servers: int) -> str:
     """What goes on before the first step; `num_servers`: those that the same command starts."""
-    into = _counted(config.learner.world_size, "trainer rank")
+    into = counted(config.learner.world_size, "trainer rank")
     if not num_servers:
         then = f"rollout servers join at {config.controller.address}"
         return f"loading {config.model.path} into {into}; {then}"
-    servers = _counted(num_servers, "rollout server")
+    servers = counted(num_servers, "rollout server")
     return f"loading {config.model.path} into {into} and {servers}; that takes a while"
 
 
@@ -166,10 +166,6 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         ("busy", ", ".join(f"{name} {share:.0%}" for name, share in busy.items())),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
     ]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _number(value: object, form: str = ".3f") -> str:

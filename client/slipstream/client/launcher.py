@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from slipstream.client.children import first_failed, show_lines, start_child
-from slipstream.client.dry_run import as_comments, describe_dry_run, place_dry
+from slipstream.client.dry_run import describe_dry_run, describe_server
 from slipstream.client.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.preflight import (
     check_cache,
@@ -28,19 +28,18 @@ from slipstream.client.run_folder import (
     hold_folder,
     hold_run_folder,
     make_run_folder,
+    settings_of,
     write_config,
 )
 from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, Session, stop_signal
-from slipstream.client.terminal import say
 from slipstream.client.trainer_ranks import rank_environments
-from slipstream.protocol.access.security import without_password
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
 from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_file import dump_config, load_config, parse_config
+from slipstream.protocol.settings.config_file import load_config, parse_config
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.tracking import check_trackers
 from slipstream.protocol.settings.vllm_source import check_engine
@@ -65,8 +64,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_weights_host(config)
     local = {"ranks": config.learner.world_size, "servers": config.rollout_server.count}
     if dry_run:
-        say(describe_dry_run(config, **local).rstrip("\n"))
-        return 0
+        return describe_dry_run(config, **local).show()
     placement = place_here(config, **local)
     config = share_memory(config, placement)
     check_transport(config, placement)
@@ -117,8 +115,7 @@ async def run_learner(
         check_run_folder(config)
         check_port(config.controller.address)
     if dry_run:
-        say(describe_dry_run(config, ranks=per_node).rstrip("\n"))
-        return 0
+        return describe_dry_run(config, ranks=per_node).show()
     placement = place_here(config, ranks=per_node)
     if has_controller:
         check_weights_host(config)
@@ -153,9 +150,7 @@ async def run_rollout_server(
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
-        config, gpus = place_dry(config, servers=1)
-        say((dump_config(without_password(config)) + as_comments(gpus)).rstrip("\n"))
-        return 0
+        return describe_server(config).show()
     placement = place_here(config, servers=1)
     await check_controller(config.controller.address, credentials, connect_timeout_s)
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
@@ -191,7 +186,7 @@ async def _run_server(config: Config, name: str, folder: Path, placement: Placem
 
 async def run_replay(folder: Path) -> int:
     """`slipstream replay`: the trainer ranks alone train the journaled batches again."""
-    path = folder / "config.toml"
+    path = settings_of(folder)
     config = load_config(path)
     check_settings(config)
     check_installed("torch", "megatron.core")
@@ -221,7 +216,7 @@ async def run_replay(folder: Path) -> int:
 
 async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     """`slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder."""
-    path = folder / "config.toml"
+    path = settings_of(folder)
     config = load_config(path)
     check_settings(config)
     check_installed("torch", "megatron.core")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
-from slipstream.client.terminal import plain, say
+from slipstream.client.terminal import counted, plain, say
 from slipstream.protocol.errors import ConfigError
 
 _RATE = "pass_at_"
@@ -39,7 +39,7 @@ async def submit(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout_s,
             num_workers=arguments.num_workers,
         )
-    tasks = f"{status.num_tasks:,} tasks" if status.num_tasks else "tasks without end"
+    tasks = counted(status.num_tasks, "task") if status.num_tasks else "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
     say(plain(f"environment {status.name} is {status.state}: {detail}"))
     return 0

@@ -71,6 +71,18 @@ def _held(folder: Path) -> str:
     )
 
 
+def settings_of(folder: Path) -> Path:
+    """The settings file in the folder of a run; ConfigError where there is none."""
+    path = folder / "config.toml"
+    if path.is_file():
+        return path
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
+    runs = sorted(str(found.parent) for found in folder.glob("*/config.toml"))
+    hint = f"; runs there are {', '.join(runs)}" if runs else ""
+    raise ConfigError(f"{folder} is no run's folder: it has no config.toml{hint}")
+
+
 def node_folder(config: Config, node_rank: int) -> Path:
     """The folder that the command on this node writes its settings to: the run's own on node 0."""
     return config.run_dir / f"node-{node_rank}" if node_rank else config.run_dir
