@@ -44,7 +44,7 @@ async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(tmp_path):
     assert (summary["code"], summary["solved"]) == (1, False)
     limit = 2 * config.algorithm.groups_per_step
     assert summary["cause"].startswith(
-        f"{limit} groups were filtered for their equal rewards while the batch of step 0 was formed"
+        f"{limit} groups were filtered for their equal rewards while the batch of step 1 was formed"
     )
     assert f"(e: 0 of {limit} solved, mean reward 0.25)" in summary["cause"]
     assert summary["ledger"]["difference"] == 0

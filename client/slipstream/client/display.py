@@ -19,21 +19,28 @@ FILES = (
 )
 # What a run that ended before its last step did.
 STATES = {"finished": "stopped", "failed": "failed"}
+# How the controller's event of a failure begins.
+FAILED = "the run failed: "
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
 
 class Display:
     """Writes to `out`; keeps what the exit code and the table need."""
 
-    def __init__(self, config: Config, out: TextIO | None = None) -> None:
+    def __init__(
+        self, config: Config, out: TextIO | None = None, err: TextIO | None = None
+    ) -> None:
         self._config = config
         self._out = out or sys.stdout
+        self._err = err or sys.stderr
         self._started_s = time.monotonic()
         # When a line was shown last.
         self.spoke_s = self._started_s
         self.last_event = 0
         self.is_over = False
         self.failure = ""
+        # The cause of a failure that was shown already, at once and to `err` alone.
+        self.told_failure = ""
         # Set by `summary`: the run ended before its last step, though there is more to learn.
         self.stopped_early = False
 
@@ -45,7 +52,10 @@ class Display:
             if event.final_state == status_pb2.RUN_STATE_FAILED:
                 self.failure = event.text
             return
-        if event.metrics:
+        if event.text.startswith(FAILED):
+            self.told_failure = event.text.removeprefix(FAILED)
+            self.fail(self.told_failure)
+        elif event.metrics:
             self._line(step_line(event, self._config.run.steps))
         else:
             self._line(SEVERITY_MARKS.get(event.severity, "") + event.text)
@@ -63,6 +73,13 @@ class Display:
         """A warning of the command itself."""
         self._line("! " + text)
 
+    def fail(self, cause: str) -> None:
+        """The cause with which the run fails, as the command's last words have it."""
+        self.spoke_s = time.monotonic()
+        self._out.flush()
+        self._err.write(plain(f"slipstream: {cause}") + "\n")
+        self._err.flush()
+
     def summary(self) -> None:
         """The table at the end, from summary.json, and how to go on when there is more to do."""
         folder = self._config.run_dir
@@ -74,10 +91,14 @@ class Display:
             self._table(summary, folder)
         self.stopped_early = not summary["solved"] and summary["steps"] < self._config.run.steps
         if self.stopped_early:
-            how = "" if self._config.run.resume == "never" else "; the same command goes on"
+            state = STATES[summary["state"]]
+            how = "; the same command goes on"
+            if state == "failed":
+                how = "; when the cause is mended the same command goes on from there"
+            if self._config.run.resume == "never":
+                how = ""
             self._out.write(
-                f"\n  {STATES[summary['state']]} at version {summary['steps']} of "
-                f"{self._config.run.steps}{how}\n"
+                f"\n  {state} at version {summary['steps']} of {self._config.run.steps}{how}\n"
             )
             self._out.flush()
 
@@ -140,7 +161,10 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     ]
     if summary["reward_heldout"] is not None:
         first, last = summary["reward_heldout_first"], summary["reward_heldout"]
-        rows.append(("reward held out", f"{_number(first)} first, {_number(last)} last"))
+        begun, ended = summary["reward_heldout_first_step"], summary["reward_heldout_step"]
+        # One round has nothing to be compared with.
+        earlier = f"{_number(first)} at version {begun}, " if begun != ended else ""
+        rows.append(("reward held out", f"{earlier}{_number(last)} at version {ended}"))
     rows += [("suspended", f"{name}: {cause}") for name, cause in suspended.items()]
     return [
         *rows,

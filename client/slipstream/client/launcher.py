@@ -31,7 +31,8 @@ from slipstream.client.run_folder import (
     settings_of,
     write_config,
 )
-from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, Session, stop_signal
+from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, Session
+from slipstream.client.stopping import stop_signal
 from slipstream.client.trainer_ranks import rank_environments
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.errors import ConfigError, RunFailed

@@ -19,6 +19,7 @@ from slipstream.client.children import Child, start_child, with_full_disk
 from slipstream.client.display import Display, loading_line
 from slipstream.client.placement import Placement, describe_sharing
 from slipstream.client.run_folder import node_folder, write_config
+from slipstream.client.stopping import stop_signal
 from slipstream.client.trainer_ranks import TrainerRanks
 from slipstream.client.waits import tell_waits
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
@@ -38,6 +39,8 @@ EVENTS_LIMIT_S = 5.0
 # What a run leaves may need so long to end after the controller is gone.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
+# Exit code of a command whose run has failed.
+FAILED = 1
 # A rollout server that lived so long may die as often as a new one.
 FORGIVEN_S = 600.0
 # Exit codes of a rollout server: it cannot work as it was asked to; its engine did not start.
@@ -137,7 +140,8 @@ class Session:
     async def wait(self) -> int:
         """Shows progress until the run is over; RunFailed with the cause when it failed.
 
-        0 when it is done; 128 and the signal's number when one ended it before.
+        0 when it is done, 128 and the signal's number when one ended it before, 1 when it failed
+        with a cause that was shown already.
         """
         if self._controller is None:
             return await self._wait_for_trainers()
@@ -172,7 +176,10 @@ class Session:
             return self._signalled
         if self._display.failure:
             self._display.summary()
-            raise RunFailed(with_full_disk(self._killed or self._display.failure, self._logs))
+            cause = with_full_disk(self._killed or self._display.failure, self._logs)
+            if cause == self._display.told_failure:
+                return FAILED
+            raise RunFailed(cause)
         raise RunFailed(with_full_disk(controller.describe_end(), self._logs))
 
     @property
@@ -325,19 +332,3 @@ class Session:
 
     def _channel(self) -> grpc.aio.Channel:
         return open_channel(self._config.controller.address, self._credentials)
-
-
-async def stop_signal() -> signal.Signals:
-    """Waits for the first SIGINT or SIGTERM; the next one has its usual effect."""
-    loop = asyncio.get_running_loop()
-    came: asyncio.Future[signal.Signals] = loop.create_future()
-
-    def note(number: signal.Signals) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(each)
-        if not came.done():
-            came.set_result(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, note, number)
-    return await came

@@ -172,7 +172,7 @@ async function tick() {
   const isLive = !line.state && Date.now() / 1000 - line.written_s < LIVE_S;
   state.className = isLive ? "live" : line.state && line.state !== "finished" ? "bad" : "";
   const steps = run.series.get("reward_mean")?.at(-1)?.[0];
-  const at = steps === undefined ? "" : `, version ${number(steps + 1)}`;
+  const at = steps === undefined ? "" : `, version ${number(steps)}`;
   state.textContent = (line.state ? `${line.state}: ${line.cause ?? ""}` : isLive ? (steps === undefined ? "is starting" : "is training") : "has not written for a while") + at;
 }
 

@@ -251,7 +251,7 @@ class Controller:
     def _stepped(self, journal: Journal, trained: Trained, report: trainer_pb2.StepReport) -> None:
         journal_servers(journal, self._ledger)
         batch, now = trained.batch, time.time()
-        if trained.again and self._recorder.has_row(batch.step):
+        if trained.again and self._recorder.has_row(batch.version):
             self._progress.events.add(f"version {trained.version}, trained again")
             return
         snapshot = self._ledger.snapshot()

@@ -77,7 +77,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         elif version.step > self._progress.version.step:
             problem = f"the run is at version {self._progress.version}"
         elif missing is not None:
-            problem = f"the batch of step {missing} was removed"
+            problem = f"the batch of step {missing + 1} was removed"
         if problem:
             await abort(
                 context,
@@ -144,11 +144,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return trainer_pb2.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
         self._trainer_version = trained.version
+        # Until it asks for more: what it was waited for is there.
+        self._progress.waiting_for = "the trainer to ask for its next batch"
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
             self._progress.events.add(
-                f"step {request.step} came out different when it was trained again: "
+                f"step {request.step + 1} came out different when it was trained again: "
                 f"its weights are version {trained.version} now, and are sent again",
                 Severity.WARNING,
             )
@@ -255,12 +257,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 if progress.pace is not None:
                     # Its groups were there: writing it is no wait for them.
                     progress.pace.batch_given(asked_s)
-                progress.waiting_for = f"the trainer to make version {batch.step + 1}"
+                progress.waiting_for = f"the trainer to make version {batch.version}"
                 self.batch_started_s = time.time()
                 progress.moved()
                 # While the trainer makes it the servers can answer.
                 version = progress.version
-                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.step + 1))
+                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch
             progress.waiting_for = self._describe_wait()
             return None
@@ -277,15 +279,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if due:
             members = sum(len(group.missing) for group in due)
             return (
-                f"{members} episodes that step {self._book.step} cannot leave for later, the first "
-                f"of group {due[0].group_id}"
+                f"{members} episodes that step {self._book.step + 1} cannot leave for later, "
+                f"the first of group {due[0].group_id}"
             )
         training = self._book.training_groups()
         if not training:
             return "a rollout server that serves, with an environment that is loaded"
         complete = sum(group.is_complete for group in training)
         return (
-            f"groups for step {self._book.step}: {complete} of "
+            f"groups for step {self._book.step + 1}: {complete} of "
             f"{self._book.groups_per_step} are complete, {len(training)} are leased"
         )
 

@@ -18,7 +18,7 @@ def draw_curves(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps = [row["step"] + 1 for row in rows]
+    steps = [row["step"] for row in rows]
     figure = Figure(figsize=(8, 8))
     rewards, lags, speeds = figure.subplots(3, 1, sharex=True)
     # Looking for the best margins takes longer than drawing.

@@ -107,9 +107,9 @@ class RunRecorder:
             facts.reward_by_step.append(row["reward_mean"])
             self._count_gap(row)
 
-    def has_row(self, step: int) -> bool:
-        """Whether the line of a step is written already."""
-        return any(row["step"] == step for row in reversed(self.rows))
+    def has_row(self, version: int) -> bool:
+        """Whether the line of the step that makes `version` is written already."""
+        return any(row["step"] == version for row in reversed(self.rows))
 
     def close(self) -> None:
         """Flushes all files; blocks until the trackers are done."""
@@ -138,7 +138,7 @@ class RunRecorder:
         elapsed = max(now - self._last_step_s, 1e-9)
         self._last_step_s = now
         row = {
-            "step": float(batch.step),
+            "step": float(batch.version),
             "wall_s": now - self._started_s,
             **batch_statistics(batch.trajectories),
             **metrics,
@@ -152,7 +152,7 @@ class RunRecorder:
         self._count(batch, row, training)
         self.rows.append(row)
         self._metrics.write(json.dumps(_finite(row)) + "\n")
-        self._trackers.log(batch.step, row)
+        self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._sample(batch)
         return row
@@ -200,6 +200,7 @@ class RunRecorder:
             "reward_last": _mean(rewards[-EDGE_STEPS:]),
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
+            "reward_heldout_first_step": evaluations[0].step if evaluations else None,
             "reward_heldout_step": evaluations[-1].step if evaluations else None,
             "evaluations": (
                 {name: _finite(values) for name, values in evaluations[-1].evaluations.items()}
@@ -251,7 +252,7 @@ class RunRecorder:
     def _sample(self, batch: Batch) -> None:
         for group in batch.groups[:SAMPLED_GROUPS]:
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
-                line = readable(batch.step, trajectory, self._texts)
+                line = readable(batch.version, trajectory, self._texts)
                 self._samples.write(json.dumps(line) + "\n")
 
 

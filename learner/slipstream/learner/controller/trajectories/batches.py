@@ -31,9 +31,15 @@ from slipstream.v1 import trainer_pb2
 class Batch:
     """The groups of one step, whole, in the order of their leases."""
 
+    # The version that it starts from, as in the journal and the protocol.
     step: int
     batch_id: str
     groups: tuple[Group, ...]
+
+    @property
+    def version(self) -> int:
+        """The version that the step makes: its number in all that people read."""
+        return self.step + 1
 
     @property
     def trajectories(self) -> list[Trajectory]:

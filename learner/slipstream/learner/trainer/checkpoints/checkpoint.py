@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.tensor_files import save_tensors
 from slipstream.protocol.checkpoints import (
     PARTIAL_SUFFIX,
     FileEntry,
@@ -157,7 +158,7 @@ class Checkpointer:
             copy=self._settings.asynchronous,
             host=self._host,
         )
-        save_file(_random_state(), partial / _random_name(self._ranks.rank))
+        save_tensors(_random_state(), partial / _random_name(self._ranks.rank))
         self._last_step = version.step
         self._write = _Write(version, weight_digest.hex(), partial, pending)
         self._write.thread = threading.Thread(

@@ -15,6 +15,7 @@ import torch
 from slipstream.learner.trainer.model.model import Change, Policy, defer_projections
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.tensor_files import save_tensors
 from slipstream.learner.trainer.weights.export import adapter_tensors
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.lora_section import FUSED
@@ -94,13 +95,11 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
 
 
 def _write(tensors: dict[str, Tensor], config: Config, target: Path) -> None:
-    from safetensors.torch import save_file
-
     partial = target.with_name(target.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, partial / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.tensor_files import save_tensors
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY
 from torch import Tensor
 
@@ -124,9 +125,7 @@ class HfFolderWriter:
         settings.write_text(json.dumps(values, indent=2))
 
     def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self._waiting, self._shard_path(len(self._shards)), metadata={"format": "pt"})
+        save_tensors(self._waiting, self._shard_path(len(self._shards)))
         self._shards.append(list(self._waiting))
         self._total_bytes += self._waiting_bytes
         self._waiting, self._waiting_bytes = {}, 0
