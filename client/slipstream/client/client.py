@@ -50,6 +50,8 @@ CALL_TIMEOUT_S = 15.0
 SUBMIT_TIMEOUT_S = 150.0
 # A lost controller may take so long to come back.
 RECONNECT_TIMEOUT_S = 120.0
+# How often a controller that is not there yet is looked for.
+LOOK_S = 0.5
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
 
@@ -156,11 +158,13 @@ class Client:
         episodes: int = 64,
         weight: float = 1.0,
         timeout_s: float = 60.0,
+        connect_timeout_s: float = 60.0,
     ) -> None:
         """Runs the episodes of `environment` in this process until the run ends.
 
-        At most `episodes` are open at one time. A lost controller is waited for: its open episodes
-        begin again. Cancel the call to leave earlier.
+        At most `episodes` are open at one time. A controller that does not listen yet is waited for
+        up to `connect_timeout_s`, a lost one too: its open episodes begin again. Cancel the call to
+        leave earlier.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -174,7 +178,7 @@ class Client:
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
         )
         # Tells a wrong address from a controller that is lost later.
-        await self.status()
+        await self._until_there(connect_timeout_s)
         patience = _Patience()
         while True:
             lost = await self._serve_once(host, hello, patience)
@@ -214,14 +218,18 @@ class Client:
                 metadata=self._metadata,
             )
 
-    async def drain(self, server_id: str, reason: str) -> None:
-        """Asks one rollout server to end or hand back what it runs, and to leave the run."""
+    async def drain(self, server_id: str, reason: str) -> str:
+        """Asks one rollout server to end or hand back what it runs, and to leave the run.
+
+        Returns what the run lacks without it; empty: nothing.
+        """
         with self._mapped_errors():
-            await self._status.DrainServer(
+            response = await self._status.DrainServer(
                 status_pb2.DrainServerRequest(server_id=server_id, reason=reason),
                 timeout=CALL_TIMEOUT_S,
                 metadata=self._metadata,
             )
+        return str(response.warning)
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """All events with a larger number than `after`, as they happen; ends with the run."""
@@ -266,6 +274,28 @@ class Client:
             call.cancel()
         return None
 
+    @property
+    def _nobody(self) -> str:
+        return f"no controller answers at {self._address}"
+
+    async def _until_there(self, limit_s: float) -> None:
+        """Waits for a run that is still loading; ConfigError when it cannot be served."""
+        loop = asyncio.get_running_loop()
+        began_s, is_told = loop.time(), False
+        while True:
+            try:
+                await self.status()
+                return
+            except ConfigError as error:
+                if str(error) != self._nobody:
+                    raise
+                if loop.time() - began_s >= limit_s:
+                    raise ConfigError(f"{self._nobody} within {limit_s:g} s") from None
+            if not is_told:
+                logger.warning("%s yet; it is waited for, up to %g s", self._nobody, limit_s)
+                is_told = True
+            await asyncio.sleep(min(LOOK_S, limit_s))
+
     async def _is_over(self) -> bool:
         try:
             return (await self.status()).is_over
@@ -277,7 +307,8 @@ class Client:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise self._mapped(error.code(), error.details() or "") from error
+            # The status of gRPC says nothing more.
+            raise self._mapped(error.code(), error.details() or "") from None
 
     def _mapped(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
         """Our error for a status of gRPC."""
@@ -286,7 +317,7 @@ class Client:
                 return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
             if "Socket closed" in details and self._credentials.ca is None:
                 return ConfigError(f"{self._address} hung up: does it want TLS (tls_ca)?")
-            return ConfigError(f"no controller answers at {self._address}")
+            return ConfigError(self._nobody)
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ConfigError(f"what answers at {self._address} is no controller of this version")
         if code in REFUSED:

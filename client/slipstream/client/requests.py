@@ -75,8 +75,10 @@ async def stop(arguments: argparse.Namespace) -> int:
 async def drain(arguments: argparse.Namespace) -> int:
     """`slipstream drain`."""
     async with connect(arguments) as client:
-        await client.drain(arguments.server_id, arguments.reason)
+        warning = await client.drain(arguments.server_id, arguments.reason)
     say(f"rollout server {arguments.server_id} drains")
+    if warning:
+        say(plain(f"! {warning}"))
     return 0
 
 

@@ -13,6 +13,7 @@ from fake_workers import Empty, Good
 from slipstream.client import Client
 from slipstream.client import client as client_module
 from slipstream.client.cli import parse
+from slipstream.client.preflight import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.v1 import (
@@ -63,6 +64,8 @@ class Controller(
         self.status = status_pb2.RunStatus(state=status_pb2.RUN_STATE_RUNNING)
         self.stopped: list[str] = []
         self.drained: list[tuple[str, str]] = []
+        # What the run lacks without the server that drains.
+        self.lacking = ""
         # What each stream of ServeEpisodes does, one after the other.
         self.streams: list[Stream] = []
         # Events of each Watch stream, and whether it breaks after them.
@@ -101,7 +104,7 @@ class Controller(
 
     async def DrainServer(self, request, context):  # noqa: N802
         self.drained.append((request.server_id, request.reason))
-        return status_pb2.DrainServerResponse()
+        return status_pb2.DrainServerResponse(warning=self.lacking)
 
     async def StopRun(self, request, context):  # noqa: N802
         self.stopped.append(request.reason)
@@ -109,13 +112,15 @@ class Controller(
 
 
 @asynccontextmanager
-async def listening(controller: Controller | None, token: str | None = None) -> AsyncIterator[str]:
+async def listening(
+    controller: Controller | None, token: str | None = None, address: str = "127.0.0.1:0"
+) -> AsyncIterator[str]:
     credentials = Credentials(certificate=None, key=None, ca=None, token=token)
     server = create_server(credentials)
     if controller is not None:
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(controller, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
-    port = bind(server, "127.0.0.1:0", credentials)
+    port = bind(server, address, credentials)
     await server.start()
     yield f"127.0.0.1:{port}"
     await server.stop(None)
@@ -194,7 +199,8 @@ async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(clien
 
 async def test_an_address_without_a_controller_is_named() -> None:
     async with Client("127.0.0.1:9") as client:
-        for call in (client.status(), client.stop("x"), client.serve(Good())):
+        serving = client.serve(Good(), connect_timeout_s=0.1)
+        for call in (client.status(), client.stop("x"), serving):
             with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9"):
                 await call
         with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9"):
@@ -426,5 +432,40 @@ async def test_the_command_drains_the_server_that_it_names(capsys) -> None:
     async with listening(controller) as address:
         arguments = parse(["drain", "server-1", "--reason", "new driver", "--controller", address])
         assert await arguments.execute(arguments) == 0
-    assert controller.drained == [("server-1", "new driver")]
-    assert capsys.readouterr().out == "rollout server server-1 drains\n"
+        assert capsys.readouterr().out == "rollout server server-1 drains\n"
+        controller.lacking = "no rollout server stays"
+        assert await arguments.execute(arguments) == 0
+    drains = "rollout server server-1 drains\n! no rollout server stays\n"
+    assert capsys.readouterr().out == drains
+    assert controller.drained == [("server-1", "new driver")] * 2
+
+
+async def test_an_error_of_a_call_has_no_traceback_of_grpc_before_it() -> None:
+    async with Client("127.0.0.1:9") as client:
+        for call in (client.status(), client.serve(Good(), connect_timeout_s=0.1)):
+            with pytest.raises(ConfigError, match=r"no controller answers at 127\.0\.0\.1:9") as e:
+                await call
+            assert e.value.__suppress_context__
+            assert e.value.__cause__ is None
+
+
+async def test_a_controller_that_does_not_listen_yet_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    controller, served = Controller(), asyncio.Event()
+
+    async def serve(call: Call) -> None:
+        served.set()
+        await call.context.abort(grpc.StatusCode.UNIMPLEMENTED, "enough")
+
+    controller.streams = [serve]
+    async with asyncio.timeout(LIMIT_S), Client(address) as client:
+        serving = asyncio.ensure_future(client.serve(Good()))
+        while "no controller answers" not in caplog.text:
+            await asyncio.sleep(0.01)
+        async with listening(controller, address=address):
+            await served.wait()
+            with pytest.raises(ConfigError, match="no controller of this version"):
+                await serving
+    assert f"no controller answers at {address} yet; it is waited for, up to 60 s" in caplog.text

@@ -42,3 +42,28 @@ def test_a_server_has_left_only_if_it_said_goodbye(
     # Another life of it begins anew.
     joined(fleet, "a")
     assert not fleet.departed
+
+
+def test_the_last_server_does_not_leave_without_a_warning() -> None:
+    progress = progress_of(controller={"fleet_timeout_s": 90.0})
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    first, last = joined(fleet, "a"), joined(fleet, "b")
+    fleet.order_drain(first, "new driver", finish=True)
+    assert fleet.warn_without(first) == ""
+    fleet.drains(last, "SIGTERM")
+    warning = fleet.warn_without(last)
+    assert warning.startswith("no rollout server stays when b has left: the run waits for another")
+    assert "fails after 90 s without (controller.fleet_timeout_s)" in warning
+    told = [event.text for event in progress.events._events if event.text == warning]
+    assert told == [warning]
+
+
+def test_servers_that_leave_at_the_end_of_a_run_are_missed_by_nobody() -> None:
+    progress = progress_of()
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    session = joined(fleet, "a")
+    progress.stop("enough")
+    fleet.order_drain(session, "enough", finish=False)
+    assert fleet.warn_without(session) == ""
