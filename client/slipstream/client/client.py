@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
+from slipstream.client.patience import Patience
 from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
 from slipstream.client.status import (
     EnvironmentStatus,
@@ -48,12 +49,8 @@ from slipstream.v1 import (
 CALL_TIMEOUT_S = 15.0
 # Rollout servers load a submitted environment before it is accepted.
 SUBMIT_TIMEOUT_S = 150.0
-# A lost controller may take so long to come back.
-RECONNECT_TIMEOUT_S = 120.0
 # How often a controller that is not there yet is looked for.
 LOOK_S = 0.5
-FIRST_BACKOFF_S = 0.2
-MAX_BACKOFF_S = 5.0
 
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 REFUSED = (
@@ -179,7 +176,7 @@ class Client:
         )
         # Tells a wrong address from a controller that is lost later.
         await self._until_there(connect_timeout_s)
-        patience = _Patience()
+        patience = Patience()
         while True:
             lost = await self._serve_once(host, hello, patience)
             if lost is None:
@@ -233,7 +230,7 @@ class Client:
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """All events with a larger number than `after`, as they happen; ends with the run."""
-        patience = _Patience()
+        patience = Patience()
         while True:
             call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
             lost = (grpc.StatusCode.UNAVAILABLE, "the stream ended")
@@ -252,7 +249,7 @@ class Client:
                 raise self._mapped(*lost)
 
     async def _serve_once(
-        self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: _Patience
+        self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: Patience
     ) -> tuple[grpc.StatusCode, str] | None:
         """Serves one stream; returns how it was lost, None when the controller ended it."""
         open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
@@ -325,29 +322,3 @@ class Client:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return SlipstreamError(f"the controller at {self._address} gave no answer in time")
         return SlipstreamError(f"the controller at {self._address} failed: {details or code.name}")
-
-
-class _Patience:
-    """How long a lost controller is waited for."""
-
-    def __init__(self) -> None:
-        self.served = False
-        self._backoff_s = FIRST_BACKOFF_S
-        self._lost_at_s: float | None = None
-
-    def succeeded(self) -> None:
-        """The controller answered."""
-        self.served = True
-        self._backoff_s = FIRST_BACKOFF_S
-        self._lost_at_s = None
-
-    async def wait(self, cause: str) -> bool:
-        """Waits before the next attempt; False when there were enough."""
-        now_s = asyncio.get_running_loop().time()
-        self._lost_at_s = self._lost_at_s or now_s
-        if now_s + self._backoff_s > self._lost_at_s + RECONNECT_TIMEOUT_S:
-            return False
-        logger.warning("the controller was lost (%s); again in %.1f s", cause, self._backoff_s)
-        await asyncio.sleep(self._backoff_s)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-        return True

@@ -10,8 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from fake_workers import Empty, Good
-from slipstream.client import Client
-from slipstream.client import client as client_module
+from slipstream.client import Client, patience
 from slipstream.client.cli import parse
 from slipstream.client.preflight import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -271,7 +270,7 @@ async def test_stop_hands_the_reason_on(client: Client, controller: Controller) 
 async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(
     client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
     controller.events = [
         [status_pb2.Event(number=n, text=f"event {n}") for n in (4, 5)],
         [],
@@ -322,7 +321,7 @@ async def test_serve_answers_the_controller_until_it_ends_the_stream(
 async def test_serve_comes_back_to_a_controller_that_was_lost(
     client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
     answers = []
 
     async def breaking(call: Call) -> None:
@@ -350,7 +349,7 @@ async def test_serve_comes_back_to_a_controller_that_was_lost(
 async def test_serve_ends_when_the_run_was_over_before_it_came_back(
     client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
 
     async def breaking(call: Call) -> None:
         await call.read()
@@ -369,8 +368,8 @@ async def test_serve_ends_when_the_run_was_over_before_it_came_back(
 async def test_serve_gives_up_a_controller_that_stays_lost(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(client_module, "RECONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(patience, "RECONNECT_TIMEOUT_S", 0.1)
     attached = asyncio.Event()
 
     async def waiting(call: Call) -> None:
