@@ -166,14 +166,14 @@ class BatchFormer:
                 return version
             if earlier.step == report.step:
                 raise ProtocolError(
-                    f"step {report.step} was reported as {_describe(earlier)}, "
+                    f"step {report.step + 1} was reported as {_describe(earlier)}, "
                     f"and now as {_describe(report)}"
                 )
         given = "none"
         if self.training is not None:
-            given = f"{self.training.batch_id} of step {self.training.step}"
+            given = f"{self.training.batch_id} of step {self.training.version}"
         raise ProtocolError(
-            f"a report of batch {report.batch_id} of step {report.step}, "
+            f"a report of batch {report.batch_id} of step {report.step + 1}, "
             f"but the batch that the trainer was given is {given}"
         )
 
