@@ -108,11 +108,15 @@ def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
     The lock ends with this process at the latest: children do not inherit it.
     """
     path = make_folder(folder) / LOCK
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(refusal) from None
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot lock {path}: {error.strerror}") from error
         yield
 
 

@@ -312,7 +312,7 @@ class Session:
                 )
         except grpc.aio.AioRpcError as error:
             controller = await self._controller if self._controller is not None else None
-            if controller is None or not controller.is_running:
+            if controller is None or not controller.is_running or self._display.is_over:
                 return
             self._display.warn(f"the controller does not answer, {error.code().name}; it is ended")
             self._unanswered = request

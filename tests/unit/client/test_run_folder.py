@@ -100,3 +100,11 @@ async def test_a_command_that_is_killed_leaves_its_folder_free(tmp_path: Path) -
         await process.wait()
     with hold_folder(tmp_path, refusal="taken"):
         pass
+
+
+def test_a_folder_that_cannot_be_locked_is_told_with_the_cause(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (config.run_dir / "command.lock").mkdir(parents=True)
+    message = r"cannot lock .*command\.lock: Is a directory"
+    with pytest.raises(ConfigError, match=message), hold_run_folder(config):
+        pass
