@@ -175,7 +175,7 @@ class Client:
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
         )
         # Tells a wrong address from a controller that is lost later.
-        await self._until_there(connect_timeout_s)
+        await self._wait_for_controller(connect_timeout_s)
         patience = Patience()
         while True:
             lost = await self._serve_once(host, hello, patience)
@@ -272,10 +272,10 @@ class Client:
         return None
 
     @property
-    def _nobody(self) -> str:
+    def _no_answer(self) -> str:
         return f"no controller answers at {self._address}"
 
-    async def _until_there(self, limit_s: float) -> None:
+    async def _wait_for_controller(self, limit_s: float) -> None:
         """Waits for a run that is still loading; ConfigError when it cannot be served."""
         loop = asyncio.get_running_loop()
         began_s, is_told = loop.time(), False
@@ -284,12 +284,12 @@ class Client:
                 await self.status()
                 return
             except ConfigError as error:
-                if str(error) != self._nobody:
+                if str(error) != self._no_answer:
                     raise
                 if loop.time() - began_s >= limit_s:
-                    raise ConfigError(f"{self._nobody} within {limit_s:g} s") from None
+                    raise ConfigError(f"{self._no_answer} within {limit_s:g} s") from None
             if not is_told:
-                logger.warning("%s yet; it is waited for, up to %g s", self._nobody, limit_s)
+                logger.warning("%s yet; it is waited for, up to %g s", self._no_answer, limit_s)
                 is_told = True
             await asyncio.sleep(min(LOOK_S, limit_s))
 
@@ -314,7 +314,7 @@ class Client:
                 return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
             if "Socket closed" in details and self._credentials.ca is None:
                 return ConfigError(f"{self._address} hung up: does it want TLS (tls_ca)?")
-            return ConfigError(self._nobody)
+            return ConfigError(self._no_answer)
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ConfigError(f"what answers at {self._address} is no controller of this version")
         if code in REFUSED:

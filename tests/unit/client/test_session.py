@@ -57,13 +57,13 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
     assert (request.reason, request.failed) == (cause, True)
 
 
-def nobody_asks(tmp_path: Path) -> Config:
+def deaf_config(tmp_path: Path) -> Config:
     config = config_of(tmp_path)
     there = config.controller.model_copy(update={"address": f"127.0.0.1:{free_port('127.0.0.1')}"})
     return config.model_copy(update={"controller": there})
 
 
-async def started_elsewhere(tmp_path: Path, session: Session) -> int:
+async def run_with_a_deaf_controller(tmp_path: Path, session: Session) -> int:
     """Starts a controller that listens where nobody asks, and waits for its end."""
     path = tmp_path / "test" / "config.toml"
     asked = tomllib.loads(path.read_text())["controller"]["address"]
@@ -75,10 +75,10 @@ async def started_elsewhere(tmp_path: Path, session: Session) -> int:
 async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = nobody_asks(tmp_path)
+    config = deaf_config(tmp_path)
     async with asyncio.timeout(60), Session(config, OPEN, Placement(), stop_limit_s=0.5) as session:
         os.kill(os.getpid(), signal.SIGINT)
-        assert await started_elsewhere(tmp_path, session) == 128 + signal.SIGINT
+        assert await run_with_a_deaf_controller(tmp_path, session) == 128 + signal.SIGINT
     out = capsys.readouterr().out
     assert "! the controller does not answer, DEADLINE_EXCEEDED; it is ended" in out
 
@@ -86,9 +86,9 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
 async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = nobody_asks(tmp_path)
+    config = deaf_config(tmp_path)
     async with asyncio.timeout(60), Session(config, OPEN, Placement(), stop_limit_s=0.5) as session:
-        running = asyncio.ensure_future(started_elsewhere(tmp_path, session))
+        running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, session))
         # Its process is there before the executable is not.
         while not (tmp_path / "test" / "logs" / "controller.log").exists():
             await asyncio.sleep(0.01)
