@@ -26,6 +26,7 @@ from slipstream.client.session import ROLLOUT_SERVER
 from slipstream.client.trainer_ranks import TRAINER, rank_environments
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.reporting.rows import METRICS, read_rows
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.queue.base import TrajectoryReceiver
@@ -176,7 +177,8 @@ class SteeredController(Controller):
     @property
     def rows(self) -> list[dict[str, float]]:
         """The metrics of all steps so far."""
-        return self._recorder.rows
+        rows = read_rows(self._config.run_dir / METRICS)
+        return [row for row in rows if "step" in row]
 
     @property
     def publish_totals(self) -> dict[str, float]:

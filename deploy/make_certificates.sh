@@ -58,16 +58,17 @@ for secret in token redis_controller_password redis_rollout_password; do
     [ -e $secret ] || openssl rand -hex 32 > $secret
 done
 
-# What each end of the queue may do, and on which keys (docs/security.md); the default user is off.
+# What each end of the queue may do, and on which keys (docs/security.md). Nobody enters as the
+# default user, with whose rights many servers load their files.
 digest() { tr -d '\n' < "$1" | openssl dgst -sha256 -r | cut -d' ' -f1; }
-both="resetkeys resetchannels -@all +auth +hello +ping +select +client|setinfo +client|setname"
+both="resetkeys resetchannels -@all +auth +hello +ping +select +client|setname"
 both+=" +multi +exec +discard +unwatch"
 stream="~slipstream:*:trajectories" marks="(+get +mget %R~slipstream:*:mark*)"
-controller="+config|get (+xgroup|create +xreadgroup +xrange +xack +xdel $stream)"
+controller="+config|get +acl|dryrun (+xgroup|create +xreadgroup +xrange +xack +xdel $stream)"
 controller+=" (+set ~slipstream:*:mark) (+incrby ~slipstream:*:mark:*:removed) $marks"
 rollout="(+xadd $stream) (+watch +incrby ~slipstream:*:mark:*:added) $marks"
 cat > redis.acl << EOF
-user default off
+user default off resetpass ~* &* +@all
 user controller on #$(digest redis_controller_password) $both $controller
 user rollout on #$(digest redis_rollout_password) $both $rollout
 EOF

@@ -48,6 +48,7 @@ OWNERS = {
     "redis": (
         "slipstream.protocol.queue.redis",
         "slipstream.protocol.queue.redis_connection",
+        "slipstream.protocol.queue.redis_durability",
         "slipstream.protocol.queue.redis_examination",
         "slipstream.protocol.queue.redis_receiver",
     ),

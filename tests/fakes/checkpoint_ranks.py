@@ -114,6 +114,7 @@ def damage_written(path: Path) -> None:
 def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.checkpoints import gathered_state
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
+    from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
     from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
@@ -157,12 +158,13 @@ def run_rank(folder: Path, name: str) -> None:
         if policy.ranks.is_main:
             state.mkdir()
         policy.ranks.broadcast_bytes(b"" if policy.ranks.is_main else None)
-        pending = begin_save(models, state, copy=True, host=HostCopies(policy.ranks.device))
+        disk, host = DiskWork(state, policy.ranks), HostCopies(policy.ranks.device)
+        pending = begin_save(models, state, copy=True, host=host, disk=disk)
         training.run(BATCHES[step])
         pending.write()
         policy.ranks.gather_bytes(b"")
         pending.finish()
-        load_models(models, state)
+        load_models(models, state, disk)
         result["late_digest"] = stream.run().identity.hex()
     while step < job["until"]:
         result["metrics"].append(training.run(BATCHES[step]).metrics)

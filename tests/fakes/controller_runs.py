@@ -38,9 +38,16 @@ def make_config(tmp_path, **changes) -> Config:
     return parse_config(table, source="test")
 
 
-async def play(config: Config, *servers: FakeServer, trainer: FakeTrainer, during=None) -> dict:
-    """Runs a whole run with fakes; returns its summary."""
-    controller = Controller(config, OPEN)
+async def play(
+    config: Config,
+    *servers: FakeServer,
+    trainer: FakeTrainer,
+    during=None,
+    wait_for_trainer: bool = True,
+    **limits: float,
+) -> dict:
+    """Runs a whole run with fakes; returns its summary. `limits` are the controller's."""
+    controller = Controller(config, OPEN, **limits)
     async with asyncio.timeout(200):
         tasks = [asyncio.ensure_future(s.run()) for s in servers]
         training = asyncio.ensure_future(trainer.run())
@@ -49,7 +56,8 @@ async def play(config: Config, *servers: FakeServer, trainer: FakeTrainer, durin
             if during is not None:
                 await during(controller, tasks)
             code = await running
-            await training
+            if wait_for_trainer:
+                await training
         finally:
             for task in (*tasks, training, running):
                 task.cancel()

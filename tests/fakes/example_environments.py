@@ -76,6 +76,38 @@ class Exiting(Repeat):
         os._exit(3)
 
 
+class Sabotaged(Repeat):
+    """Has 25 tasks, and every fourth one breaks in its own way."""
+
+    KINDS = ("raise", "no number", "hang", "exit", "forks", "memory")
+
+    def __init__(self) -> None:
+        super().__init__(num_letters=25)
+        self._kinds = dict(zip(self._letters[::4], self.KINDS, strict=False))
+
+    async def step(self, reply):
+        kept = []
+        match self._kinds.get(self.letter):
+            case "raise":
+                raise KeyError(self.letter)
+            case "no number":
+                return StepResult(reward=math.nan)
+            case "hang":
+                time.sleep(3600)
+            case "exit":
+                os._exit(3)
+            case "forks":
+                while os.fork():
+                    time.sleep(0.002)
+                os.setsid()
+                time.sleep(3600)
+            case "memory":
+                while True:
+                    kept.append(bytearray(20 << 20))
+                    time.sleep(0.02)
+        return await super().step(reply)
+
+
 class Unmade(Repeat):
     """Cannot be made."""
 

@@ -51,6 +51,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.results: list[pb.PublishResult] = []
         self.checkpoints: list[pb.CheckpointReport] = []
         self.saved = threading.Event()
+        self.num_signs, self.idle_s = 0, 2.0
         self.failures: list[pb.TrainerFailure] = []
         self.goodbye: pb.TrainerGoodbye | None = None
 
@@ -77,7 +78,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
             # As a real controller that has nothing to do: quiet until the limit of the call.
             gone = threading.Event()
             context.add_callback(gone.set)
-            gone.wait(2)
+            gone.wait(self.idle_s)
             order = [pb.Directive(wait=pb.WaitOrder())]
         yield from order
 
@@ -107,6 +108,10 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.checkpoints.append(request)
         self.saved.set()
         return pb.CheckpointReceipt()
+
+    def ReportWork(self, request: pb.WorkReport, context: grpc.ServicerContext) -> pb.WorkReceipt:
+        self.num_signs += 1
+        return pb.WorkReceipt()
 
     def ReportFailure(
         self, request: pb.TrainerFailure, context: grpc.ServicerContext

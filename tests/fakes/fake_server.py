@@ -14,6 +14,7 @@ from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
 from slipstream.protocol.queue.grpc import GrpcSender
 from slipstream.protocol.queue.redis import RedisSender
+from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -74,6 +75,8 @@ class FakeServer:
         self.queue_bytes = queue_bytes
         # What the queue has taken.
         self.delivered: list[tuple[str, bytes]] = []
+        # Seals what it delivers; comes with the welcome.
+        self.delivery_key = b""
         # Lets the slow environment be loaded.
         self.loading = asyncio.Event()
         self.version: PolicyVersion | None = None
@@ -152,6 +155,7 @@ class FakeServer:
         match message.WhichOneof("message"):
             case "welcome":
                 self.run_id = message.welcome.run_id
+                self.delivery_key = message.welcome.delivery_key
                 if self.queue_url:
                     queue = RedisSender(self.queue_url, self.run_id, self.queue_bytes)
                     self.sender = await self.stack.enter_async_context(queue)
@@ -311,7 +315,8 @@ class FakeServer:
         )
         self.ended += tokens
         data = encode_trajectory(self.spoil(trajectory))
-        await asyncio.shield(self._put(trajectory.trajectory_id, data))
+        name = trajectory.trajectory_id
+        await asyncio.shield(self._put(name, seal(self.delivery_key, name, data)))
 
     async def _put(self, trajectory_id: str, data: bytes) -> None:
         await self.sender.put(trajectory_id, data, timeout_s=60)

@@ -52,6 +52,9 @@ class FakeTrainer:
         self.address, self.step_s = address, step_s
         self.version, self.digest = checkpoint
         self.newest_checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
+        # The limit of a call for the next order, and how many of them were told to wait.
+        self.call_timeout_s, self.num_waits = 60.0, 0
+        self.export_path = "checkpoints/final"
         # Changes the weights that a step makes, as rounding on a GPU does.
         self.noise = b""
         self.batches: list[list[Trajectory]] = []
@@ -85,11 +88,14 @@ class FakeTrainer:
                     bucket_digests=bucket_digests(LAYOUT),
                 )
                 started_s = time.monotonic()
-                answer = self.stub.Next(request, timeout=60, metadata=self.epoch)
+                answer = self.stub.Next(request, timeout=self.call_timeout_s, metadata=self.epoch)
                 directives = [d async for d in answer]
                 self._waiting_s += time.monotonic() - started_s
                 await self._follow(directives)
-            goodbye = trainer_pb2.TrainerGoodbye(weight_digest=self.digest)
+            await self.export()
+            goodbye = trainer_pb2.TrainerGoodbye(
+                weight_digest=self.digest, export_path=self.export_path
+            )
             await self.stub.Finish(goodbye, timeout=60, metadata=self.epoch)
 
     async def _follow(self, directives: list[trainer_pb2.Directive]) -> None:
@@ -102,8 +108,20 @@ class FakeTrainer:
                 started_s = time.monotonic()
                 await self._publish(first.publish)
                 self._publish_s += time.monotonic() - started_s
+            case "wait":
+                self.num_waits += 1
             case "stop":
                 self.stop_reason = first.stop.reason
+
+    async def export(self) -> None:
+        """Between the order to stop and the goodbye."""
+
+    async def train(self) -> None:
+        """In a step."""
+
+    async def sign(self) -> None:
+        """Says that it works."""
+        await self.stub.ReportWork(trainer_pb2.WorkReport(), timeout=60, metadata=self.epoch)
 
     def hold_at(self, step: int) -> None:
         """The steps before `step` are trained; the others wait until `gate` is set."""
@@ -119,6 +137,7 @@ class FakeTrainer:
         if header.step >= self.gated_from:
             await self.gate.wait()
         await asyncio.sleep(self.step_s)
+        await self.train()
         assert len(batch) == header.num_trajectories
         assert header.step == self.version.step
         lags = [header.step - s.version.step for t in batch for s in t.version_spans]

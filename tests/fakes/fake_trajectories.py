@@ -38,10 +38,13 @@ GOOD = Trajectory(
 )
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
+names = st.text("abcXYZ0189._:-", max_size=20)
+lines = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Zl", "Zp")), max_size=20)
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
-finite = st.floats(allow_nan=False, allow_infinity=False)
-versions = st.builds(PolicyVersion, uint32, uint32)
+steps = st.integers(0, 2**31 - 1)
+seconds = st.floats(0, 1e9)
+versions = st.builds(PolicyVersion, steps, steps)
 
 
 @st.composite
@@ -70,13 +73,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     status = draw(st.sampled_from(Status))
     failure = st.builds(Failure, st.sampled_from(FailureKind), texts)
     return Trajectory(
-        run_id=draw(texts),
-        group_id=GroupId(draw(texts)),
-        member=draw(uint32),
-        attempt=draw(uint32),
-        server_id=ServerId(draw(texts)),
+        run_id=draw(names),
+        group_id=GroupId(draw(names)),
+        member=draw(st.integers(0, 65535)),
+        attempt=draw(st.integers(0, 1_000_000)),
+        server_id=ServerId(draw(names)),
         server_epoch=draw(uint64),
-        environment=draw(texts),
+        environment=draw(lines),
         task_index=draw(uint64),
         seed=draw(uint64),
         purpose=draw(st.sampled_from(Purpose)),
@@ -94,11 +97,11 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             np.float32,
         ),
         version_spans=merge_spans(spans),
-        reward=draw(finite),
-        metrics=draw(st.dictionaries(texts, finite, max_size=3)),
-        num_turns=draw(uint32),
-        generation_s=draw(finite),
-        environment_s=draw(finite),
+        reward=draw(st.floats(-1e6, 1e6)),
+        metrics=draw(st.dictionaries(lines, st.floats(-1e18, 1e18), max_size=3)),
+        num_turns=draw(st.integers(0, 65536)),
+        generation_s=draw(seconds),
+        environment_s=draw(seconds),
         prompt_text=draw(texts),
         reply_text=draw(texts),
         routed_experts=draw(st.none() | routed_experts(num_tokens)),

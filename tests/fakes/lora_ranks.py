@@ -67,6 +67,7 @@ def config_of(name: str, folder: Path) -> Config:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
+    from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model import offload
@@ -85,10 +86,11 @@ def run_rank(folder: Path, job: str) -> None:
     published = see_published(policy, config)
     first_identity = published.digests().identity
     save_adapters(policy, config, folder / f"lora-{job}-first")
+    disk = DiskWork(folder, policy.ranks)
     stored = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
     for batch in batches(config):
         if batch.step == STEPS - 1:
-            save(stored, folder / f"lora-{job}-checkpoint")
+            save(stored, folder / f"lora-{job}-checkpoint", disk)
         metrics.append(step.run(batch).metrics)
         found = sequence_logprobs(policy, probe(config), max_tokens=64)
         logprobs.append(torch.from_numpy(np.concatenate(found)))
@@ -107,7 +109,7 @@ def run_rank(folder: Path, job: str) -> None:
         "moved": moved_matrix(published, policy),
     }
     torch.save(sent, folder / f"lora-{job}-sent-{policy.ranks.rank}.pt")
-    load_models(stored, folder / f"lora-{job}-checkpoint")
+    load_models(stored, folder / f"lora-{job}-checkpoint", disk)
     loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     step.run(batches(config)[-1])
     retrained = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
@@ -184,11 +186,12 @@ def moved_matrix(published: Published, policy: Policy) -> str:
     return ""
 
 
-def save(models: list, path: Path) -> None:
+def save(models: list, path: Path, disk) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
     from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 
     path.mkdir(exist_ok=True)
-    pending = begin_save(models, path, copy=False, host=HostCopies(torch.device("cpu")))
+    host = HostCopies(torch.device("cpu"))
+    pending = begin_save(models, path, copy=False, host=host, disk=disk)
     pending.write()
     pending.finish()

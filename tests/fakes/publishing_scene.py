@@ -28,15 +28,30 @@ def nothing(*_: object) -> None:
     pass
 
 
-def progress_of(**sections: dict[str, Any]) -> RunProgress:
-    """Of a run with a learner on this host; `sections` go beside the settings that all need."""
+def progress_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> RunProgress:
+    """Of a run with a learner on this host; `sections` go beside the settings that all need.
+
+    Limits may be shorter than settings can be.
+    """
     values = {
         "run": {"name": "r", "steps": 100},
         "model": {"path": "model"},
         "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
     }
-    made = RunProgress("r", parse_config(values | sections, source="test"), EventLog())
+    given: dict[str, Any] = {}
+    limits = {}
+    for name, section in sections.items():
+        if isinstance(section, list):
+            given[name] = section
+            continue
+        limits[name] = {key: value for key, value in section.items() if key.endswith("_s")}
+        given[name] = {key: value for key, value in section.items() if not key.endswith("_s")}
+    config = parse_config(values | given, source="test")
+    changed = {
+        name: getattr(config, name).model_copy(update=update) for name, update in limits.items()
+    }
+    made = RunProgress("r", config.model_copy(update=changed), EventLog())
     made.learner_places = (Place("here"),)
     return made
 
@@ -49,7 +64,7 @@ def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:
         engine_workers=1,
         place=weights_pb2.Place(host_id="here"),
     )
-    session = ServerSession(ServerKey(ServerId(name), 1), hello)
+    session = ServerSession(ServerKey(ServerId(name), 1), hello, clock=fleet.clock)
     fleet.add(session)
     return session
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def run_rank(folder: Path, job: str) -> None:
     answer: object
     if job == "passed":
         answer = built(changed(folder, PASSED))
+    elif job == "names":
+        answer = names_of_the_provider()
     elif job == "mixture":
         answer = mixture(config_of("one-moe", folder))
     else:
@@ -119,6 +122,17 @@ def mixture(config: Config) -> dict:
     found = {name: getattr(router.config, name) for name in names}
     policy.ranks.close()
     return found
+
+
+def names_of_the_provider() -> list[str]:
+    """What `learner.transformer` may name in the tested version of Megatron."""
+    from slipstream.learner.trainer.ranks import compat, cpu
+
+    cpu.install()
+    compat.install()
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    return [field.name for field in dataclasses.fields(GPTModelProvider) if field.init]
 
 
 def built(config: Config) -> dict:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.meeting import Words
 from slipstream.protocol.settings.config import OffloadSection
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
@@ -27,8 +28,9 @@ class ThreadRanks:
 
     device = torch.device("cpu")
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self.rank = meeting, rank
+    def __init__(self, meeting: Meeting, rank: int, *, timeout_s: float = 30.0) -> None:
+        self._meeting, self.rank, self.timeout_s = meeting, rank, timeout_s
+        self.activity = Activity()
         self.world_size = meeting.world_size
         self.words = Words(meeting.store)
 
@@ -48,13 +50,15 @@ class ThreadRanks:
         return self.gather_bytes(data or b"")[0]
 
 
-def run_ranks(world_size: int, work: Callable[[ThreadRanks], None]) -> None:
+def run_ranks(
+    world_size: int, work: Callable[[ThreadRanks], None], *, timeout_s: float = 30.0
+) -> None:
     """Runs `work` on every rank; the first exception is raised here."""
     meeting, errors = Meeting(world_size), []
 
     def run(rank: int) -> None:
         try:
-            work(ThreadRanks(meeting, rank))
+            work(ThreadRanks(meeting, rank, timeout_s=timeout_s))
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
             meeting.barrier.abort()

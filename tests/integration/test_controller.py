@@ -199,8 +199,20 @@ async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_pat
     table["environments"].append({"name": "bad", "reference": "m:B"})
     config = parse_config(table, source="test")
     trainer = FakeTrainer(config.controller.address)
+    trainer.hold_at(1)
     server = FakeServer(config.controller.address, judge=half)
-    summary = await play(config, server, trainer=trainer)
+    told = []
+
+    async def look(controller, tasks):
+        path = config.run_dir / "suspended.json"
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        told.append(json.loads(path.read_text()))
+        trainer.gate.set()
+
+    summary = await play(config, server, trainer=trainer, during=look)
+    assert list(told[0]) == ["bad"]
+    assert told[0] == summary["suspended_environments"]
     assert summary["steps"] == 4
     assert {t.environment for batch in trainer.batches for t in batch} == {"e"}
     assert summary["ledger"]["difference"] == 0
@@ -351,7 +363,8 @@ async def test_a_queue_that_holds_one_batch_makes_leases_wait_and_trains_every_s
 async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path):
     one_batch = 16 * 3584
     config = make_config(tmp_path, run__steps=6, queue__max_bytes=one_batch)
-    config = with_evaluations(config, {"name": "held", "num_episodes": 40, "every_steps": 3})
+    evaluation = {"name": "held", "num_episodes": 40, "samples_per_task": 4, "every_steps": 3}
+    config = with_evaluations(config, evaluation)
     address = config.controller.address
     server = FakeServer(address, queue_bytes=one_batch)
     summary = await play(config, server, trainer=FakeTrainer(address))
@@ -480,7 +493,7 @@ async def test_time_in_which_no_server_serves_is_no_stall(tmp_path):
 
 
 async def test_a_run_in_which_nothing_moves_while_a_server_serves_fails(tmp_path):
-    config = make_config(tmp_path, controller__stall_timeout_s=0.6)
+    config = make_config(tmp_path, controller__stall_timeout_s=1.0)
     server = FakeServer(config.controller.address)
     server.gate.clear()
     summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
@@ -575,7 +588,9 @@ async def test_a_trainer_that_waits_gets_no_order_once_another_one_has_taken_ove
             await waiting
         controller.stop("enough")
         epoch = ((TRAINER_EPOCH, str(second.trainer_epoch)),)
-        await stub.Finish(trainer_pb2.TrainerGoodbye(), timeout=10, metadata=epoch)
+        await stub.Finish(
+            trainer_pb2.TrainerGoodbye(export_path="model"), timeout=10, metadata=epoch
+        )
         assert await running == 0
 
 

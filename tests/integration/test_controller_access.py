@@ -76,8 +76,9 @@ async def test_no_method_answers_without_the_token(tmp_path: Path) -> None:
     [
         ({"server_id": "../../etc"}, "the id of a rollout server has up to 100 letters"),
         ({"server_id": ""}, "the id of a rollout server has up to 100 letters"),
-        ({"server_id": "s" * 10_000}, "the id of a rollout server has up to 100 letters"),
-        ({"server_id": "s\x1b[2J"}, "the id of a rollout server has up to 100 letters"),
+        ({"server_id": "s" * 101}, "the id of a rollout server has up to 100 letters"),
+        ({"server_id": "s" * 10_000}, "hello.server_id must have at most 128 bytes, got 10000"),
+        ({"server_id": "s\x1b[2J"}, r"hello.server_id must hold ASCII letters, digits and"),
         ({"engine_workers": 0}, "an engine has 1 to 1024 workers, got 0"),
         ({"engine_workers": 2**31}, "an engine has 1 to 1024 workers, got 2147483648"),
         ({"max_episodes": 0}, "room for 0 episodes, a group has 4"),
@@ -107,7 +108,9 @@ async def test_a_server_that_cannot_be_is_refused_by_name_and_rule(
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await join.read()
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    is_bound = rule.startswith("hello.")
+    code = grpc.StatusCode.INVALID_ARGUMENT if is_bound else grpc.StatusCode.FAILED_PRECONDITION
+    assert caught.value.code() is code
     assert rule in caught.value.details()
     assert len(caught.value.details()) < 400
 

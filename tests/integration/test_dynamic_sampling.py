@@ -50,6 +50,21 @@ async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(tmp_path):
     assert summary["ledger"]["difference"] == 0
 
 
+async def test_a_run_whose_groups_teach_nothing_says_so_once(tmp_path, caplog):
+    config = make_config(tmp_path)
+    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
+    with caplog.at_level("WARNING"):
+        summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    assert summary["steps"] == 12
+    rows = map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())
+    assert {row["e/equal_rewards_fraction"] for row in rows} == {1.0}
+    told = [message for message in caplog.messages if "taught nothing" in message]
+    assert told == [
+        "environment e has taught nothing for 10 steps: the rewards of each group were all equal "
+        "(mean 0.25); it needs tasks of another difficulty, or rewards in between"
+    ]
+
+
 def solved_after(number: int):
     """Groups from `number` on have full rewards, those before have all there are."""
 
@@ -81,6 +96,7 @@ async def test_a_run_whose_task_is_solved_finishes_early_with_its_last_evaluatio
     assert trainer.published[-1].step == 2
     assert summary["ledger"]["difference"] == 0
     write_config(config, config.run_dir)
+    (config.run_dir / "checkpoints" / "final").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is finished after 2 steps: the task is solved"):
         check_run_folder(config)
 

@@ -61,7 +61,7 @@ def test_logits_have_the_type_that_the_learners_have(
 ) -> None:
     from slipstream.rollout_server.inference.engine_arguments import engine_config
 
-    config = config_with(model, {"hf_overrides": {"rope_theta": 5000.0}})
+    config = config_with(model, {})
     section = config.model.model_copy(update={"dtype": "bfloat16", "head_dtype": head})
     settings = engine_config(config.model_copy(update={"model": section}), seed=3)
     assert settings.model_config.head_dtype == dtype
@@ -162,7 +162,6 @@ def test_vllm_loads_experts_to_where_they_are_at_the_start() -> None:
                 "compilation_config": {"cudagraph_mode": "none", "pass_config": {}},
                 "attention_backend": "FLASH_ATTN",
                 "async_scheduling": False,
-                "hf_overrides": {"rope_theta": 5000.0},
             },
             "",
         ),

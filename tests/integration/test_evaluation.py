@@ -38,6 +38,31 @@ async def test_every_round_takes_the_same_tasks_with_the_same_seeds(tmp_path):
     assert tasks[1] == tasks[2] == tasks[0]
 
 
+async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tmp_path, caplog):
+    def first_task_passes(lease, member, attempt):
+        return float(lease.task_index == 0)
+
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=2),
+        {"name": "held", "num_episodes": 22, "samples_per_task": 2, "every_steps": 1},
+        {"name": "enough", "num_episodes": 10},
+    )
+    server = FakeServer(config.controller.address, judge=first_task_passes)
+    with caplog.at_level("WARNING"):
+        await play(config, server, trainer=FakeTrainer(config.controller.address))
+    first_round = Counter(lease.task_index for lease in evaluation_leases(server)[:20])
+    assert first_round == dict.fromkeys(range(10), 2)
+    for row in evaluation_rows(config):
+        assert row["held/num_episodes"] == 20
+        assert row["held/pass_at_1"] == row["held/reward_mean"] == 0.1
+        assert row["enough/num_episodes"] == 10
+    warned = [message for message in caplog.messages if "tasks" in message]
+    assert warned == [
+        "evaluation held has 10 tasks, and num_episodes = 22 with samples_per_task = 2 asks for "
+        "11: a round takes each task once, 20 episodes"
+    ]
+
+
 async def test_each_evaluation_has_its_own_settings(tmp_path):
     config = with_evaluations(
         make_config(
@@ -99,9 +124,6 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
         "evaluation held at version 0: reward 0.167 (0 to 1), pass@1 0.167, pass@2 0.333, "
         "5.0 tokens a reply, 0% cut off, 6 episodes, 2 failed"
     ) in caplog.messages
-
-
-PAIRS = {"samples_per_task": 2, "pass_at": [2]}
 
 
 async def newest_round(config):

@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 import settings_ranks
+from megatron_fields import FREE
 from parity_models import make_models
 from rank_pool import RankPool
 from settings_ranks import PASSED, REFUSED
+from slipstream.learner.trainer.model.settings import OWNED
+from slipstream.protocol.settings.transformer_table import FROM_MODEL, OFF
 
 
 @pytest.fixture(scope="module")
 def answers(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("settings")
     make_models(folder)
-    jobs = ["passed", "mixture", *REFUSED]
+    jobs = ["passed", "mixture", "names", *REFUSED]
     rank_pool.run(Path(settings_ranks.__file__), jobs, world_size=1, folder=folder)
     return folder
 
@@ -35,6 +38,15 @@ def test_settings_are_checked_without_weights(case: str, answers: Path) -> None:
     assert message in found
     assert bool(found) == bool(message)
     assert "\n" not in found
+
+
+def test_every_field_of_megatrons_model_is_free_owned_or_refused(answers: Path) -> None:
+    """A new version may have fields that change what the policy computes."""
+    names = set(json.loads((answers / "names.json").read_text()))
+    sorted_out = FREE | OWNED.keys() | FROM_MODEL | OFF
+    assert names - sorted_out == set()
+    assert (FREE | FROM_MODEL | OFF) - names == set()
+    assert FREE.isdisjoint(OWNED.keys() | FROM_MODEL | OFF)
 
 
 def test_experts_are_chosen_in_float32_and_by_the_objective_alone(answers: Path) -> None:

@@ -127,7 +127,7 @@ async def test_an_evaluated_episode_that_is_quarantined_is_measured_again(tmp_pa
     assert summary["ledger"]["difference"] == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_no_delivery_whatever_it_is_ends_the_controller(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("fuzz")

@@ -355,3 +355,44 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             )
         }
         assert not trained & {r["id"] for r in records if r["kind"] == "end"}
+
+
+async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_them_again(tmp_path):
+    """The mark is left alone: a server that drops transactions as it loads keeps that."""
+    users = {"administrator": "~* &* +@all"}
+    async with EmbeddedServer(tmp_path / "valkey", users) as redis_server:
+        url = redis_server.url("administrator")
+        config = make_config(tmp_path, queue__kind="redis", queue__redis_url=url)
+        address = config.controller.address
+        trainer = FakeTrainer(address, step_s=0.02, checkpoint_every=2)
+        fleet = FakeServer(address, "s0", delay_s=0.02, queue_url=url)
+
+        async def lose_data(controller, tasks):
+            del controller, tasks
+            while trainer.version.step < 6:
+                await asyncio.sleep(0.01)
+            async with redis.asyncio.Redis.from_url(url) as client:
+                mark = f"slipstream:{fleet.run_id}:mark"
+                counters = [key async for key in client.scan_iter(f"{mark}:*")]
+                assert counters
+                await client.delete(f"slipstream:{fleet.run_id}:trajectories", *counters)
+
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await play(config, fleet, trainer=trainer, during=lose_data)
+        (cause,) = {str(error) for error in leaves(caught.value)}
+        assert cause.startswith(f"redis at {redis_server.address} lost data of run {fleet.run_id}")
+        assert cause.endswith("start the run again: it generates again what was lost")
+
+        again = moved(config, tmp_path)
+        resumed = FakeTrainer(again.controller.address, checkpoint=trainer.newest_checkpoint)
+        server = FakeServer(again.controller.address, "s0", queue_url=url)
+        summary = await play(again, server, trainer=resumed)
+        records = check_run(again, summary)
+    before, after = [record["mark"] for record in records if record["kind"] == "queue"]
+    assert before != after
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in leaves(each)]
+    return [error]

@@ -52,6 +52,19 @@ BROKEN = {
 }
 
 
+# What each kind of sabotage is called in the end, in the order of the tasks.
+SABOTAGE = (
+    "KeyError",
+    "the reward must be a finite number, got nan",
+    "no answer to step within 3 s, the environment's timeout_s (user_environments.py:",
+    "worker exited with code 3",
+    "processes, more than rollout_server.environment_processes = 50",
+    "more than rollout_server.environment_memory_gib = 1.00",
+)
+# Each end of a worker costs some seconds, and the hanging task more.
+SABOTAGE_LIMIT_S = 280.0
+
+
 def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
     return {entry.name: entry for entry in status.environments}
 
@@ -59,6 +72,15 @@ def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
 def trained_environments(run: Path) -> set[str]:
     return {
         trajectory.environment
+        for record in read_records(run / "journal")
+        if record["kind"] == "batch"
+        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
+    }
+
+
+def trained_tasks(run: Path) -> set[int]:
+    return {
+        trajectory.task_index
         for record in read_records(run / "journal")
         if record["kind"] == "batch"
         for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
@@ -118,6 +140,35 @@ async def test_broken_environments_are_suspended_and_the_rest_trains_to_the_end(
         told = [x for x in run.out.splitlines() if f"episode of {name.lower()} failed" in x]
         causes = [x.partition(" failed ")[2] for x in told]
         assert 1 <= len(causes) == len(set(causes)) <= 3
+
+
+async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_trained(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    bad = set(range(0, 24, 4))
+    entry = {"name": "sabotaged", "reference": "user_environments:Sabotaged", "timeout_s": 3.0}
+    write_config(
+        copy_environments(tmp_path),
+        tiny_model,
+        run__steps=8,
+        environments=[entry],
+        rollout_server__environment_memory_gib=1.0,
+        rollout_server__environment_processes=50,
+        **SIZES | {"rollout_server__max_episodes": 64},
+    )
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        assert await run.wait(SABOTAGE_LIMIT_S) == 0, run.out + run.err
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == 8
+    assert summary["max_lag_seen"] <= 2
+    check_ledger(summary)
+    records = list(read_records(tmp_path / "run" / "journal"))
+    set_aside = {r["task"]: r["cause"] for r in records if r["kind"] == "set_aside"}
+    assert set(set_aside) == bad
+    causes = [set_aside[task] for task in sorted(bad)]
+    for cause, said in zip(causes, SABOTAGE, strict=True):
+        assert said in cause
+    assert trained_tasks(tmp_path / "run") == set(range(25)) - bad
 
 
 async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(

@@ -229,7 +229,7 @@ async def test_a_signal_ends_the_run_in_order(
     summary = summary_of(tmp_path / "run")
     ending = f"stopped at version {summary['steps']} of 10000; the same command goes on\n"
     assert run.out.endswith(ending)
-    assert summary["state"] == "finished"
+    assert summary["state"] == "stopped"
     assert number.name in summary["cause"]
     assert summary["steps"] >= 2
     check_ledger(summary)

@@ -149,7 +149,7 @@ def test_every_step_has_a_line_of_metrics(run: Path) -> None:
     assert all(row["ledger_difference"] == 0 for row in steps)
     held = [row for row in rows if "evaluation_step" in row]
     assert held[-1]["evaluation_step"] == STEPS
-    assert all(row["num_episodes"] == 64 and row["num_failed"] == 0 for row in held)
+    assert all(row["num_episodes"] == 52 and row["num_failed"] == 0 for row in held)
 
 
 def test_both_environments_are_trained_by_their_weights(run: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from slipstream.protocol.settings.config_file import dump_config, parse_config
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
+from throttled_disk import ThrottledDisk
 from tiny_models import make_model_folder
 
 TIMEOUT_S = 300
@@ -98,6 +100,7 @@ def start_trainer(
     *,
     world_size: int = 1,
     checkpoint: dict[str, object] | None = None,
+    environ: Mapping[str, str] = {},
     **learner: object,
 ) -> list[subprocess.Popen[str]]:
     config = parse_config(
@@ -111,10 +114,10 @@ def start_trainer(
                 "learning_rate": 1e-3,
             },
             "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24},
-            "controller": {"address": address},
+            "controller": {"address": address, "stall_timeout_s": 1.0},
             "checkpoint": checkpoint or {},
             "learner": {"world_size": world_size, "timeout_s": 60.0, **learner},
-            "weights": {"bucket_mib": 1},
+            "weights": {"bucket_mib": 1, "join_deadline_s": 2.0, "bucket_deadline_s": 1.0},
         },
         source="test",
     )
@@ -123,7 +126,9 @@ def start_trainer(
     processes = []
     port = str(free_port("127.0.0.1"))
     for rank in range(world_size):
-        environment = os.environ | {
+        environment = {
+            **os.environ,
+            **environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -268,10 +273,25 @@ def check_cost(model: Path, plain: dict[str, float], with_peak: dict[str, float]
     assert plain["forward_s"] == plain["publish_s"] == 0
 
 
-def test_sigterm_ends_the_trainer_in_order_while_it_waits(tmp_path: Path, model: Path) -> None:
-    with FakeController([batch_order(BATCHES[0])]) as controller:
-        processes = start_trainer(tmp_path, model, controller.address, world_size=2)
+def until_idle(controller: FakeController, times: int) -> None:
+    """Until it has asked so often again without an order."""
+    for _ in range(times):
+        controller.asked.clear()
         assert controller.asked.wait(TIMEOUT_S)
+
+
+def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm(
+    tmp_path: Path, model: Path
+) -> None:
+    with FakeController([batch_order(BATCHES[0])]) as controller:
+        # Twice the time in which it tells of its last work.
+        controller.idle_s = 0.5
+        processes = start_trainer(tmp_path, model, controller.address, world_size=2)
+        until_idle(controller, 4)
+        assert controller.num_signs > 0
+        before = controller.num_signs
+        until_idle(controller, 3)
+        assert controller.num_signs == before
         for process in processes:
             process.send_signal(signal.SIGTERM)
         assert finish(processes, tmp_path) == [0, 0]
@@ -364,3 +384,64 @@ def with_old_token():
         VersionSpan(number - 1, PolicyVersion(0, 2)),
     )
     return replace(BATCHES[2], trajectories=(replace(first, version_spans=spans), *rest))
+
+
+# On the disk of these tests a checkpoint takes this much longer than the limit of a collective.
+SLOWER = 1.5
+RANK_LIMIT_S = 10.0
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_a_disk_slower_than_any_limit_is_saved_exported_and_loaded(
+    tmp_path: Path, model: Path
+) -> None:
+    disk = ThrottledDisk(tmp_path / "program" / "checkpoints", tmp_path / "tools")
+    settings = {
+        "world_size": 2,
+        "timeout_s": RANK_LIMIT_S,
+        "checkpoint": {"every_steps": 1},
+        "environ": disk.environ,
+    }
+    with FakeController([batch_order(BATCHES[0]), stop_order()]) as controller:
+        processes = start_trainer(tmp_path, model, controller.address, **settings)
+        assert finish(processes, tmp_path) == [0, 0]
+    size = controller.checkpoints[0].num_bytes
+    disk.set_rate(size / (SLOWER * RANK_LIMIT_S))
+    # The ranks load the checkpoint, make a version and write it, all of it slowly.
+    with FakeController([batch_order(BATCHES[1]), stop_order()]) as controller:
+        processes = start_trainer(tmp_path, model, controller.address, **settings)
+        assert finish(processes, tmp_path) == [0, 0], (tmp_path / "rank-0.log").read_text()[-3000:]
+    assert controller.failures == []
+    assert [report.version.step for report in controller.checkpoints] == [2]
+    assert controller.checkpoints[0].wall_s > RANK_LIMIT_S
+    assert controller.goodbye is not None
+    assert (Path(controller.goodbye.export_path) / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_disk_that_hangs_ends_all_ranks_with_a_line_that_says_so(
+    tmp_path: Path, model: Path
+) -> None:
+    disk = ThrottledDisk(tmp_path / "program" / "checkpoints", tmp_path / "tools")
+    disk.set_rate(0)
+    with FakeController([batch_order(BATCHES[0]), stop_order()]) as controller:
+        processes = start_trainer(
+            tmp_path,
+            model,
+            controller.address,
+            world_size=2,
+            timeout_s=RANK_LIMIT_S,
+            checkpoint={"every_steps": 1, "asynchronous": False},
+            environ=disk.environ,
+        )
+        assert finish(processes, tmp_path) == [3, 3]
+    folder = tmp_path / "program" / "checkpoints"
+    assert {(f.rank, f.final, f.message) for f in controller.failures} == {
+        (
+            rank,
+            True,
+            f"CheckpointError: rank 0 moved no byte to or from the disk of {folder} for "
+            "10 s (learner.timeout_s)",
+        )
+        for rank in range(2)
+    }

@@ -19,8 +19,8 @@ INTRODUCTION = """\
 # Feature parity
 
 What engineers expect from a Megatron-based reinforcement-learning trainer, drawn from the documents
-of SkyRL, siiRL, Oumi and Trinity-RFT: each feature, our setting or command for it, and the tests
-that show it. A feature that has no place here says why.
+of SkyRL, siiRL, Oumi and Trinity-RFT: each item, our setting or command for it, and the tests that
+show it. An item that has no place here says why. What Slipstream has beyond these is not listed.
 
 A test counts only if it fails when the code that it is about is taken away. `make mutants` takes
 that code away, one place after the other, and runs the tests of the row: each must be noticed.

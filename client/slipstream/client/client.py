@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
@@ -47,7 +48,8 @@ from slipstream.v1 import (
 )
 
 CALL_TIMEOUT_S = 15.0
-# Rollout servers load a submitted environment before it is accepted.
+# Rollout servers load a submitted environment and reset its first task before it is accepted; the
+# environment's own limit comes on top.
 SUBMIT_TIMEOUT_S = 150.0
 # How often a controller that is not there yet is looked for.
 LOOK_S = 0.5
@@ -117,7 +119,7 @@ class Client:
         `name` is the class's in lower case unless given. `weight` is its share of the trained
         groups, `timeout_s` the limit of one reset or step. The module is looked for in
         `search_path` on the servers' machines, the working directory unless given. Returns when a
-        worker has loaded it; EnvironmentFailed says why none could.
+        worker has loaded it and reset its first task; EnvironmentFailed says why none could.
         """
         try:
             args_json = json.dumps(dict(args or {}))
@@ -133,10 +135,12 @@ class Client:
             search_path=str(search_path or os.getcwd()),
             purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
         )
+        # The controller refuses what is no limit.
+        reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
         with self._mapped_errors():
             response = await self._environments.SubmitEnvironment(
                 environment_pb2.SubmitEnvironmentRequest(spec=spec),
-                timeout=SUBMIT_TIMEOUT_S,
+                timeout=SUBMIT_TIMEOUT_S + reset_s,
                 metadata=self._metadata,
             )
         status = environment_from_pb(response.status)

@@ -17,8 +17,6 @@ FILES = (
     *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
     *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "quarantine/", "logs/"),
 )
-# What a run that ended before its last step did.
-STATES = {"finished": "stopped", "failed": "failed"}
 # How the controller's event of a failure begins.
 FAILED = "the run failed: "
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
@@ -41,8 +39,8 @@ class Display:
         self.failure = ""
         # The cause of a failure that was shown already, at once and to `err` alone.
         self.told_failure = ""
-        # Set by `summary`: the run ended before its last step, though there is more to learn.
-        self.stopped_early = False
+        # Set by `summary`: the run was stopped.
+        self.is_stopped = False
 
     def show(self, event: status_pb2.Event) -> None:
         """One event of the controller."""
@@ -89,16 +87,16 @@ class Display:
         summary = json.loads(path.read_text())
         if summary["steps"]:
             self._table(summary, folder)
-        self.stopped_early = not summary["solved"] and summary["steps"] < self._config.run.steps
-        if self.stopped_early:
-            state = STATES[summary["state"]]
+        self.is_stopped = summary["state"] == "stopped"
+        if summary["state"] != "finished":
             how = "; the same command goes on"
-            if state == "failed":
+            if summary["state"] == "failed":
                 how = "; when the cause is mended the same command goes on from there"
             if self._config.run.resume == "never":
                 how = ""
             self._out.write(
-                f"\n  {state} at version {summary['steps']} of {self._config.run.steps}{how}\n"
+                f"\n  {summary['state']} at version {summary['steps']} of "
+                f"{self._config.run.steps}{how}\n"
             )
             self._out.flush()
 

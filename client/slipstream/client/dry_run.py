@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.client.placement import check_transport, describe_sharing, place_here, share_memory
+from slipstream.client.engine_checks import describe_engine
+from slipstream.client.placement import (
+    check_transport,
+    describe_sharing,
+    place_here,
+    share_memory,
+    uses_gpus,
+)
 from slipstream.client.terminal import say
 from slipstream.protocol.access.security import without_password
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import check_sizes, dump_config
+from slipstream.protocol.settings.config_file import check_sizes, dump_config, model_warnings
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.settings.rank_layout import RankLayout
 from slipstream.protocol.settings.roles import role_settings
@@ -40,7 +47,7 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
     The model's config.json is read, nothing else of it. ConfigError as of `check_sizes`.
     """
     missing = check_sizes(config)
-    config, gpus, misfit = _place(config, ranks=ranks, servers=servers)
+    config, gpus, misfit = place_dry(config, ranks=ranks, servers=servers)
     has_experts = read_model_sizes(config.model.path).experts > 0
     layout = RankLayout.of(config.learner.parallel, config.learner.world_size)
     notes = ["The trainer's ranks:", *layout.describe(has_experts=has_experts).splitlines()]
@@ -53,6 +60,8 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
     notes += ["", *gpus]
     if config.algorithm.staleness_warning is not None:
         notes += ["", f"Warning: {config.algorithm.staleness_warning}"]
+    for warning in model_warnings(config):
+        notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
     return DryRun(_toml(config, notes), (*missing, *misfit))
@@ -60,17 +69,18 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
 
 def describe_server(config: Config) -> DryRun:
     """The dry run of the command that would start one rollout server here."""
-    config, gpus, misfit = _place(config, ranks=0, servers=1)
+    config, gpus, misfit = place_dry(config, ranks=0, servers=1)
     return DryRun(_toml(config, gpus), misfit)
 
 
-def _place(
+def place_dry(
     config: Config, *, ranks: int, servers: int
 ) -> tuple[Config, list[str], tuple[str, ...]]:
     """Which GPU each process would have here, or why it does not fit: a dry run needs none.
 
     With the settings as sharing a GPU makes them.
     """
+    engine = [describe_engine(config.rollout_server, on_cpu=not uses_gpus())] if servers else []
     try:
         placement = place_here(config, ranks=ranks, servers=servers)
         config = share_memory(config, placement)
@@ -78,8 +88,8 @@ def _place(
         if ranks and servers:
             sharing.append(f"weights travel by {check_transport(config, placement)}")
     except ConfigError as error:
-        return config, [f"The GPUs here do not fit: {error}"], (str(error),)
-    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing], ()
+        return config, [f"The GPUs here do not fit: {error}", *engine], (str(error),)
+    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing, *engine], ()
 
 
 def _toml(config: Config, notes: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from slipstream.client.children import first_failed, show_lines, start_child
 from slipstream.client.dry_run import describe_dry_run, describe_server
+from slipstream.client.engine_checks import check_cache, check_compiler
 from slipstream.client.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.preflight import (
-    check_cache,
     check_controller,
     check_environments,
     check_installed,
@@ -58,6 +58,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_trackers(config.tracking)
     check_engine(config)
     check_cache(config)
+    check_compiler(config)
     await check_passed_settings(config)
     # Settings first: what is in use now may be free when they are right.
     check_run_folder(config)
@@ -147,6 +148,7 @@ async def run_rollout_server(
     credentials = check_settings(config, queue_ends=("rollout_server",))
     check_installed("vllm", *_queue_packages(config))
     check_cache(config)
+    check_compiler(config)
     check_engine(config)
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")

@@ -34,7 +34,7 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or _is_ours(frames[-1].filename):
+    if not frames or is_ours(frames[-1].filename):
         return line
     last = frames[-1]
     return f"{line} ({Path(last.filename).name}:{last.lineno} in {last.name})"
@@ -83,5 +83,11 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
         raise environment_failed(f"{class_name}(...) failed: {describe(error)}") from error
 
 
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_OWN_FOLDER) and not filename.startswith(_BUILTIN_FOLDER)
+def is_ours(filename: str) -> bool:
+    """Whether a file is ours and no environment."""
+    return filename.startswith(_OWN_FOLDER) and not is_builtin(filename)
+
+
+def is_builtin(filename: str) -> bool:
+    """Whether a file belongs to the environments that come with the client."""
+    return filename.startswith(_BUILTIN_FOLDER)

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import importlib.util
 import json
-import math
 import os
 import random
 import socket
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from slipstream.client.placement import uses_gpus
 from slipstream.client.programs import run_module
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.protocol.access.exposure import check_private
@@ -35,14 +33,11 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.process import open_variables
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import check_model, check_sizes, dump_config
-from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.roles import role_settings
 from slipstream.protocol.settings.sections import SecuritySection
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
-# What decides about vLLM's cache in place of our setting.
-CACHE_ARGUMENTS = {"kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
 SETTINGS_CHECK = "slipstream.learner.trainer.check"
 RETRY_S = 0.2
 # Of a check by Megatron: its imports, on a busy machine.
@@ -115,24 +110,6 @@ def check_weights_host(config: Config) -> None:
             f"weights.host must be an address of this machine, where trainer rank 0 starts, "
             f"got {host}: {error.strerror}"
         ) from error
-
-
-def check_cache(config: Config) -> None:
-    """ConfigError when the KV cache of an engine on CPUs has no room for one episode.
-
-    vLLM would say so when it has loaded the model, and name no setting of ours.
-    """
-    server, longest = config.rollout_server, config.sampling.max_episode_tokens
-    if uses_gpus() or CACHE_ARGUMENTS & set(server.engine):
-        return
-    item_bytes = 4 if config.model.dtype == "float32" else 2
-    sizes = read_model_sizes(config.model.path)
-    needed = longest * sizes.cache_bytes_per_token(item_bytes, server.tensor_parallel_size)
-    if needed > server.kv_cache_gib << 30:
-        raise ConfigError(
-            f"rollout_server.kv_cache_gib must hold an episode of sampling.max_episode_tokens = "
-            f"{longest}, {math.ceil(needed / (1 << 30))} GiB, got {server.kv_cache_gib}"
-        )
 
 
 def check_port(address: str) -> None:

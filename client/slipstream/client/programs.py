@@ -40,7 +40,7 @@ async def run_module(
         stdin.write(given)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "slipstream.protocol.process"],
+            *[sys.executable, "-m", "slipstream.protocol.keeper", "--"],
             *[sys.executable, "-m", *arguments],
             stdin=stdin,
             stdout=asyncio.subprocess.DEVNULL,
@@ -54,8 +54,9 @@ async def run_module(
                 async with asyncio.timeout(limit_s):
                     code = await process.wait()
         finally:
+            # The keeper ends all that the program has started.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                process.send_signal(signal.SIGTERM)
             await process.wait()
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
         text = stderr.read().decode(errors="replace")

@@ -37,20 +37,29 @@ def _check_contents(config: Config) -> bool:
             f"{folder} holds a run already; choose another run.name or remove the folder"
         )
     check_resumable(load_config(folder / "config.toml"), config)
-    summary = folder / "summary.json"
-    if summary.is_file():
-        values = json.loads(summary.read_text())
-        if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
-            raise ConfigError(
-                f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
-                "another run.name, or set algorithm.dynamic_sampling.enabled = false to go on"
-            )
-        if values["state"] == "finished" and values["steps"] >= config.run.steps:
-            raise ConfigError(
-                f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "
-                "choose another run.name"
-            )
+    _check_unfinished(folder, config)
     return True
+
+
+def _check_unfinished(folder: Path, config: Config) -> None:
+    """ConfigError when the run has done all that `config` asks for, the exported model included."""
+    summary = folder / "summary.json"
+    if not summary.is_file():
+        return
+    values = json.loads(summary.read_text())
+    lacks_model = config.learner.export_final and not (folder / "checkpoints" / "final").is_dir()
+    if values["state"] != "finished" or lacks_model:
+        return
+    if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
+        raise ConfigError(
+            f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
+            "another run.name, or set algorithm.dynamic_sampling.enabled = false to go on"
+        )
+    if values["steps"] >= config.run.steps:
+        raise ConfigError(
+            f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "
+            "choose another run.name"
+        )
 
 
 def _check_not_held(path: Path, folder: Path) -> None:

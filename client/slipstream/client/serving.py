@@ -21,6 +21,7 @@ from typing import SupportsFloat, TypeAlias, TypeVar
 import grpc.aio
 from slipstream.client.environment import AnyEnvironment, Message, StepResult, TaskSource
 from slipstream.client.loading import describe, environment_failed, load_environment
+from slipstream.client.witness import CallWitness, awaited_place
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
@@ -37,7 +38,9 @@ Answer = TypeVar("Answer")
 
 @dataclass
 class _Episode:
+    key: str
     environment: AnyEnvironment
+    witness: CallWitness | None
     # Whether `reset` has answered with messages.
     has_begun: bool = False
     # Answers the reset or step that runs now.
@@ -49,11 +52,14 @@ class _Episode:
 class EpisodeHost:
     """The open episodes of one environment."""
 
-    def __init__(self, environment: AnyEnvironment | None = None) -> None:
+    def __init__(
+        self, environment: AnyEnvironment | None = None, *, witness: CallWitness | None = None
+    ) -> None:
         """Without an environment a Load command must come first.
 
-        EnvironmentFailed when it gives no tasks.
+        `witness` is told of every call. EnvironmentFailed when the environment gives no tasks.
         """
+        self._witness = witness
         self._environment = environment
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
@@ -78,7 +84,7 @@ class EpisodeHost:
                     await self._close(command.close.episode_key)
                     message.pong.SetInParent()
                 case "ping":
-                    message.pong.SetInParent()
+                    message.pong.place = self._place(command.ping.episode_key)
                 case unknown:
                     raise _misused(f"unknown command {unknown}")
         except EnvironmentFailed as error:
@@ -99,6 +105,13 @@ class EpisodeHost:
             print(f"episodes did not close within {CLOSE_TIMEOUT_S:g} s", file=sys.stderr)
         self._episodes.clear()
 
+    def _place(self, key: str) -> str:
+        """Where an episode waits now."""
+        episode = self._episodes.get(key)
+        if episode is None or episode.running is None:
+            return ""
+        return awaited_place(episode.running)
+
     def _load(self, spec: pb.EnvironmentSpec) -> pb.Loaded:
         if spec.reference:
             self._environment = load_environment(spec.reference, spec.args_json, spec.search_path)
@@ -113,7 +126,8 @@ class EpisodeHost:
         if command.episode_key in self._episodes:
             raise _misused(f"episode {command.episode_key} is open already")
         tasks, environment = self._tasks, _copy(self._environment, command.seed)
-        episode = self._episodes[command.episode_key] = _Episode(environment)
+        episode = _Episode(command.episode_key, environment, self._witness)
+        self._episodes[command.episode_key] = episode
 
         async def reset() -> pb.Observation:
             messages = await _result(environment.reset(tasks[command.task_index]))
@@ -217,6 +231,8 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
     assert this is not None
     episode.running = this
     episode.idle.clear()
+    if episode.witness is not None:
+        episode.witness.begin(episode.key, this)
     try:
         return await call()
     except EnvironmentFailed:
@@ -230,6 +246,8 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise environment_failed(describe(error)) from error
     finally:
+        if episode.witness is not None:
+            episode.witness.end(this)
         episode.running = None
         episode.given_up = False
         episode.idle.set()

@@ -18,14 +18,16 @@ import grpc.aio
 from slipstream.client.children import Child, start_child, with_full_disk
 from slipstream.client.display import Display, loading_line
 from slipstream.client.placement import Placement, describe_sharing
+from slipstream.client.run_calls import STOP_LIMIT_S, RunCalls
 from slipstream.client.run_folder import node_folder, write_config
 from slipstream.client.stopping import stop_signal
 from slipstream.client.trainer_ranks import TrainerRanks
 from slipstream.client.waits import tell_waits
-from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import model_warnings
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 CONTROLLER = "slipstream.learner.controller"
@@ -33,7 +35,8 @@ ROLLOUT_SERVER = "slipstream.rollout_server"
 GRACE_S = 30.0
 # After a second signal nobody waits for an orderly end: the next start goes on from the disk.
 HURRIED_GRACE_S = 1.0
-STOP_LIMIT_S = 30.0
+# How often the controller is asked whether the run still stops.
+LOOK_S = 2.0
 # The last events may need so long to come after the controller is gone.
 EVENTS_LIMIT_S = 5.0
 # What a run leaves may need so long to end after the controller is gone.
@@ -64,7 +67,7 @@ class Session:
         """`stop_limit_s`: the limit of asking the controller to stop; then it is ended."""
         self._config, self._placement = config, placement
         self._credentials = credentials
-        self._stop_limit_s = stop_limit_s
+        self._calls = RunCalls(config.controller.address, credentials, stop_limit_s=stop_limit_s)
         self._logs = config.run_dir / "logs"
         self._resolved = write_config(config, node_folder(config, node_rank))
         self._children: list[Child] = []
@@ -106,6 +109,8 @@ class Session:
         self._display.tell(loading_line(self._config, num_servers))
         for line in describe_sharing(self._config, self._placement):
             self._display.tell(line)
+        for line in model_warnings(self._config):
+            self._display.warn(line)
         self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
 
     async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:
@@ -116,6 +121,7 @@ class Session:
             first_rank=first_rank,
             num_ranks=num_ranks,
             warn=self._display.warn,
+            milestones=self._calls.milestones,
         )
         learner = self._config.learner
         if num_ranks < learner.world_size:
@@ -171,7 +177,7 @@ class Session:
             raise RunFailed(with_full_disk(self._unanswered.reason, self._logs))
         if controller.process.returncode == 0:
             self._display.summary()
-            return self._signalled if self._display.stopped_early else 0
+            return self._signalled if self._display.is_stopped else 0
         if self._unanswered is not None:
             return self._signalled
         if self._display.failure:
@@ -282,10 +288,12 @@ class Session:
         stop = self._stopping
         ends = asyncio.ensure_future(self._trainers.keep(self._config_arguments))
         await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
+        if not ends.done():
+            await end_in_order(ends, self._calls)
         stop.cancel()
         ends.cancel()
         await asyncio.gather(ends, return_exceptions=True)
-        await self._trainers.stop(GRACE_S)
+        await self._trainers.stop(HURRIED_GRACE_S)
         failed = [child for child in self._trainers.children if child.process.returncode]
         if failed:
             raise RunFailed(failed[0].describe_end())
@@ -299,36 +307,41 @@ class Session:
 
     async def _stop_run(self, reason: str, *, failed: bool) -> None:
         """Asks the controller to end the run; ends the controller when it gives no answer."""
-        request = status_pb2.StopRunRequest(reason=reason, failed=failed)
-        try:
-            async with self._channel() as channel:
-                stub = status_pb2_grpc.StatusServiceStub(channel)
-                # The controller may not listen yet.
-                await stub.StopRun(
-                    request,
-                    metadata=call_metadata(self._credentials),
-                    timeout=self._stop_limit_s,
-                    wait_for_ready=True,
-                )
-        except grpc.aio.AioRpcError as error:
-            controller = await self._controller if self._controller is not None else None
-            if controller is None or not controller.is_running or self._display.is_over:
-                return
-            self._display.warn(f"the controller does not answer, {error.code().name}; it is ended")
-            self._unanswered = request
-            await controller.stop(GRACE_S)
+        problem = await self._calls.stop(reason, failed=failed)
+        if not problem:
+            return
+        controller = await self._controller if self._controller is not None else None
+        if controller is None or not controller.is_running or self._display.is_over:
+            return
+        self._display.warn(f"the controller does not answer, {problem}; it is ended")
+        self._unanswered = status_pb2.StopRunRequest(reason=reason, failed=failed)
+        await controller.stop(GRACE_S)
 
     async def _show_events(self) -> None:
-        async with self._channel() as channel:
+        async with self._calls.channel() as channel:
             stub = status_pb2_grpc.StatusServiceStub(channel)
-            metadata = call_metadata(self._credentials)
             while not self._display.is_over:
                 request = status_pb2.WatchRequest(after=self._display.last_event)
                 try:
-                    async for event in stub.Watch(request, metadata=metadata, wait_for_ready=True):
+                    async for event in stub.Watch(
+                        request, metadata=self._calls.metadata, wait_for_ready=True
+                    ):
                         self._display.show(event)
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.5)
 
-    def _channel(self) -> grpc.aio.Channel:
-        return open_channel(self._config.controller.address, self._credentials)
+
+async def end_in_order(
+    ends: asyncio.Future[Child | None],
+    calls: RunCalls,
+    *,
+    grace_s: float = GRACE_S,
+    look_s: float = LOOK_S,
+) -> None:
+    """Leaves ranks of another node `grace_s` to end, and all that they need while the run stops.
+
+    A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
+    """
+    until_s = time.monotonic() + grace_s
+    while not ends.done() and (time.monotonic() < until_s or await calls.is_stopping()):
+        await asyncio.wait((ends,), timeout=look_s)

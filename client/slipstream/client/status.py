@@ -87,7 +87,7 @@ class RunStatus:
     """A run at one moment."""
 
     run_id: str
-    # starting, running, stopping, finished or failed.
+    # starting, running, stopping, finished, failed or stopped.
     state: str
     cause: str
     step: int
@@ -107,11 +107,13 @@ class RunStatus:
     lease_wait: str
     # Of the queue: used, and what leased episodes may still need.
     reserved_bytes: int
+    # The newest version of which a checkpoint was reported; 0: none.
+    checkpoint_step: int
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more will happen."""
-        return self.state in ("finished", "failed")
+        return self.state in ("finished", "failed", "stopped")
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Event:
     # Set when a step was finished.
     step: int
     metrics: dict[str, float]
-    # finished or failed; set by the last event of a run only.
+    # finished, failed or stopped; set by the last event of a run only.
     final_state: str
 
 
@@ -187,6 +189,7 @@ def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
         metrics=dict(message.metrics),
         lease_wait=message.lease_wait,
         reserved_bytes=message.reserved_bytes,
+        checkpoint_step=message.checkpoint_step,
     )
 
 

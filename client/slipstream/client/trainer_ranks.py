@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from slipstream.client.children import Child, start_child
 from slipstream.client.placement import Placement
@@ -21,8 +21,6 @@ from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.settings.config import Config, address_parts
 
 TRAINER = "slipstream.learner.trainer"
-# Ranks that lived so long may die as often as new ones.
-FORGIVEN_S = 600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 # Exit codes after which the same would happen again: impossible settings, and what is a bug or
 # damage by the trainer's own judgement.
@@ -32,8 +30,26 @@ NOT_LOADED = 4
 MAX_FAILED_STARTS = 2
 
 
+@dataclass(frozen=True)
+class Milestones:
+    """How far a run has come for good, as its controller says."""
+
+    # The newest version.
+    version: int
+    # The newest version with a checkpoint.
+    checkpoint: int
+
+    def is_beyond(self, earlier: Milestones) -> bool:
+        """Whether something was reached since."""
+        return self.version > earlier.version or self.checkpoint > earlier.checkpoint
+
+
 class TrainerRanks:
-    """`keep` starts them and returns when they are over."""
+    """`keep` starts them and returns when they are over.
+
+    They may die `learner.max_restarts` times between two milestones. Ranks that train the same
+    steps again after each death reach none, however long they live.
+    """
 
     def __init__(
         self,
@@ -43,10 +59,12 @@ class TrainerRanks:
         first_rank: int,
         num_ranks: int,
         warn: Callable[[str], None],
+        milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
+        """`milestones` asks the controller; None when it does not answer."""
         self._config, self._placement = config, placement
         self._first_rank, self._num_ranks = first_rank, num_ranks
-        self._warn = warn
+        self._warn, self._milestones = warn, milestones
         self._logs = config.run_dir / "logs"
         self.children: list[Child] = []
 
@@ -68,8 +86,8 @@ class TrainerRanks:
         Otherwise the rank that died, when it is final or there were too many.
         """
         restarts, failed_starts, pause_s = 0, 0, FIRST_PAUSE_S
+        reached = Milestones(0, 0)
         while True:
-            started_s = time.monotonic()
             failed = await self._first_failure()
             if failed is None:
                 return None
@@ -77,8 +95,9 @@ class TrainerRanks:
                 # They wait for the dead one, and hold nothing that is not on the disk.
                 child.signal(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self.children))
-            if time.monotonic() - started_s > FORGIVEN_S:
-                restarts, pause_s = 0, FIRST_PAUSE_S
+            now = await self._milestones()
+            if now is not None and now.is_beyond(reached):
+                restarts, pause_s, reached = 0, FIRST_PAUSE_S, now
             restarts += 1
             code = failed.process.returncode
             failed_starts = failed_starts + 1 if code == NOT_LOADED else 0

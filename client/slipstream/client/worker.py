@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--connect", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the server")
     what.add_argument("--check", metavar="MODULE:CLASS", help="load it and reset its first task")
+    parser.add_argument("--record", type=int, metavar="FD", help="where to note calls (--connect)")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of --check")
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     report = _keep_stdout()
     if arguments.check is not None:
         _check(arguments.check, arguments.args, arguments.search_path, arguments.timeout_s, report)
-    return _serve(arguments.connect)
+    return _serve(arguments.connect, arguments.record)
 
 
 def _keep_stdout() -> int:
@@ -53,7 +53,7 @@ def _keep_stdout() -> int:
     return real
 
 
-def _serve(address: str) -> int:
+def _serve(address: str, record: int | None) -> int:
     from slipstream.protocol.process import die_with_parent
 
     token = os.environ.pop(TOKEN_VARIABLE, None)
@@ -63,7 +63,7 @@ def _serve(address: str) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = 1
     try:
-        asyncio.run(_attach(address, token))
+        asyncio.run(_attach(address, token, record))
         code = 0
     except _NotConnected as error:
         print(f"slipstream worker: {error}", file=sys.stderr)
@@ -80,9 +80,10 @@ class _NotConnected(Exception):
     """There is no server, or it was lost."""
 
 
-async def _attach(address: str, token: str | None) -> None:
+async def _attach(address: str, token: str | None, record: int | None) -> None:
     import grpc.aio
     from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
+    from slipstream.client.witness import CallWitness
     from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
     from slipstream.protocol.errors import ConfigError
     from slipstream.v1 import environment_pb2 as pb
@@ -106,7 +107,8 @@ async def _attach(address: str, token: str | None) -> None:
         try:
             attach = partial(stub.Attach, metadata=call_metadata(credentials))
             call = await open_stream(attach, hello)
-            await answer_commands(EpisodeHost(), aiter(call), call.write)
+            host = EpisodeHost(witness=None if record is None else CallWitness(record))
+            await answer_commands(host, aiter(call), call.write)
         except grpc.aio.AioRpcError as error:
             raise _NotConnected(f"{address}: {error.details()}") from error
 
@@ -116,6 +118,7 @@ def _check(
 ) -> NoReturn:
     from slipstream.client.serving import EpisodeHost
     from slipstream.client.terminal import counted
+    from slipstream.client.witness import running_place
     from slipstream.v1 import environment_pb2 as pb
 
     main_thread = threading.get_ident()
@@ -129,9 +132,9 @@ def _check(
         os._exit(2)
 
     def give_up() -> NoReturn:
-        stack = traceback.extract_stack(sys._current_frames()[main_thread])
-        place = f"{Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}"
-        if Path(stack[-1].filename).name == "selectors.py":
+        place = running_place(main_thread)
+        innermost = sys._current_frames()[main_thread].f_code.co_filename
+        if Path(innermost).name == "selectors.py":
             place = "it awaits something that does not come"
         fail(f"no answer within {timeout_s:g} s ({place})")
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -117,24 +117,37 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def describe_file(folder: Path, path: str) -> FileEntry:
-    """Size and digest of a file below `folder`, whose bytes are made durable."""
+def describe_file(
+    folder: Path, path: str, moved: Callable[[int], None] = lambda num_bytes: None
+) -> FileEntry:
+    """Size and digest of a file below `folder`, whose bytes are made durable.
+
+    `moved` is told of the bytes of each read, which may be fewer than were asked for.
+    """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     num_bytes = 0
-    with (folder / path).open("rb") as file:
+    with (folder / path).open("rb", buffering=0) as file:
         os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
             digest.update(block)
             num_bytes += len(block)
+            moved(len(block))
     return FileEntry(path=path, num_bytes=num_bytes, digest=digest.hexdigest())
 
 
-def check_files(folder: Path, files: Iterable[FileEntry]) -> None:
-    """CheckpointError naming the first file that is not what the manifest says."""
+def check_files(
+    folder: Path,
+    files: Iterable[FileEntry],
+    moved: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """CheckpointError naming the first file that is not what the manifest says.
+
+    `moved` is told of the bytes that were read.
+    """
     for expected in files:
         problem = ""
         try:
-            found = describe_file(folder, expected.path)
+            found = describe_file(folder, expected.path, moved)
         except OSError as error:
             problem = error.strerror or "it cannot be read"
         else:

@@ -11,7 +11,7 @@ import math
 import zlib
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.routed_experts import RoutedExperts, unpack_experts
 from slipstream.protocol.types import (
@@ -29,10 +29,10 @@ from slipstream.protocol.types import (
 )
 from slipstream.v1 import trajectory_pb2 as pb
 
-MAX_TRAJECTORY_BYTES = 32 << 20
+MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory.DESCRIPTOR)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
@@ -204,13 +204,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 def decode_trajectory(data: bytes) -> Trajectory:
     """Inverse of `encode_trajectory`; ProtocolError for anything that it did not write."""
-    if len(data) > MAX_TRAJECTORY_BYTES:
-        raise ProtocolError(f"a trajectory of {len(data)} bytes, more than {MAX_TRAJECTORY_BYTES}")
-    try:
-        message = pb.Trajectory.FromString(data)
-    except DecodeError as error:
-        raise ProtocolError(f"not a trajectory: {error}") from error
-    return trajectory_from_pb(message)
+    return trajectory_from_pb(decode(pb.Trajectory, data))
 
 
 def merge_spans(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
@@ -237,6 +231,8 @@ def _check(trajectory: Trajectory) -> None:
             f"{name}: {len(trajectory.behavior_logprobs)} log-probabilities "
             f"for {sampled} sampled tokens"
         )
+    if any(span.length == 0 for span in trajectory.version_spans):
+        raise ProtocolError(f"{name}: a version span is empty")
     if sum(span.length for span in trajectory.version_spans) != sampled:
         raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
     if not math.isfinite(trajectory.reward):

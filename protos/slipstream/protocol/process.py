@@ -13,12 +13,13 @@ import sys
 from collections.abc import Mapping
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 # What environment code may see of our environment: no secrets.
 _OPEN_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
 
 
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when the thread that started it ends.
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks Linux to send this process `number` when the thread that started it ends.
 
     Elsewhere nothing happens.
 
@@ -26,7 +27,13 @@ def die_with_parent() -> None:
     as its process.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def become_reaper() -> None:
+    """Asks Linux to give this process what loses its parent below it, in the place of init."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,15 @@ leased than a step trains there is room for one more, and as many groups, comple
 
 from __future__ import annotations
 
+# Each of the two texts of a trajectory.
+_TEXT_BYTES = 256
+_TEXT_BYTES_PER_TOKEN = 5
+
+
+def max_text_bytes(num_tokens: int) -> int:
+    """Largest size in bytes of the prompt's and of the reply's text of `num_tokens` tokens."""
+    return _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * num_tokens
+
 
 def free_bytes(queue_bytes: int, waiting_bytes: int, promised: int, largest_bytes: int) -> int:
     """What is neither used nor reserved; below 0 while failed attempts are on their way out."""

@@ -16,7 +16,7 @@ formed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -50,12 +50,32 @@ def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_dea
     return new_deadline >= step and holds([*deadlines, new_deadline], step, groups_per_step)
 
 
+def may_lease_counted(
+    counts: Mapping[int, int], step: int, groups_per_step: int, new_deadline: int
+) -> bool:
+    """The same as `may_lease` for the number of groups of each deadline, of which there are few."""
+    if new_deadline < step:
+        return False
+    count = 0
+    for d in sorted({*counts, new_deadline}):
+        count += counts.get(d, 0) + (d == new_deadline)
+        if count > (d - step + 1) * groups_per_step:
+            return False
+    return True
+
+
 def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_steps: int) -> bool:
     """Whether a server of version `served_step` may run members of a group that was leased before.
 
     Their tokens are no older than `served_step`, and the group is trained by its deadline.
     """
     return deadline_step <= deadline(served_step, max_staleness, num_steps)
+
+
+def is_stranded(may_be_finished: Iterable[bool]) -> bool:
+    """Whether servers could run an interrupted group now, and none of them may finish it."""
+    verdicts = list(may_be_finished)
+    return bool(verdicts) and not any(verdicts)
 
 
 def must_start_afresh(
@@ -70,8 +90,7 @@ def must_start_afresh(
     `may_be_finished` has an entry for each server that could run it now: whether it `may_finish`
     it. While no batch waits for the group, a server with newer weights may still come.
     """
-    verdicts = list(may_be_finished)
-    if not verdicts or any(verdicts):
+    if not is_stranded(may_be_finished):
         return False
     due = due_groups(groups, step, groups_per_step)
     return any(each.group_id == group.group_id for each in due)

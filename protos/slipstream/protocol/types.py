@@ -74,6 +74,8 @@ class FailureKind(Enum):
     INFRASTRUCTURE = 4
     # The task does not fit: no attempt can succeed.
     PROMPT_TOO_LONG = 5
+    # Its worker ended while other episodes ran there: it runs again and counts as no attempt.
+    BYSTANDER = 6
 
 
 class Purpose(Enum):

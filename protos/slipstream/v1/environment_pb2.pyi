@@ -1,3 +1,4 @@
+from slipstream.v1 import bounds_pb2 as _bounds_pb2
 from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -155,8 +156,10 @@ class CloseCommand(_message.Message):
     def __init__(self, episode_key: _Optional[str] = ...) -> None: ...
 
 class PingCommand(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("episode_key",)
+    EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
+    episode_key: str
+    def __init__(self, episode_key: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("call_id", "hello", "loaded", "observation", "verdict", "failure", "pong")
@@ -222,5 +225,7 @@ class Verdict(_message.Message):
     def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("place",)
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    place: str
+    def __init__(self, place: _Optional[str] = ...) -> None: ...

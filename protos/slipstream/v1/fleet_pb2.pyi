@@ -1,3 +1,4 @@
+from slipstream.v1 import bounds_pb2 as _bounds_pb2
 from slipstream.v1 import environment_pb2 as _environment_pb2
 from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
 from slipstream.v1 import weights_pb2 as _weights_pb2
@@ -233,22 +234,26 @@ class LeaseReport(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., closed: bool = ..., unfinished: _Optional[_Iterable[int]] = ..., next_attempt: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "heartbeat_s", "heartbeat_timeout_s")
+    __slots__ = ("run_id", "heartbeat_s", "heartbeat_timeout_s", "delivery_key")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    DELIVERY_KEY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     heartbeat_s: float
     heartbeat_timeout_s: float
-    def __init__(self, run_id: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., heartbeat_timeout_s: _Optional[float] = ...) -> None: ...
+    delivery_key: bytes
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., heartbeat_timeout_s: _Optional[float] = ..., delivery_key: _Optional[bytes] = ...) -> None: ...
 
 class EnvironmentOrder(_message.Message):
-    __slots__ = ("spec", "unload")
+    __slots__ = ("spec", "unload", "try_reset")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_FIELD_NUMBER: _ClassVar[int]
+    TRY_RESET_FIELD_NUMBER: _ClassVar[int]
     spec: _environment_pb2.EnvironmentSpec
     unload: bool
-    def __init__(self, spec: _Optional[_Union[_environment_pb2.EnvironmentSpec, _Mapping]] = ..., unload: bool = ...) -> None: ...
+    try_reset: bool
+    def __init__(self, spec: _Optional[_Union[_environment_pb2.EnvironmentSpec, _Mapping]] = ..., unload: bool = ..., try_reset: bool = ...) -> None: ...
 
 class PreparePublish(_message.Message):
     __slots__ = ("publish_id", "version")

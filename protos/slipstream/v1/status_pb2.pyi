@@ -1,3 +1,4 @@
+from slipstream.v1 import bounds_pb2 as _bounds_pb2
 from slipstream.v1 import environment_pb2 as _environment_pb2
 from slipstream.v1 import fleet_pb2 as _fleet_pb2
 from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
@@ -18,6 +19,7 @@ class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RUN_STATE_STOPPING: _ClassVar[RunState]
     RUN_STATE_FINISHED: _ClassVar[RunState]
     RUN_STATE_FAILED: _ClassVar[RunState]
+    RUN_STATE_STOPPED: _ClassVar[RunState]
 
 class Severity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -31,6 +33,7 @@ RUN_STATE_RUNNING: RunState
 RUN_STATE_STOPPING: RunState
 RUN_STATE_FINISHED: RunState
 RUN_STATE_FAILED: RunState
+RUN_STATE_STOPPED: RunState
 SEVERITY_UNSPECIFIED: Severity
 SEVERITY_INFO: Severity
 SEVERITY_WARNING: Severity
@@ -87,7 +90,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("run_id", "state", "cause", "step", "num_steps", "max_staleness", "waiting_for", "servers", "environments", "ledger", "leased_groups", "complete_groups", "queued_bytes", "uptime_s", "metrics", "lease_wait", "reserved_bytes")
+    __slots__ = ("run_id", "state", "cause", "step", "num_steps", "max_staleness", "waiting_for", "servers", "environments", "ledger", "leased_groups", "complete_groups", "queued_bytes", "uptime_s", "metrics", "lease_wait", "reserved_bytes", "checkpoint_step")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +115,7 @@ class RunStatus(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     LEASE_WAIT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     state: RunState
     cause: str
@@ -129,7 +133,8 @@ class RunStatus(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     lease_wait: str
     reserved_bytes: int
-    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., cause: _Optional[str] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., max_staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., environments: _Optional[_Iterable[_Union[_environment_pb2.EnvironmentStatus, _Mapping]]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., leased_groups: _Optional[int] = ..., complete_groups: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., lease_wait: _Optional[str] = ..., reserved_bytes: _Optional[int] = ...) -> None: ...
+    checkpoint_step: int
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., cause: _Optional[str] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., max_staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., environments: _Optional[_Iterable[_Union[_environment_pb2.EnvironmentStatus, _Mapping]]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., leased_groups: _Optional[int] = ..., complete_groups: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., lease_wait: _Optional[str] = ..., reserved_bytes: _Optional[int] = ..., checkpoint_step: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("after",)

@@ -1,3 +1,4 @@
+from slipstream.v1 import bounds_pb2 as _bounds_pb2
 from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
 from slipstream.v1 import weights_pb2 as _weights_pb2
 from google.protobuf.internal import containers as _containers
@@ -188,6 +189,14 @@ class CheckpointReport(_message.Message):
     def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., wall_s: _Optional[float] = ...) -> None: ...
 
 class CheckpointReceipt(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkReport(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkReceipt(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

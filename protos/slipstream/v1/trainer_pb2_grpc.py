@@ -64,6 +64,11 @@ class TrainerServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.FromString,
                 _registered_method=True)
+        self.ReportWork = channel.unary_unary(
+                '/slipstream.v1.TrainerService/ReportWork',
+                request_serializer=slipstream_dot_v1_dot_trainer__pb2.WorkReport.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_trainer__pb2.WorkReceipt.FromString,
+                _registered_method=True)
         self.ReportFailure = channel.unary_unary(
                 '/slipstream.v1.TrainerService/ReportFailure',
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.TrainerFailure.SerializeToString,
@@ -117,6 +122,13 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportWork(self, request, context):
+        """A sign of life between the other reports.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportFailure(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -161,6 +173,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReportCheckpoint,
                     request_deserializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.FromString,
                     response_serializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.SerializeToString,
+            ),
+            'ReportWork': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportWork,
+                    request_deserializer=slipstream_dot_v1_dot_trainer__pb2.WorkReport.FromString,
+                    response_serializer=slipstream_dot_v1_dot_trainer__pb2.WorkReceipt.SerializeToString,
             ),
             'ReportFailure': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportFailure,
@@ -335,6 +352,33 @@ class TrainerService(object):
             '/slipstream.v1.TrainerService/ReportCheckpoint',
             slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.SerializeToString,
             slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportWork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.TrainerService/ReportWork',
+            slipstream_dot_v1_dot_trainer__pb2.WorkReport.SerializeToString,
+            slipstream_dot_v1_dot_trainer__pb2.WorkReceipt.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,3 +1,4 @@
+from slipstream.v1 import bounds_pb2 as _bounds_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -23,6 +24,7 @@ class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_KIND_ENGINE: _ClassVar[FailureKind]
     FAILURE_KIND_INFRASTRUCTURE: _ClassVar[FailureKind]
     FAILURE_KIND_PROMPT_TOO_LONG: _ClassVar[FailureKind]
+    FAILURE_KIND_BYSTANDER: _ClassVar[FailureKind]
 
 class EpisodePurpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,6 +42,7 @@ FAILURE_KIND_TIMEOUT: FailureKind
 FAILURE_KIND_ENGINE: FailureKind
 FAILURE_KIND_INFRASTRUCTURE: FailureKind
 FAILURE_KIND_PROMPT_TOO_LONG: FailureKind
+FAILURE_KIND_BYSTANDER: FailureKind
 EPISODE_PURPOSE_UNSPECIFIED: EpisodePurpose
 EPISODE_PURPOSE_TRAINING: EpisodePurpose
 EPISODE_PURPOSE_EVALUATION: EpisodePurpose

@@ -22,32 +22,91 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from slipstream.v1 import bounds_pb2 as slipstream_dot_v1_dot_bounds__pb2
 from slipstream.v1 import trajectory_pb2 as slipstream_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/weights.proto\x12\rslipstream.v1\x1a\x1eslipstream/v1/trajectory.proto\"H\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06sender\x18\x04 \x01(\r\"\x94\x01\n\x0cWeightLayout\x12*\n\x07tensors\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12+\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x19.slipstream.v1.TensorSpec\x12\x15\n\radapter_scale\x18\x04 \x01(\x01\"\x9e\x01\n\x0c\x43ommunicator\x12\x17\n\x0f\x63ommunicator_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x11\n\tunique_id\x18\x06 \x01(\x0c\x12\x13\n\x0bnum_senders\x18\x07 \x01(\r\"\x82\x01\n\x05Place\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\r\n\x05\x63\x61rds\x18\x02 \x03(\t\x12,\n\x04nccl\x18\x03 \x03(\x0b\x32\x1e.slipstream.v1.Place.NcclEntry\x1a+\n\tNcclEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"F\n\x08Receiver\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\"Y\n\x05Probe\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x19\n\x11\x65xpected_logprobs\x18\x03 \x01(\x0c\x12\x11\n\ttolerance\x18\x04 \x01(\x01\"\xb5\x02\n\x0cPublishOrder\x12\x12\n\npublish_id\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12\x31\n\x0c\x63ommunicator\x18\x03 \x01(\x0b\x32\x1b.slipstream.v1.Communicator\x12\x18\n\x10new_communicator\x18\x04 \x01(\x08\x12*\n\treceivers\x18\x05 \x03(\x0b\x32\x17.slipstream.v1.Receiver\x12\x0e\n\x06verify\x18\x06 \x01(\x08\x12\x19\n\x11\x62ucket_deadline_s\x18\x07 \x01(\x01\x12\x17\n\x0fjoin_deadline_s\x18\x08 \x01(\x01\x12\r\n\x05\x62\x65gun\x18\t \x01(\x08\x12\x16\n\x0e\x61\x64\x61pters_alone\x18\n \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/weights.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/bounds.proto\x1a\x1eslipstream/v1/trajectory.proto\"}\n\nTensorSpec\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x04\x10\x01\x12\x17\n\x05\x64type\x18\x02 \x01(\tB\x08\x8a\xb5\x18\x04\x08 \x10\x02\x12\x1e\n\x05shape\x18\x03 \x03(\x04\x42\x0f\x8a\xb5\x18\x0b\x18\x10)\x00\x00\x34&\xf5k\x0c\x43\x12\x1d\n\x06sender\x18\x04 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00\xf0@\"\xcf\x01\n\x0cWeightLayout\x12\x34\n\x07tensors\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.TensorSpecB\x08\x8a\xb5\x18\x04\x18\x80\x80@\x12#\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x42\r\x8a\xb5\x18\t)\x00\x00@\xe5\x9c\x30\xa2\x42\x12\x35\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x19.slipstream.v1.TensorSpecB\x08\x8a\xb5\x18\x04\x18\x80\x80@\x12-\n\radapter_scale\x18\x04 \x01(\x01\x42\x16\x8a\xb5\x18\x12!\x00\x00\x00\x00\x80\x84.\xc1)\x00\x00\x00\x00\x80\x84.A\"\xf4\x01\n\x0c\x43ommunicator\x12\"\n\x0f\x63ommunicator_id\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x01\x10\x02\x12\x1b\n\ttransport\x18\x02 \x01(\tB\x08\x8a\xb5\x18\x04\x08 \x10\x02\x12\x1d\n\nstore_host\x18\x03 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x01\x12!\n\nstore_port\x18\x04 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\xe0\xff\xef@\x12!\n\nworld_size\x18\x05 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00\x30\x41\x12\x1a\n\tunique_id\x18\x06 \x01(\x0c\x42\x07\x8a\xb5\x18\x03\x08\x80\x08\x12\"\n\x0bnum_senders\x18\x07 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00\xf0@\"\xa9\x01\n\x05Place\x12\x1a\n\x07host_id\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x01\x12\x1b\n\x05\x63\x61rds\x18\x02 \x03(\tB\x0c\x8a\xb5\x18\x08\x08\x80\x02\x10\x01\x18\x80\x08\x12:\n\x04nccl\x18\x03 \x03(\x0b\x32\x1e.slipstream.v1.Place.NcclEntryB\x0c\x8a\xb5\x18\x08\x08\x80 \x10\x01\x18\x80\x02\x1a+\n\tNcclEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"o\n\x08Receiver\x12\x1c\n\tserver_id\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x01\x10\x02\x12!\n\nfirst_rank\x18\x02 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00\x30\x41\x12\"\n\x0bnum_workers\x18\x03 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00\xf0@\"\x91\x01\n\x05Probe\x12\x1c\n\ttoken_ids\x18\x01 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x02\x12\"\n\x07lengths\x18\x02 \x03(\rB\x11\x8a\xb5\x18\r\x18\x80\x80\x04)\x00\x00\x00\x00\x00\x00PA\x12$\n\x11\x65xpected_logprobs\x18\x03 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x02\x12 \n\ttolerance\x18\x04 \x01(\x01\x42\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00@\x8f@\"\xe8\x02\n\x0cPublishOrder\x12\x1d\n\npublish_id\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x01\x10\x02\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.PolicyVersion\x12\x31\n\x0c\x63ommunicator\x18\x03 \x01(\x0b\x32\x1b.slipstream.v1.Communicator\x12\x18\n\x10new_communicator\x18\x04 \x01(\x08\x12\x34\n\treceivers\x18\x05 \x03(\x0b\x32\x17.slipstream.v1.ReceiverB\x08\x8a\xb5\x18\x04\x18\x80\x80\x04\x12\x0e\n\x06verify\x18\x06 \x01(\x08\x12(\n\x11\x62ucket_deadline_s\x18\x07 \x01(\x01\x42\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x65\xcd\xcd\x41\x12&\n\x0fjoin_deadline_s\x18\x08 \x01(\x01\x42\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x65\xcd\xcd\x41\x12\r\n\x05\x62\x65gun\x18\t \x01(\x08\x12\x16\n\x0e\x61\x64\x61pters_alone\x18\n \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TENSORSPEC'].fields_by_name['name']._loaded_options = None
+  _globals['_TENSORSPEC'].fields_by_name['name']._serialized_options = b'\212\265\030\005\010\200\004\020\001'
+  _globals['_TENSORSPEC'].fields_by_name['dtype']._loaded_options = None
+  _globals['_TENSORSPEC'].fields_by_name['dtype']._serialized_options = b'\212\265\030\004\010 \020\002'
+  _globals['_TENSORSPEC'].fields_by_name['shape']._loaded_options = None
+  _globals['_TENSORSPEC'].fields_by_name['shape']._serialized_options = b'\212\265\030\013\030\020)\000\0004&\365k\014C'
+  _globals['_TENSORSPEC'].fields_by_name['sender']._loaded_options = None
+  _globals['_TENSORSPEC'].fields_by_name['sender']._serialized_options = b'\212\265\030\t)\000\000\000\000\000\000\360@'
+  _globals['_WEIGHTLAYOUT'].fields_by_name['tensors']._loaded_options = None
+  _globals['_WEIGHTLAYOUT'].fields_by_name['tensors']._serialized_options = b'\212\265\030\004\030\200\200@'
+  _globals['_WEIGHTLAYOUT'].fields_by_name['bucket_bytes']._loaded_options = None
+  _globals['_WEIGHTLAYOUT'].fields_by_name['bucket_bytes']._serialized_options = b'\212\265\030\t)\000\000@\345\2340\242B'
+  _globals['_WEIGHTLAYOUT'].fields_by_name['adapters']._loaded_options = None
+  _globals['_WEIGHTLAYOUT'].fields_by_name['adapters']._serialized_options = b'\212\265\030\004\030\200\200@'
+  _globals['_WEIGHTLAYOUT'].fields_by_name['adapter_scale']._loaded_options = None
+  _globals['_WEIGHTLAYOUT'].fields_by_name['adapter_scale']._serialized_options = b'\212\265\030\022!\000\000\000\000\200\204.\301)\000\000\000\000\200\204.A'
+  _globals['_COMMUNICATOR'].fields_by_name['communicator_id']._loaded_options = None
+  _globals['_COMMUNICATOR'].fields_by_name['communicator_id']._serialized_options = b'\212\265\030\005\010\200\001\020\002'
+  _globals['_COMMUNICATOR'].fields_by_name['transport']._loaded_options = None
+  _globals['_COMMUNICATOR'].fields_by_name['transport']._serialized_options = b'\212\265\030\004\010 \020\002'
+  _globals['_COMMUNICATOR'].fields_by_name['store_host']._loaded_options = None
+  _globals['_COMMUNICATOR'].fields_by_name['store_host']._serialized_options = b'\212\265\030\005\010\200\002\020\001'
+  _globals['_COMMUNICATOR'].fields_by_name['store_port']._loaded_options = None
+  _globals['_COMMUNICATOR'].fields_by_name['store_port']._serialized_options = b'\212\265\030\t)\000\000\000\000\340\377\357@'
+  _globals['_COMMUNICATOR'].fields_by_name['world_size']._loaded_options = None
+  _globals['_COMMUNICATOR'].fields_by_name['world_size']._serialized_options = b'\212\265\030\t)\000\000\000\000\000\0000A'
+  _globals['_COMMUNICATOR'].fields_by_name['unique_id']._loaded_options = None
+  _globals['_COMMUNICATOR'].fields_by_name['unique_id']._serialized_options = b'\212\265\030\003\010\200\010'
+  _globals['_COMMUNICATOR'].fields_by_name['num_senders']._loaded_options = None
+  _globals['_COMMUNICATOR'].fields_by_name['num_senders']._serialized_options = b'\212\265\030\t)\000\000\000\000\000\000\360@'
   _globals['_PLACE_NCCLENTRY']._loaded_options = None
   _globals['_PLACE_NCCLENTRY']._serialized_options = b'8\001'
-  _globals['_TENSORSPEC']._serialized_start=78
-  _globals['_TENSORSPEC']._serialized_end=150
-  _globals['_WEIGHTLAYOUT']._serialized_start=153
-  _globals['_WEIGHTLAYOUT']._serialized_end=301
-  _globals['_COMMUNICATOR']._serialized_start=304
-  _globals['_COMMUNICATOR']._serialized_end=462
-  _globals['_PLACE']._serialized_start=465
-  _globals['_PLACE']._serialized_end=595
-  _globals['_PLACE_NCCLENTRY']._serialized_start=552
-  _globals['_PLACE_NCCLENTRY']._serialized_end=595
-  _globals['_RECEIVER']._serialized_start=597
-  _globals['_RECEIVER']._serialized_end=667
-  _globals['_PROBE']._serialized_start=669
-  _globals['_PROBE']._serialized_end=758
-  _globals['_PUBLISHORDER']._serialized_start=761
-  _globals['_PUBLISHORDER']._serialized_end=1070
+  _globals['_PLACE'].fields_by_name['host_id']._loaded_options = None
+  _globals['_PLACE'].fields_by_name['host_id']._serialized_options = b'\212\265\030\005\010\200\002\020\001'
+  _globals['_PLACE'].fields_by_name['cards']._loaded_options = None
+  _globals['_PLACE'].fields_by_name['cards']._serialized_options = b'\212\265\030\010\010\200\002\020\001\030\200\010'
+  _globals['_PLACE'].fields_by_name['nccl']._loaded_options = None
+  _globals['_PLACE'].fields_by_name['nccl']._serialized_options = b'\212\265\030\010\010\200 \020\001\030\200\002'
+  _globals['_RECEIVER'].fields_by_name['server_id']._loaded_options = None
+  _globals['_RECEIVER'].fields_by_name['server_id']._serialized_options = b'\212\265\030\005\010\200\001\020\002'
+  _globals['_RECEIVER'].fields_by_name['first_rank']._loaded_options = None
+  _globals['_RECEIVER'].fields_by_name['first_rank']._serialized_options = b'\212\265\030\t)\000\000\000\000\000\0000A'
+  _globals['_RECEIVER'].fields_by_name['num_workers']._loaded_options = None
+  _globals['_RECEIVER'].fields_by_name['num_workers']._serialized_options = b'\212\265\030\t)\000\000\000\000\000\000\360@'
+  _globals['_PROBE'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_PROBE'].fields_by_name['token_ids']._serialized_options = b'\212\265\030\005\010\200\200\200\002'
+  _globals['_PROBE'].fields_by_name['lengths']._loaded_options = None
+  _globals['_PROBE'].fields_by_name['lengths']._serialized_options = b'\212\265\030\r\030\200\200\004)\000\000\000\000\000\000PA'
+  _globals['_PROBE'].fields_by_name['expected_logprobs']._loaded_options = None
+  _globals['_PROBE'].fields_by_name['expected_logprobs']._serialized_options = b'\212\265\030\005\010\200\200\200\002'
+  _globals['_PROBE'].fields_by_name['tolerance']._loaded_options = None
+  _globals['_PROBE'].fields_by_name['tolerance']._serialized_options = b'\212\265\030\t)\000\000\000\000\000@\217@'
+  _globals['_PUBLISHORDER'].fields_by_name['publish_id']._loaded_options = None
+  _globals['_PUBLISHORDER'].fields_by_name['publish_id']._serialized_options = b'\212\265\030\005\010\200\001\020\002'
+  _globals['_PUBLISHORDER'].fields_by_name['receivers']._loaded_options = None
+  _globals['_PUBLISHORDER'].fields_by_name['receivers']._serialized_options = b'\212\265\030\004\030\200\200\004'
+  _globals['_PUBLISHORDER'].fields_by_name['bucket_deadline_s']._loaded_options = None
+  _globals['_PUBLISHORDER'].fields_by_name['bucket_deadline_s']._serialized_options = b'\212\265\030\t)\000\000\000\000e\315\315A'
+  _globals['_PUBLISHORDER'].fields_by_name['join_deadline_s']._loaded_options = None
+  _globals['_PUBLISHORDER'].fields_by_name['join_deadline_s']._serialized_options = b'\212\265\030\t)\000\000\000\000e\315\315A'
+  _globals['_TENSORSPEC']._serialized_start=106
+  _globals['_TENSORSPEC']._serialized_end=231
+  _globals['_WEIGHTLAYOUT']._serialized_start=234
+  _globals['_WEIGHTLAYOUT']._serialized_end=441
+  _globals['_COMMUNICATOR']._serialized_start=444
+  _globals['_COMMUNICATOR']._serialized_end=688
+  _globals['_PLACE']._serialized_start=691
+  _globals['_PLACE']._serialized_end=860
+  _globals['_PLACE_NCCLENTRY']._serialized_start=817
+  _globals['_PLACE_NCCLENTRY']._serialized_end=860
+  _globals['_RECEIVER']._serialized_start=862
+  _globals['_RECEIVER']._serialized_end=973
+  _globals['_PROBE']._serialized_start=976
+  _globals['_PROBE']._serialized_end=1121
+  _globals['_PUBLISHORDER']._serialized_start=1124
+  _globals['_PUBLISHORDER']._serialized_end=1484
 # @@protoc_insertion_point(module_scope)

@@ -24,11 +24,13 @@ from slipstream.protocol.card_lock import cards_of, fill_cards
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.process import die_with_parent
-from slipstream.protocol.settings.config import Config, address_parts
+from slipstream.protocol.settings.config import Config, RolloutServerSection, address_parts
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.protocol.types import ServerId
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.rollout_server import process
+from slipstream.rollout_server.episodes.worker_process import WorkerLimits
+from slipstream.rollout_server.memory import available_bytes
 
 
 class _NotStarted(Exception):
@@ -125,11 +127,18 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             config.run_dir / "logs",
             server=server_id,
             log_bytes=settings.environment_log_mib << 20,
+            limits=_worker_limits(settings),
         )
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
         await server.run(stop)
     finally:
         await engine.aclose()
+
+
+def _worker_limits(settings: RolloutServerSection) -> WorkerLimits:
+    gib = settings.environment_memory_gib
+    memory_bytes = available_bytes() // 2 if gib is None else int(gib * (1 << 30))
+    return WorkerLimits(memory_bytes, settings.environment_processes)
 
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:

@@ -1,13 +1,30 @@
-"""Main memory of a rollout server: of its own process, the engine's and the workers'."""
+"""Main memory: what a rollout server with all its processes uses, and what there is."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
 
 import psutil
 
 # Looking through all processes of a machine takes too long for every heartbeat.
 _LOOK_S = 5.0
+# The limit of a container, as it sees it itself: cgroup v2, v1.
+_CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def available_bytes() -> int:
+    """Memory of this machine, or of its container if that may use less."""
+    found = [int(psutil.virtual_memory().total)]
+    for path in _CONTAINER_LIMITS:
+        # "max": it may use all.
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(path.read_text()))
+    return min(found)
 
 
 class ProcessMemory:

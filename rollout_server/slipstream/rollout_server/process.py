@@ -25,6 +25,9 @@ _QUIET = {
 # and behind them comes the answer that the engine stands still: 128 of them are 3 to 8 ms.
 _TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
 
+# An environment may fork: gRPC's handlers wait for its threads then, and some of them for the fork.
+_NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
+
 # Exit code of a server whose engine did not start; its log says why.
 NOT_STARTED = 3
 
@@ -34,9 +37,10 @@ def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[
     variables = _QUIET | _TURNS
     if not on_cpu:
         return variables
-    # Log-probabilities would compile a kernel at the first request even in eager mode, and die
-    # without a compiler.
-    variables["TORCHDYNAMO_DISABLE"] = "1"
+    if settings.is_eager(on_cpu=True):
+        # Log-probabilities would compile a kernel at the first request even in eager mode, and die
+        # without a compiler.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
     variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if settings.threads:
@@ -55,7 +59,7 @@ def is_cpu_build() -> bool:
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
     """The whole environment of an environment worker."""
-    return open_variables(variables) | {"SLIPSTREAM_TOKEN": token}
+    return open_variables(variables) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token}
 
 
 @contextlib.contextmanager

@@ -124,7 +124,12 @@ class RolloutServer:
                     f"the controller runs {following.welcome.run_id}, not {joined.welcome.run_id}"
                 )
             session = Session(
-                Identity(joined.welcome.run_id, self._server_id, following.epoch),
+                Identity(
+                    joined.welcome.run_id,
+                    self._server_id,
+                    following.epoch,
+                    following.welcome.delivery_key,
+                ),
                 following.welcome,
                 self._outbox,
                 services,

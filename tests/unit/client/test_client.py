@@ -187,7 +187,7 @@ async def test_a_refusal_becomes_an_error_of_ours_in_one_line(
 ) -> None:
     controller.refusal = code, "weight must be above 0, got -1"
     with pytest.raises(error, match=message) as caught:
-        await client.submit("m:C", weight=-1)
+        await client.submit("m:C")
     assert "\n" not in str(caught.value)
 
 

@@ -97,6 +97,16 @@ def test_a_run_that_was_just_started_has_no_trajectories_summary_or_log(runs: Pa
     assert "state" not in RunFolders(runs).overview()[0]
 
 
+def test_suspended_environments_are_told_while_a_run_goes_on_and_when_it_has_ended(
+    runs: Path,
+) -> None:
+    assert RunFolders(runs).overview()[0]["suspended_environments"] == {}
+    (runs / "one" / "suspended.json").write_text('{"e": "KeyError: 1"}')
+    assert RunFolders(runs).overview()[0]["suspended_environments"] == {"e": "KeyError: 1"}
+    (runs / "one" / "summary.json").write_text('{"suspended_environments": {"f": "gone"}}')
+    assert RunFolders(runs).overview()[0]["suspended_environments"] == {"f": "gone"}
+
+
 def test_the_folder_may_be_that_of_one_run(runs: Path) -> None:
     assert RunFolders(runs).names() == ["one"]
     assert RunFolders(runs / "one").names() == ["one"]
@@ -166,9 +176,9 @@ def test_the_page_shows_context_and_samples_of_each_turn() -> None:
 
 
 def test_a_taken_port_and_a_missing_folder_are_named(runs: Path, port: int) -> None:
-    with pytest.raises(ConfigError, match=f"--port must be a free port .* got {port}"):
+    with pytest.raises(ConfigError, match=f"^port {port} of this machine is taken, .* --port"):
         open_dashboard(runs, port)
-    with pytest.raises(ConfigError, match="got 70000"):
+    with pytest.raises(ConfigError, match="--port must be from 0 to 65535, got 70000"):
         open_dashboard(runs, 70000)
     with pytest.raises(ConfigError, match="a folder of runs, or a run's own, got .*nowhere"):
         open_dashboard(runs / "nowhere", 0)

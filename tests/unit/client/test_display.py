@@ -54,33 +54,33 @@ def shown(config: Config, **changes: object) -> tuple[Display, str]:
 
 def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
     display, text = shown(config_of(tmp_path), steps=10)
-    assert not display.stopped_early
+    assert not display.is_stopped
     assert "goes on" not in text
     assert "0.500 first, 0.750 last" in text
     assert "new weights          came in the middle of 1,234 trajectories" in text
 
 
-@pytest.mark.parametrize(("state", "what"), [("finished", "stopped"), ("failed", "failed")])
-def test_a_run_that_ends_early_says_how_it_goes_on(state: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_run_that_ends_early_says_how_it_goes_on(state: str, tmp_path: Path) -> None:
     # What has failed would fail again as it is.
     how = "when the cause is mended the same command goes on from there"
     how = how if state == "failed" else "the same command goes on"
     display, text = shown(config_of(tmp_path), state=state)
-    assert display.stopped_early
-    assert text.endswith(f"\n  {what} at version 3 of 10; {how}\n")
+    assert display.is_stopped == (state == "stopped")
+    assert text.endswith(f"\n  {state} at version 3 of 10; {how}\n")
     # Before the first step there is nothing for a table.
     _, text = shown(config_of(tmp_path), state=state, steps=0)
-    assert text == f"\n  {what} at version 0 of 10; {how}\n"
+    assert text == f"\n  {state} at version 0 of 10; {how}\n"
 
 
 def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
-    _, text = shown(config_of(tmp_path, resume="never"))
+    _, text = shown(config_of(tmp_path, resume="never"), state="stopped")
     assert text.endswith("\n  stopped at version 3 of 10\n")
 
 
 def test_a_task_that_is_solved_is_no_early_end(tmp_path: Path) -> None:
     display, text = shown(config_of(tmp_path), solved=True)
-    assert not display.stopped_early
+    assert not display.is_stopped
     assert "goes on" not in text
 
 

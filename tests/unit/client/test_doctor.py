@@ -128,6 +128,17 @@ def test_distributed_optimizer_divides_the_moments(tmp_path: Path) -> None:
     assert "5.0 MB" in found(config, "learner memory").seen
 
 
+def test_an_engine_that_cannot_start_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    finding = found(config_of(tmp_path, rollout_server={"enforce_eager": False}), "engine")
+    assert finding.verdict is Verdict.PROBLEM
+    assert "TORCHDYNAMO_DISABLE=1" in finding.seen
+    eager = found(config_of(tmp_path, rollout_server={"enforce_eager": True}), "engine")
+    assert eager.verdict is Verdict.OK
+
+
 @pytest.mark.parametrize(
     ("sections", "size"),
     [

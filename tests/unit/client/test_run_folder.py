@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,32 @@ def test_a_folder_that_cannot_be_locked_is_told_with_the_cause(tmp_path: Path) -
     message = r"cannot lock .*command\.lock: Is a directory"
     with pytest.raises(ConfigError, match=message), hold_run_folder(config):
         pass
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "has_model", "goes_on"),
+    [
+        ("finished", 10, True, False),
+        ("finished", 10, False, True),
+        ("finished", 3, True, True),
+        ("stopped", 10, True, True),
+        ("failed", 10, True, True),
+    ],
+)
+def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
+    tmp_path: Path, state: str, steps: int, *, has_model: bool, goes_on: bool
+) -> None:
+    config = config_of(tmp_path)
+    folder = config.run_dir
+    (folder / "journal").mkdir(parents=True)
+    (folder / "journal" / "journal.log").touch()
+    write_config(config, folder)
+    summary = {"state": state, "steps": steps, "solved": False, "cause": "all steps are done"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    if has_model:
+        (folder / "checkpoints" / "final").mkdir(parents=True)
+    if goes_on:
+        assert check_run_folder(config)
+    else:
+        with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
+            check_run_folder(config)

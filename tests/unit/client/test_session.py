@@ -10,9 +10,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from slipstream.client.children import Child
 from slipstream.client.placement import Placement
 from slipstream.client.preflight import free_port
-from slipstream.client.session import Session
+from slipstream.client.run_calls import RunCalls
+from slipstream.client.session import Session, end_in_order
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
@@ -60,7 +62,10 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
 def deaf_config(tmp_path: Path) -> Config:
     config = config_of(tmp_path)
     there = config.controller.model_copy(update={"address": f"127.0.0.1:{free_port('127.0.0.1')}"})
-    return config.model_copy(update={"controller": there})
+    # The command reads it before the controller starts.
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    model = config.model.model_copy(update={"path": tmp_path})
+    return config.model_copy(update={"controller": there, "model": model})
 
 
 async def run_with_a_deaf_controller(tmp_path: Path, session: Session) -> int:
@@ -96,3 +101,42 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
         session.keep_rollout_server(0)
         with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
             await running
+
+
+class Stopping(Listening):
+    """A run that saves and exports until `is_over` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Semaphore(0)
+        self.is_over = False
+
+    async def GetStatus(  # noqa: N802
+        self, request: status_pb2.GetStatusRequest, context: object
+    ) -> status_pb2.RunStatus:
+        self.asked.release()
+        state = "RUN_STATE_FINISHED" if self.is_over else "RUN_STATE_STOPPING"
+        return status_pb2.RunStatus(state=state)
+
+
+async def test_ranks_of_another_node_are_left_their_time_while_the_run_stops(
+    tmp_path: Path,
+) -> None:
+    controller, grpc_server = Stopping(), create_server(OPEN)
+    status_pb2_grpc.add_StatusServiceServicer_to_server(controller, grpc_server)
+    port = bind(grpc_server, "127.0.0.1:0", OPEN)
+    await grpc_server.start()
+    calls = RunCalls(f"127.0.0.1:{port}", OPEN)
+    ranks: asyncio.Future[Child | None] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(end_in_order(ranks, calls, grace_s=0.0, look_s=0.01))
+    try:
+        async with asyncio.timeout(20):
+            for _ in range(3):
+                await controller.asked.acquire()
+            assert not waiting.done()
+            controller.is_over = True
+            # The ranks are still there: nothing more is waited for.
+            await waiting
+    finally:
+        await grpc_server.stop(None)
+    assert not ranks.done()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import exits
@@ -9,7 +11,7 @@ import pytest
 from slipstream.client import trainer_ranks
 from slipstream.client.children import Child, start_child
 from slipstream.client.placement import Placement
-from slipstream.client.trainer_ranks import TrainerRanks
+from slipstream.client.trainer_ranks import Milestones, TrainerRanks
 from slipstream.protocol.settings.config_file import parse_config
 
 
@@ -33,9 +35,15 @@ class ScriptedRanks(TrainerRanks):
 
 
 async def kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: tuple[int, ...]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *codes: tuple[int, ...],
+    reached: Sequence[Milestones] = (),
 ) -> tuple[Child | None, list[str]]:
-    """The rank with which it ends, and what the user is told before."""
+    """The rank with which it ends, and what the user is told before.
+
+    `reached`: what the controller says after each death; it does not answer after the others.
+    """
     config = parse_config(
         {
             "run": {"name": "r", "steps": 1, "dir": str(folder)},
@@ -47,7 +55,19 @@ async def kept(
     )
     monkeypatch.setattr(trainer_ranks, "FIRST_PAUSE_S", 0.01)
     told: list[str] = []
-    ranks = ScriptedRanks(config, Placement(), first_rank=0, num_ranks=len(codes), warn=told.append)
+    answers = iter(reached)
+
+    async def milestones() -> Milestones | None:
+        return next(answers, None)
+
+    ranks = ScriptedRanks(
+        config,
+        Placement(),
+        first_rank=0,
+        num_ranks=len(codes),
+        warn=told.append,
+        milestones=milestones,
+    )
     ranks.codes = codes
     await ranks.start([])
     return await ranks.keep([]), told
@@ -80,3 +100,25 @@ async def test_what_would_fail_again_is_not_started_again(
     assert failed is not None
     assert failed.process.returncode == code
     assert told == []
+
+
+@pytest.mark.parametrize("answers", [0, 9], ids=["no controller", "the same version each time"])
+async def test_ranks_that_get_no_further_are_not_started_again_for_ever(
+    answers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They go on from version 50, make 51 to 70 again, and die.
+    reached = [Milestones(70, 50)] * answers
+    failed, told = await kept(tmp_path, monkeypatch, (1,) * 9, reached=reached)
+    assert failed is not None
+    assert len(told) == 3
+    assert told[-1].endswith("start 4")
+
+
+@pytest.mark.parametrize("what", ["version", "checkpoint"])
+async def test_ranks_that_get_further_may_die_as_often_as_new_ones(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = [replace(Milestones(70, 50), **{what: 100 + death}) for death in range(6)]
+    failed, told = await kept(tmp_path, monkeypatch, (1,) * 6 + (0,), reached=reached)
+    assert failed is None
+    assert len(told) == 6

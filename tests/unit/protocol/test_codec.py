@@ -7,8 +7,8 @@ import pytest
 from fake_trajectories import make_trajectory, trajectories, versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from slipstream.protocol import codec
 from slipstream.protocol.codec import (
+    MAX_TRAJECTORY_BYTES,
     decode_trajectory,
     encode_trajectory,
     merge_spans,
@@ -112,7 +112,6 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
         ({"run_lengths": (3, 4)}, "runs of 7 tokens, but 8 tokens"),
         ({"run_lengths": (5, 3)}, "4 log-probabilities for 3 sampled tokens"),
         ({"version_spans": ()}, "the version spans do not cover its 4 sampled tokens"),
-        ({"reward": float("nan")}, "reward nan is not a finite number"),
         (
             {"behavior_logprobs": np.array([-1, -2, -np.inf, -3], np.float32)},
             "a log-probability is not a finite number",
@@ -126,6 +125,23 @@ def test_a_trajectory_that_does_not_fit_together_is_refused_by_name(
     with pytest.raises(ProtocolError, match=cause) as caught:
         decode_trajectory(encode_trajectory(trajectory))
     assert str(caught.value).startswith("g000123.3.0.1234567890abcdef: ")
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e308, -1000001.0])
+def test_a_reward_that_cannot_be_trained_is_refused(reward: float) -> None:
+    data = encode_trajectory(dataclasses.replace(make_trajectory(4, 4), reward=reward))
+    with pytest.raises(ProtocolError, match=r"^Trajectory.reward must be between -1e\+06 and 1e"):
+        decode_trajectory(data)
+
+
+def test_empty_version_spans_are_refused_however_many_they_are() -> None:
+    message = trajectory_to_pb(make_trajectory(4, 4))
+    message.version_spans.add()
+    with pytest.raises(ProtocolError, match="a version span is empty"):
+        decode_trajectory(message.SerializeToString())
+    message.version_spans.extend([pb.VersionSpan()] * 5000)
+    with pytest.raises(ProtocolError, match="version_spans must have at most 4096 elements"):
+        decode_trajectory(message.SerializeToString())
 
 
 @pytest.mark.parametrize("field", ["purpose", "status"])
@@ -147,14 +163,12 @@ def test_tokens_travel_as_four_bytes_little_endian() -> None:
     assert pack_tokens(np.array([1, 258], np.uint32)) == b"\1\0\0\0\2\1\0\0"
 
 
-def test_a_trajectory_above_the_limit_is_refused_on_both_sides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    data = encode_trajectory(make_trajectory(100, 100))
-    monkeypatch.setattr(codec, "MAX_TRAJECTORY_BYTES", 1_000)
-    with pytest.raises(ProtocolError, match=r"has \d+ bytes, more than 1000"):
-        encode_trajectory(make_trajectory(100, 100))
-    with pytest.raises(ProtocolError, match=r"a trajectory of \d+ bytes, more than 1000"):
+def test_a_trajectory_above_the_limit_is_refused_on_both_sides() -> None:
+    large = dataclasses.replace(make_trajectory(1, 1), reply_text="x" * MAX_TRAJECTORY_BYTES)
+    with pytest.raises(ProtocolError, match=r"has \d+ bytes, more than 33554432"):
+        encode_trajectory(large)
+    data = trajectory_to_pb(large).SerializeToString()
+    with pytest.raises(ProtocolError, match="must have at most 33554432 bytes, got 33"):
         decode_trajectory(data)
 
 

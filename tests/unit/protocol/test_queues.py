@@ -295,3 +295,19 @@ async def test_a_closed_sender_refuses(make_place: MakePlace) -> None:
         await sender.aclose()
         with pytest.raises(QueueError, match="closed"):
             await put(sender, 1)
+
+
+async def test_a_trajectory_that_is_put_twice_while_there_is_no_room_leaves_no_bytes_behind(
+    make_place: MakePlace,
+) -> None:
+    place = make_place(250)
+    async with place.receiver() as receiver, place.sender() as sender:
+        await put(sender, 1, size=200)
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(put(sender, 2))
+            assert await get(receiver, 1) == [1]
+            await receiver.acknowledge([name(1)])
+        assert await get(receiver, 1) == [2]
+        await receiver.acknowledge([name(2)])
+        await becomes(lambda: sender.queued_bytes == 0)

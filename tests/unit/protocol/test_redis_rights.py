@@ -35,7 +35,7 @@ async def test_each_right_is_needed_and_noticed_when_it_is_missing(
     role: QueueRole, tmp_path: Path
 ) -> None:
     names = {
-        command[0] if command[0] not in ("CONFIG", "XGROUP") else f"{command[0]}|{command[1]}"
+        "|".join(command[: 2 if command[0] in ("CONFIG", "ACL", "XGROUP") else 1])
         for command in role.needed
     }
     less = {name.lower().replace("|", "-"): name.lower() for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 
@@ -18,6 +19,7 @@ from slipstream.protocol.staleness import (
     lag,
     may_finish,
     may_lease,
+    may_lease_counted,
     must_start_afresh,
 )
 
@@ -59,6 +61,8 @@ def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
 ) -> None:
     expected = new_deadline >= step and holds([*leased, new_deadline], step, groups_per_step)
     assert may_lease(leased, step, groups_per_step, new_deadline) == expected
+    counted = may_lease_counted(Counter(leased), step, groups_per_step, new_deadline)
+    assert counted == expected
 
 
 @given(groups, st.integers(3, 4), sizes)

@@ -38,6 +38,11 @@ def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:
     assert on_gpu["VLLM_NO_USAGE_STATS"] == "1"
 
 
+def test_the_engine_on_a_cpu_compiles_where_it_is_asked_for() -> None:
+    compiled = RolloutServerSection(enforce_eager=False)
+    assert "TORCHDYNAMO_DISABLE" not in engine_environment(compiled, on_cpu=True)
+
+
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_a_pause_is_heard_of_between_the_outputs_that_it_hands_out(on_cpu: bool) -> None:
     variables = engine_environment(RolloutServerSection(), on_cpu=on_cpu)

@@ -62,7 +62,7 @@ class Rig:
         self.reported = asyncio.Event()
         dispatcher = Dispatcher(
             tasks,
-            Identity("r", ServerId("a"), 1),
+            Identity("r", ServerId("a"), 1, b"k" * 32),
             cast(EpisodeServices, None),
             cast(TrajectorySender, None),
             max_episodes=1,

@@ -252,6 +252,43 @@ async def test_failed_members_run_again_and_every_attempt_is_delivered(start_ser
     assert trajectories[1].failure.message == "broken task"
 
 
+async def test_a_bystander_runs_again_at_once_and_keeps_its_attempts(start_server) -> None:
+    ends = [trajectory_pb2.FAILURE_KIND_BYSTANDER] * 2 + [trajectory_pb2.FAILURE_KIND_ENVIRONMENT]
+    async with start_server() as server:
+        left = list(ends)
+
+        def lose(command):
+            if command.HasField("step") and left:
+                failure = trajectory_pb2.Failure(kind=left.pop(0), message="gone")
+                return env_pb.WorkerMessage(failure=failure)
+            return None
+
+        server.fleet.client.answer_instead = lose
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=2)
+        trajectories = by_member(await server.fleet.wait_trajectories(4))
+        report = await connection.wait_for("lease")
+    assert [t.failure and t.failure.kind.value for t in trajectories] == [*ends, None]
+    assert [t.will_retry for t in trajectories] == [True, True, True, False]
+    assert (list(report.unfinished), report.next_attempt) == ([], 4)
+
+
+async def test_a_member_that_is_a_bystander_for_ever_is_given_up(start_server) -> None:
+    def lose(command):
+        kind = trajectory_pb2.FAILURE_KIND_BYSTANDER
+        failure = trajectory_pb2.Failure(kind=kind, message="gone")
+        return env_pb.WorkerMessage(failure=failure) if command.HasField("step") else None
+
+    async with start_server() as server:
+        server.fleet.client.answer_instead = lose
+        connection = await server.join()
+        connection.lease("g1", members=[0], first_attempt=5, max_attempts=6)
+        trajectories = by_member(await server.fleet.wait_trajectories(5))
+        await connection.wait_for("lease")
+    assert [t.attempt for t in trajectories] == [5, 6, 7, 8, 9]
+    assert [t.will_retry for t in trajectories] == [True] * 4 + [False]
+
+
 async def test_the_last_attempt_is_not_tried_again(start_server) -> None:
     async with start_server() as server:
         server.engine.fail_with = "no memory"

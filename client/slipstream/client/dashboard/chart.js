@@ -55,6 +55,8 @@ function range(values) {
   return [[all[0], all[0] + room], all[1]];
 }
 
+const COLOURS = 6;
+
 // series: [{name, points: [[x, y], ...], dots}]
 export function draw(figure, title, series) {
   const caption = element("figcaption");
@@ -67,7 +69,7 @@ export function draw(figure, title, series) {
     series.forEach(({ name, points }, place) => {
       if (!points.length) return;
       const point = at === null ? points.at(-1) : nearest(points, at);
-      caption.append(element("span", { class: `s${place % 4}` }, `${name} ${number(point[1])}`));
+      caption.append(element("span", { class: `s${place % COLOURS}` }, `${name} ${number(point[1])}`));
     });
     if (at !== null) caption.append(element("span", {}, `at step ${number(Math.round(at))}`));
   };
@@ -84,7 +86,7 @@ export function draw(figure, title, series) {
     svg.append(element("text", { x: X(at), y: HEIGHT - 5, "text-anchor": anchor }, tick(at), NS));
   }
   series.forEach(({ points, dots }, place) => {
-    const kind = `s${place % 4}`;
+    const kind = `s${place % COLOURS}`;
     if (!dots) {
       const path = points.map(([x, y]) => `${X(x).toFixed(1)},${Y(y).toFixed(1)}`).join(" ");
       svg.append(element("polyline", { class: kind, points: path }, null, NS));

@@ -13,6 +13,7 @@ MOST_BYTES = 4 << 20
 MOST_TRAJECTORIES = 256
 _TAIL_BYTES = 64 << 10
 _METRICS, _TRAJECTORIES = "metrics.jsonl", "trajectories.jsonl"
+_SUMMARY, _SUSPENDED = "summary.json", "suspended.json"
 
 
 class UnknownRun(LookupError):
@@ -41,11 +42,16 @@ class RunFolders:
         return [folder.name for folder in found]
 
     def overview(self) -> list[dict[str, Any]]:
-        """One line for each run: its name, when it last wrote, and its summary if it has ended."""
+        """One line for each run: its name, when it last wrote, and its summary if it has ended.
+
+        While it goes on, only what the summary will say of suspended environments is there.
+        """
         lines = []
         for name in self.names():
             folder = self._of(name)
-            lines.append({"name": name, "written_s": _written_s(folder), **_summary(folder)})
+            line = {"name": name, "written_s": _written_s(folder)}
+            suspended = {"suspended_environments": _table(folder / _SUSPENDED)}
+            lines.append(line | suspended | _table(folder / _SUMMARY))
         return lines
 
     def metrics(self, name: str, begin: int) -> Part:
@@ -77,7 +83,10 @@ class RunFolders:
     def about(self, name: str) -> dict[str, Any]:
         """The summary of a run that has ended, and the end of the controller's log."""
         folder = self._of(name)
-        return {"summary": _summary(folder), "log": _tail(folder / "logs" / "controller.log")}
+        return {
+            "summary": _table(folder / _SUMMARY),
+            "log": _tail(folder / "logs" / "controller.log"),
+        }
 
     def _of(self, name: str) -> Path:
         for folder in (self._folder, *self._children()):
@@ -120,11 +129,11 @@ def _lines(path: Path, begin: int) -> Part:
     return Part(rows, begin + len(complete), is_all)
 
 
-def _summary(folder: Path) -> dict[str, Any]:
+def _table(path: Path) -> dict[str, Any]:
+    """The table that a file of JSON holds; empty while it is not there or being written."""
     try:
-        found = json.loads((folder / "summary.json").read_text())
+        found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
-        # It is written at the end of a run, in one piece.
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -15,7 +15,8 @@ const CHARTS = [
 ];
 const NEWEST = ["reward_mean", "reward_heldout", "lag_mean", "generated_tokens_per_s", "trained_tokens_per_s", "ledger_difference"];
 const byId = (id) => document.getElementById(id);
-const run = { name: "", end: 0, series: new Map(), step: null, chosen: new Set(), view: "charts" };
+const EVERYWHERE = "all";
+const run = { name: "", end: 0, series: new Map(), step: null, chosen: new Set(), view: "charts", environment: EVERYWHERE };
 
 async function ask(path) {
   const answer = await fetch(path);
@@ -32,7 +33,7 @@ function take(row) {
     if (typeof value !== "number" || name === "step" || name === "evaluation_step") continue;
     // Without tokens of lag 0 there is no gap, which is not a gap of 0.
     if (row.logprob_gap_tokens === 0 && (name === "logprob_gap_mean" || name === "logprob_gap_max")) continue;
-    if (row.evaluation_step !== undefined && !name.startsWith("reward_")) continue;
+    if (row.evaluation_step !== undefined && !/^reward_|\/(reward_mean|pass_at_\d+)$/.test(name)) continue;
     if (!run.series.has(name)) run.series.set(name, []);
     const points = run.series.get(name);
     while (points.length && points.at(-1)[0] >= step) points.pop();
@@ -40,21 +41,29 @@ function take(row) {
   }
 }
 
+// One line for each name that ends so, if there are several: nothing new is in a single one.
+function several(title, ending) {
+  const names = [...run.series.keys()].filter((name) => name.endsWith(ending)).sort();
+  return names.length > 1 ? [[title, names, ending]] : [];
+}
+
 function show() {
-  byId("waiting").hidden = run.series.size > 0;
   const newest = NEWEST.filter((name) => run.series.has(name));
   byId("newest").replaceChildren(...newest.map((name) => {
     const box = element("div");
     box.append(element("dt", {}, name), element("dd", {}, number(run.series.get(name).at(-1)[1])));
     return box;
   }));
-  const shown = [...CHARTS, ...[...run.chosen].map((name) => [name, [name]])];
+  const [reward, ...others] = CHARTS;
+  const shown = [reward, ...several("Reward of each environment", "/reward"), ...several("Reward of each evaluation", "/reward_mean"),
+    ...others, ...[...run.chosen].map((name) => [name, [name]])];
   const plots = byId("plots");
   while (plots.children.length > shown.length) plots.lastChild.remove();
   while (plots.children.length < shown.length) plots.append(element("figure"));
-  shown.forEach(([title, names], place) => {
+  shown.forEach(([title, names, ending], place) => {
     const series = names.filter((name) => run.series.has(name))
-      .map((name) => ({ name, points: run.series.get(name), dots: name.startsWith("reward_heldout") }));
+      .map((name) => ({ name: ending ? name.slice(0, -ending.length) : name, points: run.series.get(name),
+        dots: name.startsWith("reward_heldout") || ending === "/reward_mean" }));
     plots.children[place].hidden = series.length === 0;
     // What is being read does not move.
     if (!plots.children[place].matches(":hover") || !plots.children[place].firstChild) draw(plots.children[place], title, series);
@@ -63,10 +72,17 @@ function show() {
   for (const name of [...run.series.keys()].sort()) if (!known.has(name)) metric.append(element("option", { value: name }, name));
 }
 
+// A table in a table becomes one row for each of its values.
+function flat([name, value]) {
+  if (value === null || typeof value !== "object") return [[name, value]];
+  const inner = Object.entries(value);
+  return inner.length ? inner.flatMap(([key, one]) => flat([`${name} / ${key}`, one])) : [[name, "none"]];
+}
+
 function rows(table, entries) {
-  table.replaceChildren(...entries.map(([name, value]) => {
+  table.replaceChildren(...entries.flatMap(flat).map(([name, value]) => {
     const line = element("tr");
-    line.append(element("th", {}, name), element("td", {}, typeof value === "object" ? JSON.stringify(value) : number(value)));
+    line.append(element("th", {}, name), element("td", {}, number(value)));
     return line;
   }));
 }
@@ -88,9 +104,13 @@ async function showReplies() {
   const found = await ask(of(run.name, `trajectories${query}`));
   byId("step").replaceChildren(...found.steps.map((step) => element("option", { value: step }, step)));
   byId("step").value = found.step ?? "";
-  byId("kept").textContent = found.step === null ? "none was kept yet" : `${found.trajectories.length} replies were kept`;
+  const environments = [...new Set([EVERYWHERE, ...found.trajectories.map((one) => one.environment).sort(), run.environment])];
+  byId("environment").replaceChildren(...environments.map((name) => element("option", { value: name }, name)));
+  byId("environment").value = run.environment;
+  const chosen = found.trajectories.filter((one) => [EVERYWHERE, one.environment].includes(run.environment));
+  byId("kept").textContent = found.step === null ? "none was kept yet" : `${chosen.length} replies were kept`;
   const groups = new Map();
-  for (const one of found.trajectories) {
+  for (const one of chosen) {
     const key = `${one.environment}, task ${one.task_index}`;
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(one);
@@ -115,9 +135,10 @@ async function showReplies() {
 async function showAbout() {
   const { summary, log } = await ask(of(run.name, "about"));
   byId("unended").hidden = Object.keys(summary).length > 0;
+  byId("ended").hidden = !byId("unended").hidden;
   rows(byId("ledger"), Object.entries(summary.ledger ?? {}));
   rows(byId("summary"), Object.entries(summary).filter(([name]) => name !== "ledger"));
-  byId("log").textContent = log.join("\n");
+  byId("log").replaceChildren(...log.map((line) => element("span", / (WARNING|ERROR) /.test(line) ? { class: "bad" } : {}, `${line}\n`)));
 }
 
 // The address names what is shown: a reload, or whoever is sent it, sees the same.
@@ -136,7 +157,7 @@ async function open(view) {
 }
 
 async function choose(name) {
-  Object.assign(run, { name, end: 0, series: new Map(), step: null });
+  Object.assign(run, { name, end: 0, series: new Map(), step: null, environment: EVERYWHERE });
   remember();
   byId("plots").replaceChildren();
   await follow();
@@ -170,10 +191,17 @@ async function tick() {
   const line = runs.find((one) => one.name === run.name), state = byId("state");
   if (!line) return;
   const isLive = !line.state && Date.now() / 1000 - line.written_s < LIVE_S;
-  state.className = isLive ? "live" : line.state && line.state !== "finished" ? "bad" : "";
+  const hasFailed = line.state === "failed", hasSteps = run.series.size > 0;
+  state.className = isLive ? "live" : hasFailed ? "bad" : "";
   const steps = run.series.get("reward_mean")?.at(-1)?.[0];
   const at = steps === undefined ? "" : `, version ${number(steps)}`;
-  state.textContent = (line.state ? `${line.state}: ${line.cause ?? ""}` : isLive ? (steps === undefined ? "is starting" : "is training") : "has not written for a while") + at;
+  state.textContent = (line.state || (isLive ? (steps === undefined ? "is starting" : "is training") : "has not written for a while")) + at;
+  byId("waiting").hidden = hasSteps || Boolean(line.state);
+  byId("stepless").hidden = hasSteps || !line.state;
+  const notes = line.cause ? [element("li", hasFailed ? { class: "bad" } : {}, line.cause)] : [];
+  for (const [name, cause] of Object.entries(line.suspended_environments ?? {}))
+    notes.push(element("li", { class: "bad" }, `environment ${name} is suspended: ${cause}`));
+  byId("notes").replaceChildren(...notes);
 }
 
 async function guarded(work) {
@@ -182,8 +210,9 @@ async function guarded(work) {
   catch (error) { problem.textContent = `The dashboard does not answer: ${error.message}`; problem.hidden = false; }
 }
 
-byId("run").addEventListener("change", (event) => guarded(() => choose(event.target.value)));
+byId("run").addEventListener("change", (event) => guarded(async () => { await choose(event.target.value); await tick(); }));
 byId("step").addEventListener("change", (event) => guarded(() => { run.step = Number(event.target.value); return showReplies(); }));
+byId("environment").addEventListener("change", (event) => guarded(() => { run.environment = event.target.value; return showReplies(); }));
 byId("metric").addEventListener("change", (event) => { if (event.target.value) run.chosen.add(event.target.value); event.target.value = ""; show(); });
 for (const button of document.querySelectorAll("nav button"))
   button.addEventListener("click", () => guarded(() => open(button.dataset.view)));

@@ -7,6 +7,7 @@ What a model or an environment wrote travels as JSON and is shown as text.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from slipstream.client.dashboard.folders import RunFolders, UnknownRun
 from slipstream.protocol.errors import ConfigError
 
 _HOST = "127.0.0.1"
+_LAST_PORT = 65535
 _NAMES = ("127.0.0.1", "localhost")
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -48,12 +50,18 @@ def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
     class Handler(_Handler):
         folders = runs
 
+    if not 0 <= port <= _LAST_PORT:
+        raise ConfigError(f"--port must be from 0 to {_LAST_PORT}, got {port}")
     try:
         return ThreadingHTTPServer((_HOST, port), Handler)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port must be a free port of this machine, got {port}: {error}") from (
-            error
-        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = "is taken, perhaps by another dashboard"
+        else:
+            why = f"cannot be opened ({error.strerror})"
+        raise ConfigError(
+            f"port {port} of this machine {why}; choose another one with --port, 0 takes a free one"
+        ) from error
 
 
 def serve_dashboard(folder: Path, port: int) -> int:

@@ -47,4 +47,4 @@ async def _check_end(config: Config, end: QueueEnd) -> Finding:
             f"user {found.user} has more rights than it needs: {', '.join(found.excessive)}",
             LINES,
         )
-    return ok(area, f"version {found.version}, user {found.user} has the rights it needs alone")
+    return ok(area, f"{found.server}, user {found.user} has the rights it needs alone")

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.fit import check_fit
+from slipstream.client.engine_checks import check_cache, check_compiler, describe_engine
+from slipstream.client.placement import uses_gpus
 from slipstream.client.preflight import check_passed_settings, check_port, passes_to_megatron
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import Credentials, check_address
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.gpus import Gpu
 from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_file import check_model
+from slipstream.protocol.settings.config_file import check_model, model_warnings
 from slipstream.protocol.settings.vllm_source import check_engine
 
 CONNECT_LIMIT_S = 3.0
@@ -22,13 +24,14 @@ CONNECT_LIMIT_S = 3.0
 
 def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
     """What the configuration asks of this machine."""
-    yield _model(config)
+    yield from _model(config)
     yield _security(config)
     yield _controller(config)
     yield _weights(config)
     if address_parts(config.learner.master)[1]:
         yield _master(config)
     yield _exposure(config)
+    yield _engine(config)
     yield from check_fit(config, gpus)
 
 
@@ -60,14 +63,28 @@ def _of_engine(config: Config) -> Finding:
     return ok("for vLLM", f"vLLM has the arguments that are passed through: {names}")
 
 
-def _model(config: Config) -> Finding:
+def _model(config: Config) -> Iterator[Finding]:
     try:
         check_model(config)
     except ConfigError as error:
-        return problem("model", str(error))
+        yield problem("model", str(error))
+        return
     parallel = config.learner.parallel
     sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
-    return ok("model", f"{config.model.path} fits world size {config.learner.world_size}, {sizes}")
+    yield ok("model", f"{config.model.path} fits world size {config.learner.world_size}, {sizes}")
+    for warning in model_warnings(config):
+        yield advice("model", warning, "nothing, if they are names and notes")
+
+
+def _engine(config: Config) -> Finding:
+    """How an engine would start here; one on another machine may differ."""
+    try:
+        check_compiler(config)
+        if (config.model.path / "config.json").is_file():
+            check_cache(config)
+    except ConfigError as error:
+        return problem("engine", str(error))
+    return ok("engine", describe_engine(config.rollout_server, on_cpu=not uses_gpus()))
 
 
 def _security(config: Config) -> Finding:

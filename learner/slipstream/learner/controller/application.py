@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc.aio
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.goodbye import await_goodbye
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.progress import RunProgress
@@ -29,6 +30,7 @@ from slipstream.learner.controller.records.restoration import (
 )
 from slipstream.learner.controller.reporting.curves import draw_curves
 from slipstream.learner.controller.reporting.metrics import Ending, open_recorder
+from slipstream.learner.controller.reporting.rows import METRICS
 from slipstream.learner.controller.reporting.service_health import ServiceHealth
 from slipstream.learner.controller.reporting.status_service import StatusServicer
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
@@ -60,6 +62,8 @@ from slipstream.v1 import (
 )
 
 DRAIN_LIMIT_S = 20.0
+# A trainer that finds its disk silent says so itself, and one that died is started again, within so
+# much more than its own limit of silence.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
 
@@ -67,8 +71,11 @@ GRACE_S = 2.0
 class Controller:
     """One run. `run` returns the exit code; everything that it opened is closed by then."""
 
-    def __init__(self, config: Config, credentials: Credentials) -> None:
+    def __init__(
+        self, config: Config, credentials: Credentials, *, goodbye_limit_s: float = GOODBYE_LIMIT_S
+    ) -> None:
         self._config = config
+        self._silence_s = config.learner.timeout_s + goodbye_limit_s
         self._credentials = credentials
         run_id = f"{config.run.name}-{secrets.token_hex(4)}"
         self._progress = RunProgress(run_id, config, EventLog())
@@ -85,7 +92,7 @@ class Controller:
         self._ledger, self._fleet = TokenLedger(), Fleet(self._progress)
 
     async def run(self) -> int:
-        """Serves until the run has ended and said so; 0 when it finished, 1 when it failed."""
+        """Serves until the run has ended and said so; 1 when it failed, else 0."""
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / "journal"))
@@ -120,7 +127,7 @@ class Controller:
                     task.cancel()
             await self._write_results(folder)
             self._environment_servicer.relay.close()
-        return 0 if self._progress.state == status_pb2.RUN_STATE_FINISHED else 1
+        return 1 if self._failed else 0
 
     def stop(self, reason: str) -> None:
         """Ends the run in order; safe to call from a signal handler of the event loop."""
@@ -208,7 +215,7 @@ class Controller:
             self._fleet,
             self._ledger,
             self._scheduler,
-            newest_metrics=lambda: self._recorder.rows[-1] if self._recorder.rows else {},
+            newest_metrics=lambda: self._recorder.newest,
         )
         fleet = FleetService(FleetServicer(self._fleet, self._progress), self._environment_servicer)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
@@ -221,7 +228,7 @@ class Controller:
         self._health = ServiceHealth(server, modules)
 
     def _server_lost(self, journal: Journal, session: ServerSession) -> None:
-        journal_servers(journal, self._ledger)
+        journal_servers(journal, self._ledger, lost=session.key)
         self._evaluator.server_lost(session)
         self._publisher.server_lost(session)
         self._environments.server_lost(session.key)
@@ -286,28 +293,26 @@ class Controller:
         await self._health.tell(serving=True)
         while not self._progress.is_over:
             await self._progress.signal.wait(5.0)
+            self._recorder.suspended(self._environments.suspended())
         await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:
         """The trainer says goodbye, the servers drain, everything that travels arrives."""
+        clock = self._progress.clock
         if self._progress.trainer_registered and not self._failed:
-            try:
-                # It writes a checkpoint and exports the model.
-                async with asyncio.timeout(max(GOODBYE_LIMIT_S, self._config.learner.timeout_s)):
-                    await self._trainer.finished.wait()
-            except TimeoutError:
-                self._progress.events.add("the trainer did not say goodbye", Severity.WARNING)
+            await await_goodbye(self._progress, self._trainer, silence_s=self._silence_s)
+        self._progress.waiting_for = "" if self._failed else "rollout servers to drain"
         for session in list(self._fleet.sessions.values()):
             self._fleet.order_drain(session, self._progress.cause, finish=False)
-        groups = list(self._book.groups.values())
-        self._intake.withdraw(groups, "the run is over")
+        self._intake.withdraw(list(self._book.groups.values()), "the run is over")
         sessions = list(self._fleet.sessions.values())
-        try:
-            async with asyncio.timeout(DRAIN_LIMIT_S):
-                for session in sessions:
-                    while not session.drained.is_set() and self._fleet.find(session.key) is session:
-                        await self._progress.signal.wait(0.1)
-        except TimeoutError:
+        until_s, waiting = clock.now_s() + DRAIN_LIMIT_S, sessions
+        while waiting and clock.now_s() < until_s:
+            await self._progress.signal.wait(0.1)
+            waiting = [
+                s for s in waiting if not s.drained.is_set() and self._fleet.find(s.key) is s
+            ]
+        if waiting:
             self._progress.events.add("a rollout server did not drain in time", Severity.WARNING)
         for session in sessions:
             session.disconnect()
@@ -318,8 +323,7 @@ class Controller:
 
     async def _write_results(self, folder: Path) -> None:
         progress = self._progress
-        if not self._failed:
-            progress.state = status_pb2.RUN_STATE_FINISHED
+        progress.state, progress.waiting_for = progress.final_state, ""
         hello, goodbye = self._trainer.hello, self._trainer.goodbye
         self._recorder.summary(
             ledger=self._ledger.snapshot(),
@@ -329,19 +333,18 @@ class Controller:
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,
             ending=Ending(
-                state="failed" if self._failed else "finished",
+                state=status_pb2.RunState.Name(progress.state).removeprefix("RUN_STATE_").lower(),
                 cause=progress.cause,
                 solved=bool(progress.solved) and not self._failed,
                 suspended_environments=self._environments.suspended(),
             ),
         )
-        if self._recorder.rows:
-            await asyncio.to_thread(
-                draw_curves,
-                folder / "curves.png",
-                self._config.run.name,
-                self._recorder.rows,
-                self._evaluator.results,
-            )
+        await asyncio.to_thread(
+            draw_curves,
+            folder / "curves.png",
+            self._config.run.name,
+            folder / METRICS,
+            self._evaluator.results,
+        )
         await asyncio.to_thread(self._recorder.close)
         progress.events.close(progress.state, progress.cause)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from enum import Enum
 
+from slipstream.protocol.bounds import one_line
 from slipstream.v1 import status_pb2
 
 MAX_EVENTS = 10_000
+# So many keep their metrics, of which there are many: metrics.jsonl has those of all steps.
+MAX_METRICS = 100
+MAX_CHARACTERS = 16_384
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +54,12 @@ class Signal:
 
 
 class EventLog:
-    """Numbered events, the newest 10,000 of them."""
+    """Numbered events, the newest 10,000 of them, the newest 100 with metrics as they came."""
 
     def __init__(self) -> None:
         self._events: list[status_pb2.Event] = []
         self._count = 0
+        self._with_metrics: deque[status_pb2.Event] = deque()
         self._signal = Signal()
         self.closed = False
 
@@ -65,7 +71,12 @@ class EventLog:
         step: int = 0,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Adds an event and wakes the followers."""
+        """Adds an event of one line and wakes the followers.
+
+        Servers and environments may have written parts of `text`: control characters are shown as
+        escapes, and it is cut after 16,384 characters.
+        """
+        text = one_line(text, MAX_CHARACTERS)
         level = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING}
         log.log(level.get(severity, logging.ERROR), text)
         self._append(
@@ -107,4 +118,15 @@ class EventLog:
         event.number = self._count
         self._events.append(event)
         del self._events[:-MAX_EVENTS]
+        if event.metrics:
+            self._with_metrics.append(event)
+        if len(self._with_metrics) > MAX_METRICS:
+            oldest = self._with_metrics.popleft()
+            without = status_pb2.Event()
+            without.CopyFrom(oldest)
+            without.ClearField("metrics")
+            first = self._events[0].number
+            if oldest.number >= first:
+                # A new message: a map keeps its memory, and a follower may be writing the old one.
+                self._events[oldest.number - first] = without
         self._signal.notify()

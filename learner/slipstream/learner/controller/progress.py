@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.learner.controller.leasing.lease_pace import JustInTime
+from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
@@ -19,9 +20,9 @@ class Owed:
     """The end of a publish, which the trainer was told to send."""
 
     publish_id: str
+    # Of the run's clock.
+    until_s: float
     limit_s: float
-    # Of time.monotonic.
-    since_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -32,6 +33,8 @@ class RunProgress:
     config: Config
     events: EventLog
     signal: Signal = field(default_factory=Signal)
+    # By it others are found silent, late or stuck.
+    clock: LoopClock = field(default_factory=LoopClock)
     state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
     cause: str = ""
     # The newest version that the trainer has made.
@@ -39,11 +42,19 @@ class RunProgress:
     # Timelines are counted from 0.
     newest_incarnation: int = 0
     trainer_registered: bool = False
+    # When the trainer called last, by `clock`.
+    trainer_heard_s: float = field(init=False)
+    # The newest version of which a trainer has reported a checkpoint; 0: none so far.
+    checkpoint_step: int = 0
+    # It was told to end before its last step.
+    is_stopped: bool = False
     # Of each trainer rank; empty before it has registered.
     learner_places: tuple[Place, ...] = ()
     # Why training ends before its last configured step; empty: it does not.
     solved: str = ""
     waiting_for: str = "the trainer"
+    # Secret of the controller: the keys of rollout servers are made from it.
+    run_key: bytes = b""
     started_s: float = field(default_factory=time.monotonic)
     # Time in which a server served, since an episode ended or a step was made last.
     idle: Stopwatch = field(default_factory=Stopwatch)
@@ -55,6 +66,7 @@ class RunProgress:
     pace: JustInTime | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.trainer_heard()
         self.last_step = self.config.run.steps
         algorithm = self.config.algorithm
         if algorithm.lease_policy == "just_in_time":
@@ -69,6 +81,7 @@ class RunProgress:
             status_pb2.RUN_STATE_STOPPING,
             status_pb2.RUN_STATE_FINISHED,
             status_pb2.RUN_STATE_FAILED,
+            status_pb2.RUN_STATE_STOPPED,
         )
 
     @property
@@ -81,9 +94,27 @@ class RunProgress:
         self.version = version
         self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
 
+    @property
+    def final_state(self) -> status_pb2.RunState:
+        """What the run is once everything has ended."""
+        if self.state == status_pb2.RUN_STATE_FAILED:
+            return self.state
+        if self.is_stopped:
+            return status_pb2.RUN_STATE_STOPPED
+        return status_pb2.RUN_STATE_FINISHED
+
+    def trainer_heard(self) -> None:
+        """Notes a call of the trainer."""
+        self.trainer_heard_s = self.clock.now_s()
+
+    def trainer_works(self) -> None:
+        """Notes a sign that the trainer gets on with what takes it long."""
+        self.trainer_heard()
+        self.idle.reset(self.clock.now_s())
+
     def moved(self) -> None:
         """Notes progress."""
-        self.idle.reset(time.monotonic())
+        self.idle.reset(self.clock.now_s())
         self.signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:
@@ -96,6 +127,7 @@ class RunProgress:
         """Ends the run early, in order."""
         if not self.is_over:
             self.state, self.cause = status_pb2.RUN_STATE_STOPPING, reason
+            self.is_stopped = True
             self.events.add(f"stopping: {reason}")
             self.signal.notify()
 

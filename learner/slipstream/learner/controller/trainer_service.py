@@ -8,6 +8,7 @@ limit of the call.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -19,10 +20,15 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
-from slipstream.learner.controller.trajectories.batches import Batch, BatchFormer, Trained, header
+from slipstream.learner.controller.trajectories.batches import (
+    Batch,
+    BatchFormer,
+    Trained,
+    chunks,
+    header,
+)
 from slipstream.protocol.codec import (
     TRAINER_EPOCH,
-    trajectory_to_pb,
     version_from_pb,
     version_to_pb,
 )
@@ -33,7 +39,8 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # The longest answer of `Next`; the trainer asks again.
 NEXT_LIMIT_S = 5.0
-CHUNK_BYTES = 16 << 20
+# What changes within this time is looked at together.
+GATHER_S = 0.005
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -59,7 +66,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.goodbye: trainer_pb2.TrainerGoodbye | None = None
         self.hello: trainer_pb2.TrainerHello | None = None
         self.batch_started_s = 0.0
-        # Number of the trainer that registered last; calls of earlier ones are refused.
+        # Drawn for the trainer that registered last, 0 before one has; calls of others are refused.
         self._epoch = 0
         # What the trainer's weights are; behind the run's version after a restart.
         self._trainer_version = progress.version
@@ -69,10 +76,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
         """Takes a trainer in, in place of the one before; the journal has what it missed."""
+        if impossible := _impossible(request):
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, impossible, Reason.PROTOCOL)
         version = version_from_pb(request.version)
         missing = self._former.first_missing(version.step)
         problem = ""
-        if self._progress.is_over:
+        if self._progress.is_over and not self._is_stopping:
             problem = "the run is over"
         elif version.step > self._progress.version.step:
             problem = f"the run is at version {self._progress.version}"
@@ -91,7 +100,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.pace.trainer_lost()
         self._progress.learner_places = tuple(map(place_from_pb, request.places))
         self._former.trainer_joined()
-        self._epoch += 1
+        # Nobody else can guess it.
+        self._epoch = secrets.randbits(31) + 1
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())
         behind = self._progress.version.step - version.step
         if behind == 0:
@@ -102,7 +112,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         self.hello = request
         self._progress.trainer_registered = True
-        self._progress.state = status_pb2.RUN_STATE_RUNNING
+        if not self._progress.is_over:
+            self._progress.state = status_pb2.RUN_STATE_RUNNING
         sizes, *groups = request.layout_description.splitlines()
         self._progress.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
         for line in groups:
@@ -126,7 +137,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             yield order
             return
         yield trainer_pb2.Directive(batch=header(order))
-        for chunk in _chunks(order):
+        for chunk in await asyncio.to_thread(chunks, order):
             yield trainer_pb2.Directive(chunk=chunk)
 
     async def ReportStep(  # noqa: N802
@@ -141,11 +152,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 context, grpc.StatusCode.FAILED_PRECONDITION, str(error), Reason.WRONG_STATE
             )
         if answered is not None:
+            await self._former.durable()
             return trainer_pb2.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
         self._trainer_version = trained.version
-        # Until it asks for more: what it was waited for is there.
-        self._progress.waiting_for = "the trainer to ask for its next batch"
+        if not self._progress.is_over:
+            # Until it asks for more: what it was waited for is there.
+            self._progress.waiting_for = "the trainer to ask for its next batch"
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
@@ -155,6 +168,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 Severity.WARNING,
             )
         self._on_step(trained, request)
+        await self._former.durable()
         self._progress.moved()
         return trainer_pb2.StepReceipt(version=version_to_pb(trained.version))
 
@@ -177,21 +191,34 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.CheckpointReceipt:
         """A checkpoint is complete."""
         await self._check_epoch(context)
-        self._former.saved(request)
+        await self._former.saved(request)
+        self._progress.checkpoint_step = request.version.step
         self._progress.events.add(
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
             f"{request.wall_s:.1f} s"
         )
         return trainer_pb2.CheckpointReceipt()
 
+    async def ReportWork(  # noqa: N802
+        self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.WorkReceipt:
+        """The trainer gets on; one that loads has not registered yet."""
+        if _epoch_of(context):
+            await self._check_epoch(context)
+        self._progress.trainer_works()
+        return trainer_pb2.WorkReceipt()
+
     async def ReportFailure(  # noqa: N802
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerFailureReceipt:
         """A rank cannot go on."""
-        if _epoch_of(context) not in ("", str(self._epoch)):
+        # A rank that fails before it has registered has no epoch yet.
+        expected = "" if self._epoch == 0 else str(self._epoch)
+        told = _epoch_of(context)
+        if told not in ("", expected):
             return trainer_pb2.TrainerFailureReceipt()
         cause = f"trainer rank {request.rank}: {request.message}"
-        if request.final:
+        if request.final and told == expected:
             self._progress.fail(cause)
         else:
             # Who started the ranks starts them again, or says that the run has failed.
@@ -218,11 +245,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 "another trainer has taken over",
                 Reason.WRONG_STATE,
             )
+        self._progress.trainer_heard()
+
+    @property
+    def _is_stopping(self) -> bool:
+        """Whether a trainer is to save and export; one that is started again does it as well."""
+        stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
+        return stopping and self._progress.trainer_registered and not self.finished.is_set()
 
     async def _next_order(
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.Directive | Batch:
-        until = time.monotonic() + NEXT_LIMIT_S
+        # Half of the call's own limit: an answer that comes too late would end the run.
+        limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
+        until = time.monotonic() + limit_s
         while True:
             # Another one may have taken over while this one waited: what it is given would be lost.
             await self._check_epoch(context)
@@ -234,17 +270,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
             # A server that is to be retried becomes due without a signal.
             await self._progress.signal.wait(min(remaining, 0.25))
+            await asyncio.sleep(GATHER_S)
 
     async def _possible_order(
         self, request: trainer_pb2.NextRequest
     ) -> trainer_pb2.Directive | Batch | None:
         progress = self._progress
+        is_behind = self._trainer_version.step < self._book.step
+        if is_behind and (not progress.is_over or self._is_stopping):
+            # It starts again from a checkpoint, or an answer was lost.
+            return await self._former.recorded(self._trainer_version.step)
         if progress.is_over:
             reason = progress.cause or "the run is over"
             return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
-        if self._trainer_version.step < self._book.step:
-            # It starts again from a checkpoint, or an answer was lost.
-            return await self._former.recorded(self._trainer_version.step)
         publish = await self._publisher.prepare(request)
         if publish is not None:
             return trainer_pb2.Directive(publish=publish)
@@ -292,19 +330,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
 
+def _impossible(hello: trainer_pb2.TrainerHello) -> str:
+    """Why no trainer of ours would say this of itself; empty: nothing speaks against it."""
+    if hello.world_size < 1:
+        return f"world_size of a trainer must be at least 1, got {hello.world_size}"
+    if hello.num_senders > hello.world_size:
+        return (
+            f"num_senders of a trainer must be at most its world_size, got {hello.num_senders} "
+            f"and {hello.world_size}"
+        )
+    if not hello.layout_description.strip():
+        return "layout_description of a trainer must not be empty"
+    return ""
+
+
 def _epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
     return str(metadata.get(TRAINER_EPOCH, ""))
-
-
-def _chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
-    chunks = [trainer_pb2.TrajectoryChunk()]
-    size = 0
-    for trajectory in batch.trajectories:
-        message = trajectory_to_pb(trajectory)
-        if size + message.ByteSize() > CHUNK_BYTES:
-            chunks.append(trainer_pb2.TrajectoryChunk())
-            size = 0
-        chunks[-1].trajectories.append(message)
-        size += message.ByteSize()
-    return chunks

@@ -7,6 +7,7 @@ Waits for: its period. Unblocked by: the clock.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
+# A loop that turns is never this late: what goes beyond is its own standstill.
+LATE_S = 2 * WATCH_S
 
 
 class RunWatch:
@@ -43,14 +46,20 @@ class RunWatch:
 
     async def watch_forever(self) -> None:
         """Removes silent servers and fails a run that cannot go on, until it is cancelled."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            self._fleet.remove_silent()
-            if not self._progress.is_over:
-                self._look_at_leases()
-                cause = self._cause_to_fail()
-                if cause:
-                    self._progress.fail(cause)
+        clock = self._progress.clock
+        try:
+            while True:
+                now_s = time.monotonic()
+                clock.look(now_s, now_s + LATE_S)
+                await asyncio.sleep(WATCH_S)
+                self._fleet.remove_silent()
+                if not self._progress.is_over:
+                    self._look_at_leases()
+                    cause = self._cause_to_fail()
+                    if cause:
+                        self._progress.fail(cause)
+        finally:
+            clock.look(time.monotonic(), math.inf)
 
     def _look_at_leases(self) -> None:
         overdue = self._leases.overdue(list(self._book.groups.values()), self._fleet.served_s())
@@ -67,7 +76,7 @@ class RunWatch:
                 self._fleet.remove(session, cause)
 
     def _cause_to_fail(self) -> str:
-        settings, now = self._config.controller, time.monotonic()
+        settings, now = self._config.controller, self._progress.clock.now_s()
         training = self._environments.training()
         suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
         if training and all(entry.state == suspended for entry in training):
@@ -78,11 +87,15 @@ class RunWatch:
             causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
             return f"no environment could be loaded: {causes}"
         owed = self._progress.owed
-        if owed is not None and now > owed.since_s + owed.limit_s:
+        if owed is not None and now > owed.until_s:
             return f"the trainer did not end publish {owed.publish_id} within {owed.limit_s:.0f} s"
         if not self._fleet.sessions:
             empty = now - self._fleet.empty_since_s
-            if empty > settings.fleet_timeout_s:
+            limit_s = settings.fleet_timeout_s
+            if not self._fleet.departed:
+                # The first one joins when its engine has started.
+                limit_s += self._config.rollout_server.start_timeout_s
+            if empty > limit_s:
                 return f"no rollout server was connected for {empty:.0f} s"
             return ""
         idle = self._progress.idle.total_s(now)

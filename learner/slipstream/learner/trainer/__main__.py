@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -26,6 +27,8 @@ USAGE_ERROR = 2
 FINAL_ERROR = 3
 # It never came to train: starting again may help once, against memory that was not free yet.
 NOT_LOADED = 4
+# Between two signs of life of a trainer that works, at most.
+WORK_PERIOD_S = 5.0
 # While a model is loaded these are about settings, files and code, which stay as they are.
 _LASTING = (
     ArithmeticError,
@@ -77,10 +80,11 @@ def _run_rank(config: Config) -> int:
     client = ControllerClient(config)
     has_loaded = False
     try:
-        trainer, ranks = _load(config, launch, client)
-        has_loaded = True
-        trainer.run()
-        ranks.close()
+        with contextlib.ExitStack() as stack:
+            trainer, ranks = _load(config, launch, client, stack)
+            has_loaded = True
+            trainer.run()
+            ranks.close()
     except Exception as error:
         logger.exception("rank %d failed", launch.rank)
         code = exit_code(error, has_loaded=has_loaded)
@@ -111,14 +115,22 @@ def exit_code(error: Exception, *, has_loaded: bool) -> int:
     return FINAL_ERROR if isinstance(error, _LASTING) else NOT_LOADED
 
 
-def _load(config: Config, launch: Launch, client: ControllerClient) -> tuple[Trainer, Ranks]:
+def _load(
+    config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
+) -> tuple[Trainer, Ranks]:
+    """A rank that is ready; from its model on `stack` has what tells that it works."""
     from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.ranks.activity import SignsOfLife
     from slipstream.learner.trainer.train import Trainer
 
     cards = cards_of(os.environ, launch.local_rank, 1)
     limit_s = config.rollout_server.start_timeout_s
     with fill_cards(config.run_dir / "locks", cards, alone=False, limit_s=limit_s):
         policy = open_policy(config, launch)
+        if policy.ranks.is_main:
+            period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
+            signs = SignsOfLife(policy.ranks.activity, client.report_work, period_s=period_s)
+            stack.enter_context(signs)
         return Trainer(config, policy, client), policy.ranks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -133,6 +134,13 @@ class ControllerClient:
     def report_checkpoint(self, report: pb.CheckpointReport) -> None:
         """Tells that a checkpoint is complete."""
         self._call("ReportCheckpoint", self._stub.ReportCheckpoint, report)
+
+    def report_work(self) -> None:
+        """Tells that the trainer gets on, from any thread; nothing depends on one such call."""
+        with contextlib.suppress(grpc.RpcError):
+            self._stub.ReportWork(
+                pb.WorkReport(), timeout=QUESTION_TIMEOUT_S, metadata=self._metadata
+            )
 
     def report_failure(self, failure: pb.TrainerFailure) -> None:
         """Tells why a rank fails; a controller that cannot be reached is only logged."""

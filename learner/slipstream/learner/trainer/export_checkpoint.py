@@ -65,7 +65,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     alone = on_one_rank(config, path)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
     # All that was trained: adapters, too, which `checkpoint.load` knows nothing of.
-    load_starting_weights(policy.chunks, path)
+    load_starting_weights(policy.chunks, path, policy.ranks)
     if weight_identity(policy, alone).hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
     save_hf_folder(policy, alone.model.path, out)

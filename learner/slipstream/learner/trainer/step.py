@@ -172,6 +172,7 @@ class TrainingStep:
             raise RunFailed(f"the loss is {total}; the weights were not changed")
         started = time.monotonic()
         totals.grad_norms.append(self._policy.optimizer_step(rate))
+        ranks.activity.note()
         totals.optimizer_s += time.monotonic() - started
         totals.num_micro_batches += len(share) * ranks.dp_size
 

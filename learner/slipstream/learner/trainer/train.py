@@ -168,6 +168,7 @@ class Trainer:
             self._last_batch = batch
             cost = self._cost.metrics(batch, result)
             self._digests = self._export()
+        self._ranks.activity.note()
         times = self._stages.take()
         if self._ranks.is_main:
             version = self._client.report_step(
@@ -214,6 +215,7 @@ class Trainer:
         if order.verify:
             probe = build_probe(self._policy, self._last_batch, self._config)
         self._publisher.run(order, probe)
+        self._ranks.activity.note()
 
     def _finish(self, order: Stop) -> None:
         self._profile.close()

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import grpc
 import grpc.aio
 from grpc.experimental import ChannelOptions
+from slipstream.protocol.access.checked_calls import CheckingInterceptor
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.settings.config import Config, QueueSection, SecuritySection, address_parts
@@ -114,9 +115,14 @@ def check_address(address: str, credentials: Credentials, *, what: str) -> None:
 
 
 def create_server(credentials: Credentials, *, unix_token: str | None = None) -> grpc.aio.Server:
-    """A gRPC server that refuses callers without the token, when there is one."""
+    """A gRPC server that refuses callers without the token, when there is one.
+
+    It refuses messages out of their bounds too; a handler that fails ends its own call alone.
+    """
     token = unix_token or credentials.token
-    interceptors = [TokenInterceptor(token)] if token is not None else []
+    interceptors: list[_Interceptor] = [CheckingInterceptor()]
+    if token is not None:
+        interceptors.insert(0, TokenInterceptor(token))
     return grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
 
 

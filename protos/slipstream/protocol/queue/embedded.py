@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing
-from slipstream.protocol.queue.redis_rights import CONTROLLER, ROLES
+from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
@@ -126,7 +126,7 @@ class EmbeddedServer(AsyncClosing):
         return self._socket_folder / "valkey.sock"
 
     def _access_list(self) -> str:
-        lines = ["user default off"]
+        lines = [DEFAULT_USER]
         for user, rules in self._users.items():
             file = self.password_file(user)
             if not file.exists():

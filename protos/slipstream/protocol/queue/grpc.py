@@ -22,6 +22,7 @@ from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing, Delivery
 from slipstream.protocol.queue.budget import ByteBudget
+from slipstream.protocol.queue.seal import OpenSeal, not_sealed, without_seal
 from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
@@ -93,6 +94,10 @@ class GrpcSender:
         if trajectory_id in self._unacknowledged:
             return
         await self._budget.acquire(len(data), timeout_s=timeout_s)
+        if trajectory_id in self._unacknowledged:
+            # Put twice while both waited.
+            self._budget.release(len(data))
+            return
         self._unacknowledged[trajectory_id] = data
         self._to_send.append(trajectory_id)
         self._put.set()
@@ -167,7 +172,6 @@ class _Stream:
     """One sender's stream, as the receiver sees it."""
 
     def __init__(self) -> None:
-        self.unacknowledged: set[TrajectoryId] = set()
         self.to_acknowledge: list[TrajectoryId] = []
         self.changed = asyncio.Event()
 
@@ -175,11 +179,19 @@ class _Stream:
 class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
     """The servicer to add to the controller's server."""
 
-    def __init__(self, max_waiting_bytes: int = 64 << 20) -> None:
-        """`max_waiting_bytes` bounds what was received and not taken by `get`."""
+    def __init__(
+        self, open_seal: OpenSeal = without_seal, *, max_waiting_bytes: int = 64 << 20
+    ) -> None:
+        """`max_waiting_bytes` bounds what was received and not taken by `get`.
+
+        A delivery that `open_seal` refuses ends the stream that brought it.
+        """
+        self._open_seal = open_seal
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
         self._budget = ByteBudget(max_waiting_bytes)
         self._streams: set[_Stream] = set()
+        # The newest stream on which a trajectory came that is not acknowledged.
+        self._came_on: dict[TrajectoryId, _Stream] = {}
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._closed = asyncio.Event()
 
@@ -196,9 +208,9 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
             self._acknowledged.move_to_end(trajectory_id)
             if len(self._acknowledged) > MAX_REMEMBERED_IDS:
                 self._acknowledged.popitem(last=False)
-            for stream in self._streams:
-                if trajectory_id in stream.unacknowledged:
-                    self._answer(stream, trajectory_id)
+            stream = self._came_on.pop(trajectory_id, None)
+            if stream is not None:
+                self._answer(stream, trajectory_id)
 
     async def aclose(self) -> None:
         """Ends all streams; the senders keep what was not acknowledged."""
@@ -226,11 +238,13 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         try:
             async for request in requests:
                 trajectory_id = TrajectoryId(request.trajectory_id)
-                stream.unacknowledged.add(trajectory_id)
+                data = self._open_seal(trajectory_id, request.trajectory)
+                if data is None:
+                    raise not_sealed(trajectory_id)
                 if trajectory_id in self._acknowledged:
                     self._answer(stream, trajectory_id)
                     continue
-                data = request.trajectory
+                self._came_on[trajectory_id] = stream
                 # Its owner is the handler: a receiver that nobody reads must hold its senders back.
                 await self._budget.acquire(self._charge(data), timeout_s=None)
                 self._waiting.put_nowait(Delivery(trajectory_id, data))
@@ -252,7 +266,6 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
                 await context.write(pb.DeliverResponse(acknowledged_ids=chunk))
 
     def _answer(self, stream: _Stream, trajectory_id: TrajectoryId) -> None:
-        stream.unacknowledged.discard(trajectory_id)
         stream.to_acknowledge.append(trajectory_id)
         stream.changed.set()
 

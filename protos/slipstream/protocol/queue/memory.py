@@ -42,6 +42,10 @@ class MemoryQueue:
         if trajectory_id in self._held:
             return
         await self._budget.acquire(len(data), timeout_s=timeout_s)
+        if trajectory_id in self._held:
+            # Put twice while both waited.
+            self._budget.release(len(data))
+            return
         async with self._changed:
             self._held[trajectory_id] = data
             self._changed.notify_all()

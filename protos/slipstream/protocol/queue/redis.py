@@ -3,7 +3,8 @@
 Consumes: `put`. Produces: stream entries, counted in bytes in the same transaction.
 Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted too.
 
-Redis or Valkey from 6.2; it must fsync every write and never evict, which the receiver checks.
+Redis or Valkey from 6.2; it must fsync every write, never evict and load its files whole, which the
+receiver checks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import contextlib
 import itertools
 from collections import deque
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from redis.exceptions import WatchError
+from redis.typing import EncodableT, FieldT
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.budget import check_fits, queue_full
 from slipstream.protocol.queue.embedded import EmbeddedServer
@@ -48,16 +50,15 @@ class _Put:
 class RedisSender:
     """The rollout server's end; `put` returns when the trajectory is on Redis's disk.
 
-    Those that wait at the same time are written together. A Redis that stays away or comes back
-    empty fails them, and ends the `async with` block with an ExceptionGroup of a QueueError. A
-    receiver must have opened the queue before.
+    Those that wait at the same time are written together. A Redis that stays away or lost data
+    fails them, and ends the `async with` block with an ExceptionGroup of a QueueError. A receiver
+    must have opened the queue before; one that opens it anew, under another mark, gets what waits.
     """
 
     def __init__(self, url: str, run_id: str, max_bytes: int) -> None:
         """`max_bytes` bounds what all senders of the run have put and nobody acknowledged."""
         self._connection = RedisConnection(url, run_id)
         self._max_bytes = max_bytes
-        self._used_bytes = 0
         self._waiting: deque[_Put] = deque()
         self._wake_writer, self._wake_watcher = asyncio.Event(), asyncio.Event()
         self._executing = asyncio.Lock()
@@ -66,7 +67,11 @@ class RedisSender:
         self._closed = True
 
     async def __aenter__(self) -> RedisSender:
-        await self._connection.open(self._connection.find_mark)
+        try:
+            await self._connection.persistently(self._connection.find_mark)
+        except BaseException:
+            await self._connection.client.aclose()
+            raise
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._tasks = [group.create_task(self._write()), group.create_task(self._watch())]
         self._closed = False
@@ -87,7 +92,7 @@ class RedisSender:
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait in Redis, of all senders, half a second ago at most."""
-        return self._used_bytes
+        return self._connection.counters.used_bytes
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
         """See `TrajectorySender.put`; QueueError when Redis is lost for `timeout_s`."""
@@ -122,7 +127,7 @@ class RedisSender:
                 f"redis at {self._connection.name} does not answer within {timeout_s:g} s: "
                 f"{self._connection.trouble}"
             )
-        return queue_full(len(place.data), timeout_s, self._used_bytes, self._max_bytes)
+        return queue_full(len(place.data), timeout_s, self.queued_bytes, self._max_bytes)
 
     def _fail(self, error: QueueError) -> None:
         for place in self._waiting:
@@ -150,32 +155,38 @@ class RedisSender:
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
             # Acknowledgements only make room, so nothing but other senders can spoil the bound.
-            await pipeline.watch(connection.added_key)
-            used_bytes, added_bytes = await connection.read_used(pipeline), 0
-            self._used_bytes = used_bytes
+            watched = connection.added_key
+            await pipeline.watch(watched)
+            counters, added_bytes = await connection.follow_counters(pipeline), 0
+            if connection.added_key != watched:
+                return True
             async with self._executing:
                 batch: list[_Put] = []
                 pipeline.multi()  # type: ignore[no-untyped-call]
                 for place in itertools.islice(self._waiting, MAX_ENTRIES_PER_WRITE):
-                    if used_bytes + added_bytes + len(place.data) > self._max_bytes:
+                    if counters.used_bytes + added_bytes + len(place.data) > self._max_bytes:
                         break
                     batch.append(place)
                     added_bytes += len(place.data)
-                    pipeline.xadd(connection.stream, {ID: place.trajectory_id, DATA: place.data})
+                    fields: dict[FieldT, EncodableT] = {ID: place.trajectory_id, DATA: place.data}
+                    pipeline.xadd(connection.stream, fields, nomkstream=True)
                 if not batch:
                     return False
                 pipeline.incrby(connection.added_key, added_bytes)
                 try:
-                    await pipeline.execute()
+                    *entry_ids, added = await pipeline.execute()
                 except WatchError:
                     # Another sender was faster, or the connection broke: the next attempt shows.
                     return True
+                if None in entry_ids:
+                    raise connection.lost("the stream is gone")
+                now = connection.counters
+                connection.counters = now.newest(replace(now, added_bytes=added))
                 for place in batch:
                     if not place.stored.done():
                         place.stored.set_result(None)
                     with contextlib.suppress(ValueError):
                         self._waiting.remove(place)
-        self._used_bytes += added_bytes
         self._wake_watcher.set()
         return True
 
@@ -185,6 +196,6 @@ class RedisSender:
         while True:
             await self._wake_watcher.wait()
             self._wake_watcher.clear()
-            while self._used_bytes:
+            while self.queued_bytes:
                 await asyncio.sleep(WATCH_S)
-                self._used_bytes = await connection.persistently(connection.read_used)
+                await connection.persistently(connection.follow_counters)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import redis.asyncio
@@ -24,12 +23,12 @@ from redis.exceptions import (
     AuthorizationError,
     NoPermissionError,
     RedisError,
-    ResponseError,
     WatchError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from slipstream.protocol.errors import QueueError
+from slipstream.protocol.queue.redis_counters import Counted, Counters
 
 RECONNECT_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 10.0
@@ -45,11 +44,7 @@ REFUSALS = (AuthenticationError, AuthorizationError)
 REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
 COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+)")
 
-REQUIRED_SETTINGS = {
-    "appendonly": "yes",
-    "appendfsync": "always",
-    "maxmemory-policy": "noeviction",
-}
+ON_LOSS = "start the run again: it generates again what was lost"
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +62,8 @@ class RedisConnection:
         self.mark_key = f"{prefix}:mark"
         # Drawn by the controller; another or none later means that the data are gone.
         self.mark: str | None = None
+        # As they were read last, under this mark.
+        self.counters = Counters()
         # Why the last call failed, until one succeeds.
         self.trouble: str | None = None
         try:
@@ -77,6 +74,8 @@ class RedisConnection:
                 # cancellation. `once` has one of its own.
                 socket_timeout=None,
                 socket_connect_timeout=CALL_TIMEOUT_S,
+                # Redis 7.0 has no CLIENT SETINFO, nor the right to it.
+                driver_info=None,
                 protocol=2,
             )
         except ValueError as error:
@@ -92,15 +91,6 @@ class RedisConnection:
     def removed_key(self) -> str:
         """Bytes that were ever acknowledged; belongs to the mark."""
         return f"{self.mark_key}:{self.mark}:removed"
-
-    async def open(self, *steps: Callable[[], Awaitable[None]]) -> None:
-        """Takes the steps one after another, each as `persistently`; closes when one fails."""
-        try:
-            for step in steps:
-                await self.persistently(step)
-        except BaseException:
-            await self.client.aclose()
-            raise
 
     async def once(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """`call`, or TimeoutError after 10 s."""
@@ -138,22 +128,57 @@ class RedisConnection:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    async def read_used(self, reader: redis.asyncio.Redis | None = None) -> int:
-        """Bytes that wait; QueueError when the server lost the data."""
-        mark, added, removed = await (reader or self.client).mget(
-            self.mark_key, self.added_key, self.removed_key
-        )
-        self.check_mark(mark)
-        return int(added or 0) - int(removed or 0)
+    @property
+    def counted_keys(self) -> tuple[str, str, str]:
+        """Keys whose values `take_counters` takes, read in one command."""
+        return self.mark_key, self.added_key, self.removed_key
 
-    def check_mark(self, found: bytes | str | None) -> None:
-        """QueueError when the server lost the data of this run."""
-        if found is None or _text(found) != self.mark:
-            what = "came back empty" if found is None else "holds the data of another start"
-            raise QueueError(
-                f"redis at {self.name} {what}: what waited there is lost; "
-                "was it restarted without its append-only file?"
-            )
+    async def read_counters(self) -> Counters:
+        """The counters of this moment; QueueError when the server lost data."""
+        earlier = self.counters
+        return self.take_counters(await self._read_counted(self.client), earlier)
+
+    async def follow_counters(self, reader: redis.asyncio.Redis | None = None) -> Counters:
+        """The counters of this moment, under a new mark if a receiver has set one."""
+        earlier = self.counters
+        while True:
+            found = await self._read_counted(reader or self.client)
+            if found[0] is None or _text(found[0]) == self.mark:
+                await self._count_again(found, earlier)
+                return self.take_counters(found, earlier)
+            logger.warning("redis at %s holds the data of another start", self.name)
+            self.mark, earlier = _text(found[0]), Counters()
+            self.counters = earlier
+
+    async def _count_again(self, found: Counted, earlier: Counters) -> None:
+        """Adds what `added` lost: the receiver, which may not have read it, then misses it too."""
+        mark, added, _ = found
+        if mark is not None and (added is None or added.isdigit()):
+            missing = earlier.added_bytes - int(added or 0)
+            if missing > 0:
+                await self.client.incrby(self.added_key, missing)
+
+    async def _read_counted(self, reader: redis.asyncio.Redis) -> Counted:
+        return cast("Counted", await reader.mget(*self.counted_keys))
+
+    def take_counters(self, found: Counted, earlier: Counters) -> Counters:
+        """Remembers what was read after `earlier` was known; QueueError when data were lost."""
+        try:
+            counters = Counters.of(found)
+        except QueueError as error:
+            raise self.lost(str(error)) from None
+        if found[0] is not None and _text(found[0]) != self.mark:
+            raise self.lost("it holds the data of another start")
+        if loss := counters.loss_since(earlier):
+            raise self.lost(loss)
+        self.counters = counters.newest(self.counters)
+        return counters
+
+    def lost(self, what: str) -> QueueError:
+        """One line that says by what a loss of data showed, and what to do."""
+        return QueueError(
+            f"redis at {self.name} lost data of run {self._run_id}: {what}; {ON_LOSS}"
+        )
 
     def failure(self, error: BaseException) -> QueueError:
         """One line with server and user, for rights that are missing with the command."""
@@ -176,47 +201,32 @@ class RedisConnection:
             return QueueError(f"redis at {self.name}: user {self.user}: {error}")
         return QueueError(f"redis at {self.name}: {error}")
 
-    async def check_settings(self) -> None:
-        """QueueError when the server may lose what it has acknowledged."""
-        try:
-            found = await self.client.config_get(*REQUIRED_SETTINGS)
-        except (NoPermissionError, ResponseError) as error:
-            logger.warning(
-                "redis at %s does not show its settings (%s): appendfsync always and "
-                "maxmemory-policy noeviction are needed, or trajectories may be lost",
-                self.name,
-                error,
-            )
-            return
-        settings = {_text(key): _text(value) for key, value in found.items()}
-        for setting, needed in REQUIRED_SETTINGS.items():
-            value = settings.get(setting)
-            if value != needed:
-                raise QueueError(
-                    f"redis at {self.name}: {setting} must be {needed} so that nothing is lost, "
-                    f"got {value}"
-                )
-
-    async def draw_mark(self) -> None:
-        """Marks the data of the run, unless they are; QueueError when they are others."""
-        await self.client.set(self.mark_key, secrets.token_hex(8), nx=True)
-        await self.find_mark()
-
     async def find_mark(self) -> None:
-        """Remembers the mark; QueueError when there is none, or another than before."""
-        found = await self.client.get(self.mark_key)
+        """Takes the mark and its counters; QueueError when there is none, or data were lost."""
+        self.mark = await self.read_mark()
         if self.mark is None:
-            if found is None:
-                raise QueueError(
-                    f"redis at {self.name} does not know run {self._run_id}: the controller opens "
-                    "its queue first; was it emptied since, or is it another server?"
-                )
-            self.mark = _text(found)
-        self.check_mark(found)
+            raise QueueError(
+                f"redis at {self.name} does not know run {self._run_id}: the controller opens "
+                "its queue first; was it emptied since, or is it another server?"
+            )
+        await self.read_counters()
+
+    async def read_mark(self) -> str | None:
+        """The mark that the server has."""
+        found = cast("bytes | None", await self.client.get(self.mark_key))
+        return None if found is None else _text(found)
+
+    async def set_mark(self, mark: str) -> None:
+        """Sets another mark, with counters of its own."""
+        self.mark, self.counters = mark, Counters()
+        async with self.client.pipeline(transaction=True) as pipeline:
+            pipeline.set(self.mark_key, mark)
+            pipeline.incrby(self.removed_key, 0)
+            await pipeline.execute()
 
 
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
 
 
 def _without_password(url: str) -> str:

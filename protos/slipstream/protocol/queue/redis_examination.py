@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import redis.asyncio
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.redis_connection import RedisConnection
+from slipstream.protocol.queue.redis_durability import (
+    check_loading,
+    check_settings,
+    server_version,
+)
 from slipstream.protocol.queue.redis_rights import CONTROLLER, Command, QueueRole, right_of
 
 
@@ -17,7 +21,8 @@ from slipstream.protocol.queue.redis_rights import CONTROLLER, Command, QueueRol
 class Examination:
     """A server as one user sees it; rights as `right_of` writes them."""
 
-    version: str
+    # Which server, and its version.
+    server: str
     user: str
     missing: tuple[str, ...]
     excessive: tuple[str, ...]
@@ -31,9 +36,9 @@ async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
     connection = RedisConnection(url, "examination")
     try:
         async with asyncio.timeout(limit_s):
-            version = await _version(connection.client)
+            kind, version = await server_version(connection.client)
             if role is CONTROLLER:
-                await connection.check_settings()
+                await check_settings(connection)
             missing = [
                 command
                 for command, allowed in await _try_rights(connection, role.needed)
@@ -44,6 +49,8 @@ async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
                 for command, allowed in await _try_rights(connection, role.forbidden)
                 if allowed
             ]
+            if role is CONTROLLER and not missing:
+                await check_loading(connection)
     except TimeoutError:
         raise QueueError(
             f"redis at {connection.name} does not answer within {limit_s:g} s"
@@ -53,17 +60,11 @@ async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
     finally:
         await connection.client.aclose()
     return Examination(
-        version,
+        f"{kind} {version}",
         connection.user,
         tuple(map(right_of, missing)),
         tuple(map(right_of, excessive)),
     )
-
-
-async def _version(client: redis.asyncio.Redis) -> str:
-    hello = client.execute_command("HELLO", "2")  # type: ignore[no-untyped-call]
-    facts: list[bytes] = await hello
-    return facts[facts.index(b"version") + 1].decode()
 
 
 async def _try_rights(

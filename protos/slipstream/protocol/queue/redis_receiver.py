@@ -2,6 +2,9 @@
 
 Consumes: entries of the stream, its own pending ones first. Produces: `get`.
 Waits for: new entries. Unblocked by: a `put` anywhere; acknowledgements wake the forgetting.
+
+Once a second it reads the rest of the stream and the counters in one transaction: what it knows
+must then be what they count, or data were lost.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
@@ -24,6 +27,9 @@ from slipstream.protocol.queue.redis_connection import (
     ID,
     RedisConnection,
 )
+from slipstream.protocol.queue.redis_counters import Counted, Counters, draw_mark, loss_in
+from slipstream.protocol.queue.redis_durability import check_loading, check_settings
+from slipstream.protocol.queue.seal import OpenSeal, not_sealed, without_seal
 from slipstream.protocol.types import TrajectoryId
 
 GROUP = "controller"
@@ -31,6 +37,9 @@ CONSUMER = "controller"
 BLOCK_MS = 1_000
 ENTRIES_PER_READ = 16
 MAX_REMEMBERED_IDS = 65_536
+AUDIT_S = 1.0
+# How errors begin when a stream or its group is missing, or was deleted during a read.
+STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED")
 
 # Id and fields; the fields are missing when somebody deleted a pending entry.
 Entries: TypeAlias = list[tuple[bytes, dict[bytes, bytes] | None]]
@@ -41,14 +50,15 @@ logger = logging.getLogger(__name__)
 class RedisReceiver:
     """The controller's end. Reads and forgets in the background while its `async with` block runs.
 
-    A Redis that stays away or comes back empty ends the block with an ExceptionGroup of a
+    A Redis that lost data before the block begins is given a new mark, and what it still has is
+    delivered. One that stays away or loses data later ends the block with an ExceptionGroup of a
     QueueError.
     """
 
-    def __init__(self, url: str, run_id: str, *, mark: str | None = None) -> None:
-        """`mark`: that of an earlier receiver of the run; QueueError when Redis has another."""
+    def __init__(self, url: str, run_id: str, open_seal: OpenSeal = without_seal) -> None:
+        """An entry that `open_seal` refuses is removed from Redis, with a line in the log."""
+        self._open_seal = open_seal
         self._connection = RedisConnection(url, run_id)
-        self._connection.mark = mark
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
         # Entries of each unacknowledged trajectory, with their sizes: more than one when a sender
         # did not see the answer to its XADD.
@@ -58,12 +68,23 @@ class RedisReceiver:
         # Those of `_to_forget` that Redis may have forgotten already.
         self._perhaps_gone: set[bytes] = set()
         self._wake_forgetter = asyncio.Event()
+        # Held by whoever compares or changes what Redis counts.
+        self._counting = asyncio.Lock()
+        self._audited_s = float("-inf")
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> RedisReceiver:
         connection = self._connection
-        await connection.open(connection.check_settings, connection.draw_mark, self._create_group)
+        try:
+            for check in (check_settings, check_loading):
+                await connection.persistently(partial(check, connection))
+            while not await self._take_mark():
+                pass
+            await connection.persistently(self._create_group)
+        except BaseException:
+            await connection.client.aclose()
+            raise
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._tasks = [group.create_task(self._read()), group.create_task(self._forget())]
         return self
@@ -109,6 +130,36 @@ class RedisReceiver:
         for task in self._tasks:
             task.cancel()
 
+    async def _take_mark(self) -> bool:
+        """Takes the mark if its counters match the stream; else sets a new one to try."""
+        connection, after, stream_bytes = self._connection, b"-", 0
+        connection.mark = await connection.persistently(connection.read_mark)
+        while True:
+            entries, found = await connection.persistently(partial(self._scan, after))
+            stream_bytes += sum(_size(fields) for _, fields in entries)
+            if len(entries) < ENTRIES_PER_READ:
+                break
+            after = b"(" + entries[-1][0]
+        if not (loss := loss_in(found, stream_bytes)):
+            connection.take_counters(found, Counters())
+            return True
+        if connection.mark is not None:
+            logger.warning(
+                "redis at %s lost data: %s; what it has left is delivered", connection.name, loss
+            )
+        mark = draw_mark(stream_bytes)
+        await connection.persistently(partial(connection.set_mark, mark))
+        return False
+
+    async def _scan(self, after: bytes) -> tuple[Entries, Counted]:
+        """Entries after an id, and in the same moment the mark and its counters."""
+        connection = self._connection
+        async with connection.client.pipeline(transaction=True) as pipeline:
+            pipeline.xrange(connection.stream, after, count=ENTRIES_PER_READ)
+            pipeline.mget(*connection.counted_keys)
+            entries, found = await pipeline.execute()
+        return entries, found
+
     async def _create_group(self) -> None:
         try:
             await self._connection.client.xgroup_create(
@@ -128,11 +179,45 @@ class RedisReceiver:
                 entries = await connection.persistently(partial(self._fetch, entries[-1][0]))
             try:
                 while True:
-                    await self._deliver(await connection.once(partial(self._fetch, b">")))
+                    await self._deliver(await connection.once(self._fetch_new))
             except CONNECTION_ERRORS as error:
                 logger.warning("redis at %s: %s", connection.name, error)
             except RedisError as error:
                 raise connection.failure(error) from error
+
+    async def _fetch_new(self) -> Entries:
+        if asyncio.get_running_loop().time() < self._audited_s + AUDIT_S:
+            return await self._fetch(b">")
+        async with self._counting:
+            return await self._audit()
+
+    async def _audit(self) -> Entries:
+        """New entries; QueueError unless these and those that are known are what Redis counts."""
+        connection = self._connection
+        earlier = connection.counters
+        async with connection.client.pipeline(transaction=True) as pipeline:
+            pipeline.xreadgroup(GROUP, CONSUMER, {connection.stream: b">"}, count=ENTRIES_PER_READ)
+            pipeline.mget(*connection.counted_keys)
+            answer, found = await pipeline.execute(raise_on_error=False)
+        counters = connection.take_counters(found, earlier)
+        if isinstance(answer, ResponseError):
+            raise self._group_lost(answer)
+        entries = _entries_of(answer)
+        # Entries may be left, or Redis may have forgotten some already.
+        if len(entries) < ENTRIES_PER_READ and not self._perhaps_gone:
+            self._audited_s = asyncio.get_running_loop().time()
+            known = dict(self._to_forget)
+            for sizes in self._entries.values():
+                known |= sizes
+            known |= {entry_id: _size(fields) for entry_id, fields in entries}
+            if loss := counters.loss_against(sum(known.values())):
+                raise connection.lost(loss)
+        return entries
+
+    def _group_lost(self, error: ResponseError) -> QueueError:
+        if str(error).startswith(STREAM_IS_GONE):
+            return self._connection.lost("the stream or its group is gone")
+        return self._connection.failure(error)
 
     async def _fetch(self, after: bytes) -> Entries:
         """Pending entries after an id, or new ones."""
@@ -146,24 +231,25 @@ class RedisReceiver:
                 block=BLOCK_MS if after == b">" else None,
             )
         except ResponseError as error:
-            if str(error).startswith("NOGROUP"):
-                connection.check_mark(await connection.client.get(connection.mark_key))
-            raise
-        streams = cast("list[tuple[bytes, Entries]]", answer or [])
-        return [entry for _, entries in streams for entry in entries]
+            if str(error).startswith(STREAM_IS_GONE):
+                await connection.read_counters()
+            raise self._group_lost(error) from error
+        return _entries_of(answer)
 
     async def _deliver(self, entries: Entries) -> None:
         for entry_id, fields in entries:
             if not fields:
-                raise QueueError(
-                    f"redis at {self._connection.name}: entry {entry_id.decode()} of "
-                    f"{self._connection.stream} was deleted by somebody before it was acknowledged"
-                )
+                await self._drop(entry_id)
+                continue
             # Whatever somebody else wrote there: it is acknowledged like any other.
             name = fields.get(ID, b"redis-" + entry_id).decode(errors="replace")
             trajectory_id, data = TrajectoryId(name), fields.get(DATA, b"")
-            known = self._entries.get(trajectory_id)
-            if trajectory_id in self._acknowledged:
+            known, opened = self._entries.get(trajectory_id), self._open_seal(trajectory_id, data)
+            if opened is None:
+                logger.warning("redis at %s: %s", self._connection.name, not_sealed(trajectory_id))
+                self._to_forget[entry_id] = len(data)
+                self._wake_forgetter.set()
+            elif trajectory_id in self._acknowledged:
                 # Read as pending, perhaps just before it was deleted.
                 self._perhaps_gone.add(entry_id)
                 self._to_forget[entry_id] = len(data)
@@ -172,14 +258,25 @@ class RedisReceiver:
                 known[entry_id] = len(data)
             else:
                 self._entries[trajectory_id] = {entry_id: len(data)}
-                await self._deliveries.put(Delivery(trajectory_id, data))
+                await self._deliveries.put(Delivery(trajectory_id, opened))
+
+    async def _drop(self, entry_id: bytes) -> None:
+        """Forgets a pending entry without contents, which an earlier receiver missed already."""
+        connection = self._connection
+        if any(entry_id in entries for entries in self._entries.values()):
+            raise connection.lost(f"entry {entry_id.decode()} was deleted by somebody else")
+        logger.warning("redis at %s: entry %s is gone", connection.name, entry_id.decode())
+        await connection.persistently(
+            partial(connection.client.xack, connection.stream, GROUP, entry_id)
+        )
 
     async def _forget(self) -> None:
         while True:
             await self._wake_forgetter.wait()
             self._wake_forgetter.clear()
             while self._to_forget:
-                await self._connection.persistently(self._delete)
+                async with self._counting:
+                    await self._connection.persistently(self._delete)
 
     async def _delete(self) -> None:
         """Acknowledges, deletes and uncounts what is to be forgotten, all or nothing."""
@@ -190,15 +287,29 @@ class RedisReceiver:
                 self._perhaps_gone.discard(entry_id)
         if not entries:
             return
+        earlier = connection.counters
         # Unless the answer arrives, it may have happened or not.
         self._perhaps_gone |= set(entries)
         async with connection.client.pipeline(transaction=True) as pipeline:
-            pipeline.get(connection.mark_key)
             pipeline.xack(connection.stream, GROUP, *entries)
             pipeline.xdel(connection.stream, *entries)
             pipeline.incrby(connection.removed_key, sum(entries.values()))
-            mark, *_ = await pipeline.execute()
-        connection.check_mark(mark)
+            pipeline.mget(*connection.counted_keys)
+            _, num_deleted, _, found = await pipeline.execute()
+        connection.take_counters(found, earlier)
+        if num_deleted != len(entries):
+            raise connection.lost(
+                f"{len(entries) - num_deleted} entries were deleted by somebody else"
+            )
         self._perhaps_gone -= set(entries)
         for entry_id in entries:
             del self._to_forget[entry_id]
+
+
+def _entries_of(answer: object) -> Entries:
+    streams = cast("list[tuple[bytes, Entries]]", answer or [])
+    return [entry for _, entries in streams for entry in entries]
+
+
+def _size(fields: Mapping[bytes, bytes] | None) -> int:
+    return len((fields or {}).get(DATA, b""))

@@ -15,9 +15,7 @@ from slipstream.protocol.settings.queue_section import QueueEnd
 Command: TypeAlias = tuple[str, ...]
 
 # What a client sends before and around its own commands.
-_CONNECTION = (
-    "+auth +hello +ping +select +client|setinfo +client|setname +multi +exec +discard +unwatch"
-)
+_CONNECTION = "+auth +hello +ping +select +client|setname +multi +exec +discard +unwatch"
 _STREAM, _MARKS = "~slipstream:*:trajectories", "%R~slipstream:*:mark*"
 # The keys of a run that never was.
 _STREAM_KEY = "slipstream:examination:trajectories"
@@ -78,12 +76,13 @@ ROLLOUT_SERVER = QueueRole(
 CONTROLLER = QueueRole(
     user="controller",
     rules=(
-        f"resetkeys resetchannels -@all {_CONNECTION} +config|get "
+        f"resetkeys resetchannels -@all {_CONNECTION} +config|get +acl|dryrun "
         f"(+xgroup|create +xreadgroup +xrange +xack +xdel {_STREAM}) "
         f"(+set ~slipstream:*:mark) (+incrby ~slipstream:*:mark:*:removed) (+get +mget {_MARKS})"
     ),
     needed=(
         ("CONFIG", "GET", "appendfsync"),
+        ("ACL", "DRYRUN", "default", "PING"),
         ("SET", _MARK_KEY, "", "XX"),
         ("GET", _MARK_KEY),
         ("MGET", _MARK_KEY, _ADDED_KEY, _REMOVED_KEY),
@@ -100,6 +99,9 @@ CONTROLLER = QueueRole(
         ("INCRBY", _ADDED_KEY, "0"),
     ),
 )
+# Nobody enters as this user, but many servers load transactions from their files with its rights,
+# and drop without an error what it may not write.
+DEFAULT_USER = "user default off resetpass ~* &* +@all"
 ROLES: Mapping[QueueEnd, QueueRole] = {"controller": CONTROLLER, "rollout_server": ROLLOUT_SERVER}
 
 

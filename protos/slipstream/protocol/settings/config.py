@@ -179,6 +179,14 @@ class Config(Section):
                 f"controller.heartbeat_timeout_s must be at least 3 * heartbeat_s, got "
                 f"{self.controller.heartbeat_timeout_s} and {self.controller.heartbeat_s}"
             )
+        publish_s = self.weights.join_deadline_s + self.weights.bucket_deadline_s
+        if self.learner.timeout_s < 2 * publish_s:
+            raise ValueError(
+                f"learner.timeout_s must be at least 2 * (weights.join_deadline_s + "
+                f"bucket_deadline_s): ranks wait for the one that takes part in a publish, got "
+                f"{self.learner.timeout_s:g}, {self.weights.join_deadline_s:g} and "
+                f"{self.weights.bucket_deadline_s:g}"
+            )
         for problem in itertools.chain(
             world_problems(self.learner),
             table_problems(self.learner),

@@ -16,8 +16,13 @@ from pydantic_core import ErrorDetails
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.routed_experts import routing_bytes_per_token
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_fields import field_problems, unknown_fields
 from slipstream.protocol.settings.model_files import missing_files
-from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes
+from slipstream.protocol.settings.model_sizes import (
+    ModelSizes,
+    read_model_sizes,
+    read_model_table,
+)
 from slipstream.protocol.settings.model_tensors import tensor_problems
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
 from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
@@ -125,6 +130,19 @@ def check_sizes(config: Config) -> list[str]:
     ]
 
 
+def model_warnings(config: Config) -> list[str]:
+    """One line for each model folder whose config.json has fields that are not known here."""
+    lines = []
+    for name, path in (("model", config.model.path), *role_folders(config)):
+        if fields := unknown_fields(read_model_table(path)):
+            lines.append(
+                f"{name}.path: config.json has fields that are not known here: "
+                f"{', '.join(fields)}; if one of them changes what the model computes, learner and "
+                "rollout servers may differ"
+            )
+    return lines
+
+
 def largest_trajectory_bytes(config: Config) -> int:
     """Upper bound of one trajectory in a queue; ConfigError without a model where it decides."""
     if config.algorithm.router_replay == "off":
@@ -157,7 +175,9 @@ def _missing_checkpoint(config: Config) -> list[str]:
 def _check_layout(config: Config, sizes: ModelSizes) -> None:
     learner = config.learner
     problems = itertools.chain(
-        model_problems(sizes), layout_problems(sizes, learner.parallel, learner.transformer)
+        model_problems(sizes),
+        field_problems(read_model_table(config.model.path)),
+        layout_problems(sizes, learner.parallel, learner.transformer),
     )
     for problem in problems:
         raise ConfigError(problem)

@@ -32,6 +32,7 @@ OWNED = {
     "model": "set model.path",
     "model_weights": "set model.path",
     "hf_config_path": "set model.path",
+    "hf_overrides": "the learner would compute without them; change the model's config.json",
     "dtype": "set model.dtype",
     "seed": "it is drawn anew at each start",
     "max_model_len": "set sampling.max_episode_tokens",
@@ -107,11 +108,6 @@ def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Ite
             f"{SECTION}.load_format cannot be 'ipc_cache': such weights lie in another process, "
             "and a publish would change them for every engine there"
         )
-    overrides = table.get("hf_overrides", {})
-    if not isinstance(overrides, dict):
-        yield f"{SECTION}.hf_overrides must be a table, got {overrides!r}"
-    elif "head_dtype" in overrides:
-        yield f"{SECTION}.hf_overrides.head_dtype is decided by model.head_dtype"
     batched = table.get("max_num_batched_tokens", _MOST_BATCHED)
     if isinstance(batched, int) and batched < max_episodes:
         whose = "" if "max_num_batched_tokens" in table else " (vLLM's own)"

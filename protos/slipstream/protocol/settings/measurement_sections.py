@@ -23,7 +23,7 @@ class EvaluationSection(Section):
     # Keyword arguments of the class.
     args: dict[str, JsonValue] = {}
     # Episodes of one round: all samples of all its tasks. Every round takes the same tasks with the
-    # same seeds, each another one as long as there are any.
+    # same seeds, none of them twice; fewer episodes, with a warning, if there are fewer tasks.
     num_episodes: Positive = 64
     # Episodes of each task; above 1 needs a temperature.
     samples_per_task: Positive = 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.model_fields import rope_table
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,11 @@ class ModelSizes:
     normalizes_experts: bool
     # Whether some layers of a mixture of experts have none.
     has_dense_layers: bool
+    norm_eps: float
+    has_tied_output: bool
     rope_type: str
+    rope_theta: float
+    rope_factor: float
     # Of the type llama3: low_freq_factor, high_freq_factor and original_max_position_embeddings.
     rope_bounds: tuple[float, float, float]
     uses_sliding_window: bool
@@ -52,7 +57,7 @@ class ModelSizes:
             found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
             return int(found)
 
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        rope = rope_table(values)
         names = values.get("architectures") or [""]
         heads = number("num_attention_heads")
         return cls(
@@ -77,6 +82,10 @@ class ModelSizes:
                 rope.get("high_freq_factor", 4.0),
                 rope.get("original_max_position_embeddings", 8192),
             ),
+            norm_eps=values.get("rms_norm_eps", 0.0),
+            has_tied_output=bool(values.get("tie_word_embeddings")),
+            rope_theta=rope.get("rope_theta", values.get("rope_theta", 0.0)),
+            rope_factor=rope.get("factor", 1.0),
             rope_type=str(rope.get("rope_type", rope.get("type", "default"))),
             uses_sliding_window=bool(
                 values.get("use_sliding_window", values.get("sliding_window"))
@@ -94,7 +103,12 @@ def normalizes_experts(values: Mapping[str, Any]) -> bool:
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
-    """Of a Hugging Face folder; ConfigError when there is none, or no readable config.json."""
+    """The sizes of a Hugging Face folder; ConfigError as of `read_model_table`."""
+    return ModelSizes.of(read_model_table(folder))
+
+
+def read_model_table(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder; ConfigError when there is none to be read."""
     path = folder / "config.json"
     if not folder.is_dir():
         # A run is exported or replayed in the folder in which it was started.
@@ -113,7 +127,7 @@ def read_model_sizes(folder: Path) -> ModelSizes:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a table, got a {type(values).__name__}")
-    return ModelSizes.of(values)
+    return values
 
 
 def _download(folder: Path) -> str:

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from slipstream.protocol.settings.model_sizes import ModelSizes
 from slipstream.protocol.settings.rank_layout import RankLayout
 from slipstream.protocol.settings.sections import LearnerSection, ParallelSection
+from slipstream.protocol.settings.transformer_table import policy_problems
 
 # What Megatron-Bridge loads and exports, and tests compare with transformers.
 ARCHITECTURES = (
@@ -77,11 +78,7 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
             f"sequences of different lengths, got "
             f"{learner.transformer['moe_token_dispatcher_type']!r}"
         )
-    if learner.transformer.get("moe_router_enable_expert_bias"):
-        yield (
-            "learner.transformer.moe_router_enable_expert_bias must be false: "
-            "the rollout servers would not know the biases"
-        )
+    yield from policy_problems(learner.transformer)
     group = learner.transformer.get("microbatch_group_size_per_vp_stage", learner.parallel.pp)
     if group != learner.parallel.pp:
         yield (
@@ -143,11 +140,6 @@ def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
             "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "
             "the fused kernel chooses the experts itself"
         )
-    if transformer.get("moe_router_load_balancing_type") == "sinkhorn":
-        yield (
-            "learner.transformer.moe_router_load_balancing_type must not be sinkhorn with "
-            "algorithm.router_replay: it chooses the experts by itself"
-        )
     for key in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
         if transformer.get(key) not in (None, False, "none"):
             yield (
@@ -181,6 +173,8 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         )
     if not sizes.experts:
         return
+    if sizes.architecture == "Qwen2MoeForCausalLM" and not sizes.shared_expert_ffn:
+        yield "model.path: shared_expert_intermediate_size of a Qwen2MoeForCausalLM must be set"
     if sizes.has_dense_layers:
         yield "model.path holds a mixture of experts with dense layers in between: not supported"
     if not 1 <= sizes.experts_per_token <= sizes.experts:

@@ -9,7 +9,12 @@ from pathlib import Path
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings import model_files
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes
+from slipstream.protocol.settings.model_fields import field_problems
+from slipstream.protocol.settings.model_sizes import (
+    ModelSizes,
+    read_model_sizes,
+    read_model_table,
+)
 from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.settings.role_sections import (
     ReferenceSection,
@@ -85,7 +90,7 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
     if read_model_sizes(reference.path) != policy:
         yield (
             "reference.refresh_every_steps must be 0: the policy's weights do not fit "
-            f"reference.path {reference.path}, a model of other sizes"
+            f"reference.path {reference.path}, whose config.json says another model"
         )
 
 
@@ -97,6 +102,7 @@ def _problems(settings: Config, policy: ModelSizes) -> Iterator[str]:
         yield str(error)
         return
     yield from model_problems(sizes)
+    yield from field_problems(read_model_table(folder))
     yield from layout_problems(sizes, learner.parallel, learner.transformer)
     if sizes.vocab != policy.vocab:
         yield (

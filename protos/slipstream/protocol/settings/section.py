@@ -40,6 +40,8 @@ Address = Annotated[str, AfterValidator(check_address_form)]
 Host = Annotated[str, AfterValidator(_check_host_form)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+# The limit of a silence: a busy process says nothing for a good part of a second.
+Silence = Annotated[float, Field(ge=1)]
 
 # Counts travel in 32 bits, and go into kernels that count so. Bytes do not.
 _LARGEST_COUNT, _LARGEST_BYTES = 2**31 - 1, 2**63 - 1

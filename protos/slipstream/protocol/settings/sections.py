@@ -18,6 +18,7 @@ from slipstream.protocol.settings.section import (
     Reference,
     Seconds,
     Section,
+    Silence,
 )
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
@@ -108,22 +109,25 @@ class ControllerSection(Section):
     # Other addresses than loopback need TLS and a token.
     address: Address = "127.0.0.1:7070"
     # Time between two reports of a rollout server.
-    heartbeat_s: Seconds = 0.5
-    # Silence after which a rollout server is taken for dead.
-    heartbeat_timeout_s: Seconds = 5.0
+    heartbeat_s: float = Field(0.5, ge=0.01)
+    # Silence after which a rollout server is taken for dead. Time in which the controller itself
+    # stood still does not count.
+    heartbeat_timeout_s: Silence = 5.0
     # Attempts of an episode before its task is set aside.
     max_attempts: Positive = 3
     # Time of serving in which some episode of a leased group must end; else the group is taken back
     # and goes on elsewhere, which counts as an attempt.
-    lease_timeout_s: Seconds = 3600.0
+    lease_timeout_s: Silence = 3600.0
     # Groups in a row that may fail before their environment is suspended.
     max_failed_groups: Positive = 8
-    # The run stops when no step was made and no episode ended in so long a time of serving: while
-    # every server loads weights, is stale or gone the clock stands still. Also so long after a
-    # publish should have ended that the trainer was told to send.
-    stall_timeout_s: Seconds = 600.0
-    # The run stops when no rollout server was connected for so long.
-    fleet_timeout_s: Seconds = 600.0
+    # The run stops when no step was made, no episode ended and the trainer gave no sign of life in
+    # so long a time of serving: while every server loads weights, is stale or gone the clock stands
+    # still. A trainer gives signs of life with each micro batch, and while it loads, saves or
+    # exports. Also so long after a publish should have ended that the trainer was told to send.
+    stall_timeout_s: Silence = 600.0
+    # The run stops when no rollout server was connected for so long; the first one has
+    # rollout_server.start_timeout_s more.
+    fleet_timeout_s: Silence = 600.0
     # Some trajectories of every n-th step are written out as text.
     sample_every_steps: Positive = 10
 
@@ -209,8 +213,9 @@ class LearnerSection(Section):
     export_final: bool = True
     # Restarts of all ranks when one has died, by the command that started them.
     max_restarts: int = Field(3, ge=0)
-    # Silence of a rank after which the trainer stops; also the limit of one collective.
-    timeout_s: Seconds = 600.0
+    # Silence of a rank after which the trainer stops: the limit of one collective, and of a disk
+    # that neither takes nor gives a byte of a checkpoint.
+    timeout_s: Silence = 600.0
 
 
 class RolloutServerSection(Section):
@@ -232,8 +237,9 @@ class RolloutServerSection(Section):
     kv_cache_gib: Positive = 1
     # CPU threads of the engine; 0: all.
     threads: int = Field(1, ge=0)
-    # Neither torch.compile nor CUDA graphs.
-    enforce_eager: bool = False
+    # Neither torch.compile nor CUDA graphs. None: false on GPUs, and true on CPUs, where the engine
+    # starts sooner without a compiler. False on CPUs needs a C++ compiler.
+    enforce_eager: bool | None = None
     # Cached prefixes never serve a request of a newer version.
     enable_prefix_caching: bool = True
     # New weights compute the context of running replies anew: each token is what the weights of
@@ -249,10 +255,19 @@ class RolloutServerSection(Section):
     # drain`); then they are handed back and run elsewhere. 0: at once.
     drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of starting the engine.
-    start_timeout_s: Seconds = 600.0
+    start_timeout_s: Silence = 600.0
     # What is kept of the output of each environment worker: two files of half as much each; older
     # lines are removed.
     environment_log_mib: Positive = 16
+    # Memory of an environment worker with all that it has started; one that takes more is ended.
+    # None: half of the machine's, or of the container's.
+    environment_memory_gib: float | None = Field(None, gt=0)
+    # Processes of an environment worker with all that it has started; one with more is ended.
+    environment_processes: Positive = 1000
+
+    def is_eager(self, *, on_cpu: bool) -> bool:
+        """Whether the engine compiles nothing, on a CPU or on GPUs."""
+        return on_cpu if self.enforce_eager is None else self.enforce_eager
 
 
 class WeightsSection(Section):
@@ -271,9 +286,9 @@ class WeightsSection(Section):
     # for as much more memory as the weights take on the wire.
     stage_on_server: bool = False
     # Limit of one bucket; the trainer waits as long for a server that is not ready, or loads.
-    bucket_deadline_s: Seconds = 2.0
+    bucket_deadline_s: float = Field(2.0, ge=0.1)
     # Limit of preparing, of joining the communicator and of loading what has come.
-    join_deadline_s: Seconds = 20.0
+    join_deadline_s: Silence = 20.0
     # Publish after every n-th step.
     publish_every_steps: Positive = 1
     # Prove every n-th publish by the log-probabilities of a probe, beside its digests; the first

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -131,14 +131,19 @@ class StreamSession:
         episode_key: str,
         timeout_s: float,
         *,
-        on_timeout: Callable[[], None],
-        on_close: Callable[[], None],
+        on_timeout: Callable[[EnvironmentFailed], Awaitable[EnvironmentFailed]],
+        on_close: Callable[[bool], None],
     ) -> None:
+        """`on_timeout` says more of a call without an answer: what it returns is raised.
+
+        `on_close` takes whether the environment has answered a step.
+        """
         self._table = table
         self._key = episode_key
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
         self._on_close = on_close
+        self._was_judged = False
 
     async def reset(self, task_index: int, seed: int) -> Opening:
         """See `EnvironmentSession`."""
@@ -155,6 +160,7 @@ class StreamSession:
             episode_key=self._key, reply=reply, truncated=truncated
         )
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
+        self._was_judged = True
         verdict = answer.verdict
         # What a client serves need not be written with our package.
         numbers = {"the reward": verdict.reward} | {
@@ -176,7 +182,7 @@ class StreamSession:
     def close(self) -> None:
         """See `EnvironmentSession`."""
         command = environment_pb2.CloseCommand(episode_key=self._key)
-        self._on_close()
+        self._on_close(self._was_judged)
         try:
             self._table.notify(environment_pb2.WorkerCommand(close=command))
         except EnvironmentFailed:
@@ -189,9 +195,9 @@ class StreamSession:
         try:
             answer = await self._table.call(command, timeout_s=self._timeout_s)
         except EnvironmentFailed as error:
-            if error.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT:
-                self._on_timeout()
-            raise
+            if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
+                raise
+            raise await self._on_timeout(error) from None
         got = answer.WhichOneof("message")
         if got != expected:
             raise EnvironmentFailed(

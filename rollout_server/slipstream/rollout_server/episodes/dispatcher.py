@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.errors import TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.settings.config import SamplingSection
 from slipstream.protocol.types import (
     FailureKind,
@@ -36,6 +37,8 @@ _QUEUE_WARNING_S = 10.0
 # A client or a controller that was lost needs some time to come back: without it all attempts would
 # fail at once. Longer than the controller takes a silent server for alive.
 _RECONNECT_S = 10.0
+# A task runs alone after two losses of a worker in a row, so this is more than chance will do.
+_MAX_EXCUSED = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Identity:
     run_id: str
     server_id: ServerId
     server_epoch: int
+    # Seals what it delivers.
+    delivery_key: bytes
 
 
 @dataclass(frozen=True)
@@ -206,16 +211,20 @@ class Dispatcher:
 
     async def _run_member(self, group: _Group, member: int) -> None:
         attempt = group.lease.first_attempt
+        # Ends in a worker that others shared count as no attempts, but only so many of them.
+        limit, most = group.lease.max_attempts, group.lease.max_attempts + _MAX_EXCUSED
         while True:
             trajectory = await self._run_episode(group, member, attempt)
             if trajectory is None:
                 return
             attempt += 1
             failure = trajectory.failure
+            if failure is not None and failure.kind is FailureKind.BYSTANDER:
+                limit = min(limit + 1, most)
             will_retry = (
                 failure is not None
                 and failure.kind is not FailureKind.PROMPT_TOO_LONG
-                and attempt < group.lease.max_attempts
+                and attempt < limit
             )
             end = await self._deliver(dataclasses.replace(trajectory, will_retry=will_retry))
             if not will_retry:
@@ -276,10 +285,11 @@ class Dispatcher:
                 reward=0.0,
                 routed_experts=None,
             )
-        data = encode_trajectory(trajectory)
+        name = trajectory.trajectory_id
+        data = seal(self._identity.delivery_key, name, encode_trajectory(trajectory))
         while True:
             try:
-                await self._sender.put(trajectory.trajectory_id, data, timeout_s=_QUEUE_WARNING_S)
+                await self._sender.put(name, data, timeout_s=_QUEUE_WARNING_S)
             except TrajectoryQueueFull as error:
                 log.warning("trajectories wait for the controller: %s", error)
             else:

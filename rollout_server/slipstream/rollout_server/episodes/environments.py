@@ -16,6 +16,8 @@ import grpc
 import grpc.aio
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable, EnvironmentSession, StreamSession
+from slipstream.rollout_server.episodes.lone_workers import LoneWorkers
+from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker, WorkerGateway
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
@@ -33,11 +35,19 @@ class HostedEnvironment:
     """One environment and its worker processes; workers that die are started again."""
 
     def __init__(
-        self, gateway: WorkerGateway, spec: environment_pb2.EnvironmentSpec, report: Report
+        self, gateway: WorkerGateway, order: fleet_pb2.EnvironmentOrder, report: Report
     ) -> None:
-        self.spec = spec
+        self.spec = order.spec
+        self._try_reset = order.try_reset
         self._gateway = gateway
         self._report = report
+        self._num_workers = max(self.spec.num_workers, 1)
+        self._suspects = Suspects()
+        self._alone = LoneWorkers(
+            lambda: EnvironmentWorker(gateway, self.spec, self._suspects),
+            first=self._num_workers,
+            count=self._num_workers,
+        )
         self._ready: set[EnvironmentWorker] = set()
         self._changed = asyncio.Event()
         self._given_up = 0
@@ -47,7 +57,8 @@ class HostedEnvironment:
     async def run(self) -> None:
         """Keeps the workers alive until it is cancelled."""
         async with asyncio.TaskGroup() as group:
-            for index in range(max(self.spec.num_workers, 1)):
+            group.create_task(self._alone.run())
+            for index in range(self._num_workers):
                 group.create_task(self._keep(index))
 
     def report_again(self) -> None:
@@ -55,35 +66,35 @@ class HostedEnvironment:
         if self._outcome is not None:
             self._report(self._outcome)
 
-    async def open(self, episode_key: str, timeout_s: float) -> EnvironmentSession:
-        """A session on the worker with the fewest; EnvironmentFailed when none is up in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not (ready := [w for w in self._ready if w.table.is_open]):
-                    if self._given_up and self._given_up >= max(self.spec.num_workers, 1):
-                        assert self._last_failure is not None
-                        raise self._last_failure
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            raise EnvironmentFailed(
-                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                f"no worker was ready within {timeout_s:g} s; the last one: {self._last_failure}",
-            ) from None
-        worker = min(ready, key=lambda worker: worker.open_episodes)
-        worker.open_episodes += 1
+    async def open(
+        self, episode_key: str, task_index: int, attempt: int, timeout_s: float
+    ) -> EnvironmentSession:
+        """Opens a session on the worker with the fewest; EnvironmentFailed when none starts.
 
-        def closed() -> None:
-            worker.open_episodes -= 1
-
-        return StreamSession(
-            worker.table, episode_key, timeout_s, on_timeout=worker.suspect, on_close=closed
-        )
+        A task that may end its worker gets one of its own. The time that workers take to start is
+        not the episode's: it waits for as long as they are tried.
+        """
+        if self._suspects.runs_alone(task_index):
+            worker, turn = await self._alone.turn(attempt)
+            return worker.open(episode_key, task_index, timeout_s, closed=turn.end)
+        while not (ready := [w for w in self._ready if w.table.is_open]):
+            if self._given_up >= self._num_workers:
+                assert self._last_failure is not None
+                raise self._last_failure
+            self._changed.clear()
+            await self._changed.wait()
+        worker = min(ready, key=lambda worker: len(worker.episodes))
+        return worker.open(episode_key, task_index, timeout_s)
 
     async def _keep(self, index: int) -> None:
         failures, backoff_s = 0, _FIRST_BACKOFF_S
         while True:
-            worker = EnvironmentWorker(self._gateway, self.spec)
+            worker = EnvironmentWorker(
+                self._gateway,
+                self.spec,
+                self._suspects,
+                try_reset=self._try_reset and self._outcome is None,
+            )
 
             def loaded(num_tasks: int, worker: EnvironmentWorker = worker) -> None:
                 self._ready.add(worker)
@@ -106,7 +117,7 @@ class HostedEnvironment:
     def _give_up(self) -> None:
         self._given_up += 1
         self._changed.set()
-        if self._given_up < max(self.spec.num_workers, 1):
+        if self._given_up < self._num_workers:
             return
         failure = trajectory_pb2.Failure(
             kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message=str(self._last_failure)
@@ -138,7 +149,7 @@ class ClientEnvironments:
             table = self._tables[environment] = CallTable(self._sender(environment), self._numbers)
         self._wanted.set()
         return StreamSession(
-            table, episode_key, timeout_s, on_timeout=lambda: None, on_close=lambda: None
+            table, episode_key, timeout_s, on_timeout=_as_it_is, on_close=lambda _: None
         )
 
     async def run(self) -> None:
@@ -219,14 +230,18 @@ class Environments:
         if known is not None:
             known[0].report_again()
             return
-        hosted = HostedEnvironment(self._gateway, spec, self._report)
+        hosted = HostedEnvironment(self._gateway, order, self._report)
         self._hosted[spec.name] = (hosted, self._group.create_task(hosted.run()))
 
     async def open(
-        self, environment: str, episode_key: str, timeout_s: float
+        self, environment: str, episode_key: str, task_index: int, attempt: int, timeout_s: float
     ) -> EnvironmentSession:
-        """A session for one episode; EnvironmentFailed when none is to be had within the limit."""
+        """Opens a session for one episode; EnvironmentFailed when none is to be had."""
         hosted = self._hosted.get(environment)
         if hosted is None:
             return self._clients.open(environment, episode_key, timeout_s)
-        return await hosted[0].open(episode_key, timeout_s)
+        return await hosted[0].open(episode_key, task_index, attempt, timeout_s)
+
+
+async def _as_it_is(error: EnvironmentFailed) -> EnvironmentFailed:
+    return error

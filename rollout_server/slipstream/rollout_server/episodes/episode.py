@@ -107,7 +107,11 @@ class Episode:
         try:
             session = await self._ask(
                 self._services.environments.open(
-                    self._task.environment, self._task.key, self._task.timeout_s
+                    self._task.environment,
+                    self._task.key,
+                    self._task.task_index,
+                    self._task.attempt,
+                    self._task.timeout_s,
                 )
             )
             status = await self._converse(session)

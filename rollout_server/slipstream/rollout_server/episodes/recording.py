@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import LogprobArray, VersionSpan
 from slipstream.rollout_server.inference.generation import Generation
 
-# Bytes of text and metrics that a trajectory may carry beside 12 bytes for each token.
-_TEXT_BYTES = 256
-_TEXT_BYTES_PER_TOKEN = 5
+# Metrics that a trajectory carries, and characters of their names.
 _MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
 
@@ -61,7 +60,7 @@ class Recording:
     def clip(self, text: str) -> str:
         """As much of a text as a trajectory of these tokens may carry."""
         data = text.encode()
-        limit = _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * len(self.token_ids)
+        limit = max_text_bytes(len(self.token_ids))
         return text if len(data) <= limit else data[:limit].decode(errors="ignore")
 
     def add_context(self, token_ids: list[int]) -> None:

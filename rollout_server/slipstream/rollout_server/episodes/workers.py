@@ -7,13 +7,11 @@ Waits for: a worker to attach, to load, to exit. Unblocked by: the worker, or th
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import re
 import secrets
-import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,9 +21,14 @@ import grpc.aio
 from slipstream.protocol.access.security import CHANNEL_OPTIONS, TOKEN_KEY
 from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import CallTable
+from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
+from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
-from slipstream.rollout_server.process import worker_environment
+from slipstream.rollout_server.episodes.worker_process import (
+    NO_LIMITS,
+    WorkerLimits,
+    WorkerProcess,
+)
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
 WORKER_PROGRAM = (sys.executable, "-m", "slipstream.client.worker")
@@ -45,11 +48,13 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         server: str = "rollout-server",
         program: Sequence[str] = WORKER_PROGRAM,
         log_bytes: int,
+        limits: WorkerLimits = NO_LIMITS,
     ) -> None:
         """`server`: the id under which a killed one starts again; it removes what that left.
 
-        `log_bytes`: limit of what is kept of one worker's output.
+        `log_bytes`: limit of what is kept of one worker's output; `limits` hold for each worker.
         """
+        self.limits = limits
         self.log_dir = log_dir
         self.server = server
         self._socket_note = log_dir / f"{server}.sockets"
@@ -129,14 +134,35 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
 
 
 class EnvironmentWorker:
-    """One worker process, from its start to its exit; it is not started again."""
+    """One worker process, from its start to its exit; it is not started again.
 
-    def __init__(self, gateway: WorkerGateway, spec: environment_pb2.EnvironmentSpec) -> None:
+    started -> attached -> loaded -> open episodes -> ended: all of them are lost
+    """
+
+    def __init__(
+        self,
+        gateway: WorkerGateway,
+        spec: environment_pb2.EnvironmentSpec,
+        suspects: Suspects,
+        *,
+        try_reset: bool = False,
+    ) -> None:
+        """`try_reset`: the first task must answer `reset` before the worker counts as loaded.
+
+        `suspects` are told whose tasks were lost with the worker, and which have passed.
+        """
         self._gateway = gateway
         self._spec = spec
+        self._suspects = suspects
+        self._try_reset = try_reset
         self._attached: asyncio.Future[CallTable] = asyncio.get_running_loop().create_future()
-        self._suspected, self._left, self._gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.open_episodes = 0
+        self._left, self._gone = asyncio.Event(), asyncio.Event()
+        self._process: WorkerProcess
+        # Open episodes by key, and the task of each.
+        self.episodes: dict[str, int] = {}
+        # Why the server ended it, and the episode that held it up, "" if unknown.
+        self._hang: EnvironmentFailed | None = None
+        self._culprit = ""
 
     @property
     def table(self) -> CallTable:
@@ -152,9 +178,31 @@ class EnvironmentWorker:
         """The worker's stream is over."""
         self._left.set()
 
-    def suspect(self) -> None:
-        """A call was not answered in time: look whether the worker still lives."""
-        self._suspected.set()
+    def open(
+        self,
+        episode_key: str,
+        task_index: int,
+        timeout_s: float,
+        *,
+        closed: Callable[[bool], None] = lambda _: None,
+    ) -> StreamSession:
+        """Opens a session; `closed` takes whether the episode was judged and did no harm."""
+
+        def on_close(was_judged: bool) -> None:
+            self.episodes.pop(episode_key, None)
+            has_passed = was_judged and self.table.is_open
+            if has_passed:
+                self._suspects.passed(task_index)
+            closed(has_passed)
+
+        self.episodes[episode_key] = task_index
+        return StreamSession(
+            self.table,
+            episode_key,
+            timeout_s,
+            on_timeout=partial(self._examine, episode_key),
+            on_close=on_close,
+        )
 
     async def run(self, index: int, loaded: Callable[[int], None]) -> EnvironmentFailed:
         """Runs until the worker is gone, and says why; `loaded` takes the number of tasks.
@@ -162,7 +210,7 @@ class EnvironmentWorker:
         Open calls fail with the same cause. When cancelled, the process is gone as well.
         """
         try:
-            process = await self._start(index)
+            self._process = await self._start(index)
         except OSError as error:
             # Of processes, for one: environments may use up what the machine has.
             self._gateway.forget(self)
@@ -171,9 +219,8 @@ class EnvironmentWorker:
         try:
             async with asyncio.TaskGroup() as group:
                 watches = [
-                    group.create_task(self._watch_exit(process)),
-                    group.create_task(self._watch_stream(process)),
-                    group.create_task(self._watch_answers(process)),
+                    group.create_task(self._watch_exit()),
+                    group.create_task(self._watch_stream()),
                 ]
                 try:
                     return await self._serve(loaded)
@@ -185,23 +232,17 @@ class EnvironmentWorker:
             if self._attached.done() and self._attached.exception() is None:
                 unloaded = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
                 self.table.end(unloaded, "the environment was unloaded")
-            await _stop(process)
+            await self._process.close()
 
-    async def _start(self, index: int) -> asyncio.subprocess.Process:
+    async def _start(self, index: int) -> WorkerProcess:
         token = self._gateway.expect(self)
         name = re.sub(r"[^\w.-]", "_", self._spec.name)
         # Servers of one machine write into the same folder.
         log_name = f"{self._gateway.server}-environment-{name}-{index}.log"
+        command = [*self._gateway.program, "--connect", self._gateway.address]
         with self._gateway.logs.output(log_name) as log:
-            return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "slipstream.protocol.process"),
-                *self._gateway.program,
-                *("--connect", self._gateway.address),
-                env=worker_environment(os.environ, token),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+            return await WorkerProcess.start(
+                command, limits=self._gateway.limits, token=token, log=log
             )
 
     async def _serve(self, loaded: Callable[[int], None]) -> EnvironmentFailed:
@@ -211,6 +252,8 @@ class EnvironmentWorker:
                 # A wait that is given up would cancel what it waits for.
                 table = await asyncio.shield(self._attached)
             answer = await table.call(load, timeout_s=max(self._spec.timeout_s, _START_LIMIT_S))
+            if self._try_reset:
+                await self._reset_once()
             loaded(answer.loaded.num_tasks)
             await self._gone.wait()
             # Fails with the cause.
@@ -222,43 +265,63 @@ class EnvironmentWorker:
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
         raise AssertionError("a worker that is gone takes no call")
 
-    async def _watch_exit(self, process: asyncio.subprocess.Process) -> None:
-        cause = f"worker exited with code {await process.wait()}"
-        if self._attached.done():
-            self.table.end(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
-        else:
-            failed = EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
+    async def _reset_once(self) -> None:
+        session = self.open("first-reset", 0, self._spec.timeout_s)
+        try:
+            await session.reset(0, 0)
+        finally:
+            session.close()
+
+    async def _watch_exit(self) -> None:
+        ended = await self._process.wait()
+        if not self._attached.done():
+            failed = EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, ended)
             self._attached.set_exception(failed)
+        elif self.table.is_open:
+            calls = self._process.calls()
+            place = f" ({calls.place})" if calls.current in self.episodes else ""
+            self._lose(f"{ended}{place}", calls.running)
         self._gone.set()
 
-    async def _watch_stream(self, process: asyncio.subprocess.Process) -> None:
+    def _lose(self, cause: str, in_call: Collection[str]) -> None:
+        """Fails all calls; nobody's attempt counts where several episodes shared the worker."""
+        tasks = self.episodes
+        self._suspects.lost(tasks.values(), in_call=[tasks[key] for key in in_call if key in tasks])
+        kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+        if len(tasks) > 1:
+            kind = trajectory_pb2.FAILURE_KIND_BYSTANDER
+            cause = f"{cause}; {len(tasks)} episodes shared it"
+        self.table.end(kind, cause)
+
+    async def _watch_stream(self) -> None:
         await self._left.wait()
         # It is about to exit; its code says more than the end of its stream.
         await asyncio.sleep(_STOP_LIMIT_S)
-        _signal(process, signal.SIGKILL)
+        self._process.end()
 
-    async def _watch_answers(self, process: asyncio.subprocess.Process) -> None:
-        ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand())
-        while True:
-            await self._suspected.wait()
-            self._suspected.clear()
-            try:
-                await self.table.call(ping, timeout_s=_PING_LIMIT_S)
-            except EnvironmentFailed:
-                _signal(process, signal.SIGKILL)
+    async def _examine(self, key: str, late: EnvironmentFailed) -> EnvironmentFailed:
+        """Says where an episode hangs; a worker that cannot answer any more is ended."""
+        ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand(episode_key=key))
+        try:
+            answer = await self.table.call(ping, timeout_s=_PING_LIMIT_S)
+        except EnvironmentFailed as error:
+            if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
+                # It ended meanwhile, perhaps since another episode found out that this one hangs.
+                return self._hang if self._hang and key == self._culprit else error
+        else:
+            return _at(late, answer.pong.place)
+        if self._hang is None:
+            calls = self._process.calls()
+            alone = len(self.episodes) == 1
+            self._culprit = calls.current or (key if alone else "")
+            self._hang = _at(late, calls.place)
+            self._lose(str(self._hang), {self._culprit})
+            self._process.end()
+        if key == self._culprit:
+            return self._hang
+        kind = trajectory_pb2.FAILURE_KIND_BYSTANDER
+        return EnvironmentFailed(kind, f"another episode held up its worker: {self._hang}")
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Ends the process and everything that it started; returns when it is gone."""
-    if process.returncode is None:
-        _signal(process, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_LIMIT_S):
-                await process.wait()
-    _signal(process, signal.SIGKILL)
-    await process.wait()
-
-
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+def _at(late: EnvironmentFailed, place: str) -> EnvironmentFailed:
+    return EnvironmentFailed(late.kind, f"{late} ({place})") if place else late

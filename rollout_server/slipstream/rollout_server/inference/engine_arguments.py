@@ -26,9 +26,6 @@ _WORKER_EXTENSION = "slipstream.rollout_server.weights.worker_extension.WorkerEx
 def engine_config(config: Config, seed: int) -> VllmConfig:
     """The whole configuration for vLLM; ConfigError, before anything is loaded, when it refuses."""
     values = own_values(config, seed) | passed_through(config.rollout_server.engine)
-    overrides = values.get("hf_overrides", {})
-    assert isinstance(overrides, dict), "engine_problems refuses anything else"
-    values["hf_overrides"] = overrides | {"head_dtype": config.model.head_dtype}
     if config.algorithm.router_replay != "off":
         # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
         on_cpu = current_platform.is_cpu()
@@ -66,6 +63,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
+        "hf_overrides": {"head_dtype": config.model.head_dtype},
         "seed": seed,
         # One more than an episode: a probe of full length samples one token.
         "max_model_len": min(sampling.max_episode_tokens + 1, longest),
@@ -76,7 +74,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
             UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
         ),
         "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "enforce_eager": settings.enforce_eager,
+        "enforce_eager": settings.is_eager(on_cpu=current_platform.is_cpu()),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,

@@ -16,6 +16,9 @@ class OneBatch:
     def answered(self, report: trainer_pb2.StepReport) -> None:
         return None
 
+    async def durable(self) -> None:
+        pass
+
     def trained(self, report: trainer_pb2.StepReport) -> Trained:
         return Trained(Batch(report.step, "b000000", ()), PolicyVersion(0, 1), again=False)
 

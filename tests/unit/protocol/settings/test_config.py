@@ -498,7 +498,6 @@ def test_router_replay_needs_what_records_and_replays_the_experts(tmp_path: Path
         config_with(replay, ("sampling.stop", ["x"]))
     for key, value in {
         "moe_router_fusion": True,
-        "moe_router_load_balancing_type": "sinkhorn",
         "enable_cuda_graph": True,
     }.items():
         table = ("learner.transformer", {key: value})

@@ -211,10 +211,10 @@ def test_another_vllm_without_these_arguments_is_named(tmp_path: Path) -> None:
             "rollout_server.engine.max_num_queued_reqs cannot be passed through: set "
             "rollout_server.max_episodes; a request that is turned away is a failed episode",
         ),
-        ({"hf_overrides": 3}, "rollout_server.engine.hf_overrides must be a table, got 3"),
         (
-            {"hf_overrides": {"head_dtype": "float16"}},
-            "rollout_server.engine.hf_overrides.head_dtype is decided by model.head_dtype",
+            {"hf_overrides": {"rope_theta": 5000.0}},
+            "rollout_server.engine.hf_overrides cannot be passed through: the learner would "
+            "compute without them; change the model's config.json",
         ),
         (
             {"max_num_batched_tokens": 63},

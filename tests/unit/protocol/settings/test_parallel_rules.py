@@ -260,7 +260,7 @@ TABLES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"transformer": {"moe_router_enable_expert_bias": True}},
-        "the rollout servers would not know the biases",
+        "the policy that is trained must be the one that samples",
     ),
     (
         {"transformer": {"overlap_moe_expert_parallel_comm": True}},

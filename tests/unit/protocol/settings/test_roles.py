@@ -27,6 +27,13 @@ SMALLEST: Table = {
     "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
     "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
 }
+LLAMA3_ROPE: Table = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 GAE: Table = {"advantage": "gae"}
 KL: Table = {"kl": {"coefficient": 0.1}}
 
@@ -199,5 +206,27 @@ def test_a_reference_that_is_refreshed_must_have_the_policys_sizes(tmp_path: Pat
     check_model(config)
     message = folder_refusal(
         tmp_path, critic=critic, reference={"path": path, "refresh_every_steps": 3}
+    )
+    assert message.startswith("reference.refresh_every_steps must be 0")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 0.1},
+        {"rope_theta": 500.0},
+        {"rope_scaling": LLAMA3_ROPE},
+        {"tie_word_embeddings": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_reference_that_is_refreshed_must_compute_as_the_policy_does(
+    changes: Table, tmp_path: Path
+) -> None:
+    path = str(model_folder(tmp_path / "other", **changes))
+    message = folder_refusal(
+        tmp_path,
+        critic={"learning_rate": 1e-3},
+        reference={"path": path, "refresh_every_steps": 3},
     )
     assert message.startswith("reference.refresh_every_steps must be 0")

@@ -37,7 +37,7 @@ WRONG: list[tuple[str, JsonValue, str]] = [
     ("evaluations.0.pass_reward", -math.inf, "input should be a finite number, got -inf"),
     ("algorithm.learning_rate", 1e300, "input should be at most 1e+30, got 1e+300"),
     ("controller.stall_timeout_s", 1e10, "input should be 0.001 to 1e+09 seconds, got 1e+10"),
-    ("controller.heartbeat_s", 1e-9, "input should be 0.001 to 1e+09 seconds, got 1e-09"),
+    ("evaluations.0.timeout_s", 1e-9, "input should be 0.001 to 1e+09 seconds, got 1e-09"),
     ("learner.adam_betas.1", 1.0, "input should be less than 1, got 1.0"),
     ("sampling.temperature", 2.1, "input should be less than or equal to 2, got 2.1"),
     ("evaluations.0.temperature", 2.1, "input should be less than or equal to 2, got 2.1"),
@@ -164,3 +164,27 @@ def test_a_rule_between_sections_names_the_command_line_when_it_has_a_part(tmp_p
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["learner.micro_batch_tokens=62"])
     assert str(caught.value).startswith(f"{path} and command line: an episode must fit")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "rule"),
+    [
+        ("controller.heartbeat_s", 0.001, "input should be greater than or equal to 0.01"),
+        ("controller.heartbeat_timeout_s", 0.9, "input should be greater than or equal to 1"),
+        ("controller.lease_timeout_s", 0.9, "input should be greater than or equal to 1"),
+        ("controller.stall_timeout_s", 0.9, "input should be greater than or equal to 1"),
+        ("controller.fleet_timeout_s", 0.9, "input should be greater than or equal to 1"),
+        ("rollout_server.start_timeout_s", 0.9, "input should be greater than or equal to 1"),
+        ("weights.bucket_deadline_s", 0.01, "input should be greater than or equal to 0.1"),
+        ("weights.join_deadline_s", 0.9, "input should be greater than or equal to 1"),
+        (
+            "learner.timeout_s",
+            43.0,
+            "learner.timeout_s must be at least 2 * (weights.join_deadline_s + bucket_deadline_s)",
+        ),
+    ],
+)
+def test_a_limit_with_which_no_run_gets_on_is_refused(path: str, value: float, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(with_value(path, value), source="file")
+    assert rule in str(caught.value)

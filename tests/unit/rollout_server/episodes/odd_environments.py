@@ -67,6 +67,41 @@ class Exiting(Good):
         return super().step(reply)
 
 
+class Greedy(Good):
+    """Takes memory in a step until it is stopped."""
+
+    def step(self, reply):
+        held = []
+        while True:
+            held.append(bytearray(20 << 20))
+            time.sleep(0.02)
+
+
+class Scattering(Good):
+    """Starts processes that leave its session and lose their parents; says which."""
+
+    def reset(self, task):
+        told, tell = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            for _ in range(2):
+                if os.fork() == 0:
+                    os.setsid()
+                    os.write(tell, f"{os.getpid()} ".encode())
+                    time.sleep(3600)
+            os._exit(0)
+        os.wait()
+        os.close(tell)
+        pids = b""
+        while pids.count(b" ") < 2:
+            pids += os.read(told, 100)
+        os.close(told)
+        return [{"role": "user", "content": pids.decode()}]
+
+    def step(self, reply):
+        os._exit(0)
+
+
 class Unloadable(Environment):
     def __init__(self):
         raise RuntimeError("the data set is missing")

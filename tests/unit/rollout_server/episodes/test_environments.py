@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes import workers
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
+from slipstream.rollout_server.episodes.worker_process import NO_LIMITS, WorkerLimits
 from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
@@ -37,7 +37,14 @@ class Hosted:
         self.environments = environments
         self._reports = reports
 
-    def load(self, name: str, *, timeout_s: float = 10.0, num_workers: int = 1) -> None:
+    def load(
+        self,
+        name: str,
+        *,
+        timeout_s: float = 10.0,
+        num_workers: int = 1,
+        try_reset: bool = False,
+    ) -> None:
         spec = env_pb.EnvironmentSpec(
             name=name,
             reference=f"odd_environments:{name}",
@@ -46,20 +53,20 @@ class Hosted:
             num_workers=num_workers,
             search_path=str(Path(__file__).parent),
         )
-        self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec))
+        self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset))
 
     async def report(self) -> fleet_pb2.EnvironmentReport:
         async with asyncio.timeout(LIMIT_S):
             return await self._reports.get()
 
-    async def open(self, name: str, key: str = "episode", timeout_s: float = 10.0):
-        return await self.environments.open(name, key, timeout_s)
+    async def open(self, name: str, key: str = "episode", task: int = 0, timeout_s: float = 10.0):
+        return await self.environments.open(name, key, task, 0, timeout_s)
 
 
 @contextlib.asynccontextmanager
-async def hosting(tmp_path: Path) -> AsyncIterator[Hosted]:
+async def hosting(tmp_path: Path, *, limits: WorkerLimits = NO_LIMITS) -> AsyncIterator[Hosted]:
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096)
+    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         yield Hosted(environments, reports)
@@ -131,7 +138,7 @@ async def test_an_environment_that_cannot_be_loaded_is_reported(hosted) -> None:
 async def test_a_worker_that_dies_while_loading_is_reported(hosted) -> None:
     hosted.load("DiesWhileLoading")
     report = await hosted.report()
-    assert report.failure.message == "worker exited with code -9"
+    assert report.failure.message == "worker was killed by SIGKILL"
 
 
 async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -> None:
@@ -140,7 +147,9 @@ async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -
     session = await hosted.open("Hanging", timeout_s=2.0)
     await session.reset(0, 0)
     with pytest.raises(
-        EnvironmentFailed, match="no answer to step within 2 s, the environment's timeout_s"
+        EnvironmentFailed,
+        match="no answer to step within 2 s, the environment's timeout_s "
+        r"\(odd_environments.py:\d+ in step\)$",
     ) as caught:
         await session.step("x", truncated=False)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT
@@ -151,42 +160,183 @@ async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -
 
 
 async def test_a_worker_that_does_not_answer_a_ping_is_replaced(hosted, monkeypatch) -> None:
-    monkeypatch.setattr(workers, "_PING_LIMIT_S", 0.2)
+    monkeypatch.setattr(workers, "_PING_LIMIT_S", 0.5)
     hosted.load("Stuck")
     await hosted.report()
     stuck = await hosted.open("Stuck", timeout_s=0.2)
-    with pytest.raises(EnvironmentFailed, match="no answer to reset"):
+    with pytest.raises(
+        EnvironmentFailed,
+        match=r"no answer to reset within 0.2 s, .* \(odd_environments.py:\d+ in reset\)$",
+    ) as caught:
         await stuck.reset(0, 0)
+    assert caught.value.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT
     stuck.close()
-    deadline_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline_s:
-        session = await hosted.open("Stuck", "other")
-        try:
-            await session.reset(1, 0)
-        except EnvironmentFailed as error:
-            assert "worker exited with code -9" in str(error)
-            session.close()
-        else:
-            session.close()
-            return
-    pytest.fail("no new worker came")
+    other = await hosted.open("Stuck", "other", 1)
+    await other.reset(1, 0)
+    other.close()
+
+
+async def test_who_waits_behind_a_hanging_episode_is_not_blamed(hosted, monkeypatch) -> None:
+    monkeypatch.setattr(workers, "_PING_LIMIT_S", 0.5)
+    hosted.load("Stuck")
+    await hosted.report()
+    stuck = await hosted.open("Stuck", "stuck", 0, timeout_s=0.2)
+    behind = await hosted.open("Stuck", "behind", 1, timeout_s=0.2)
+    idle = await hosted.open("Stuck", "idle", 2)
+    await idle.reset(2, 0)
+    failures = await asyncio.gather(stuck.reset(0, 0), behind.reset(1, 0), return_exceptions=True)
+    assert [failure.kind for failure in failures] == [
+        trajectory_pb2.FAILURE_KIND_TIMEOUT,
+        trajectory_pb2.FAILURE_KIND_BYSTANDER,
+    ]
+    with pytest.raises(
+        EnvironmentFailed, match=r"odd_environments.py:\d+ in reset\); 3 ep"
+    ) as lost:
+        await idle.step("x", truncated=False)
+    assert lost.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
+    for session in (stuck, behind, idle):
+        session.close()
 
 
 async def test_an_exiting_worker_fails_its_open_calls_and_is_started_again(hosted) -> None:
     hosted.load("Exiting")
     await hosted.report()
-    dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b")
+    dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b", 1)
     await dying.reset(0, 0)
     await bystander.reset(1, 0)
     for session in (dying, bystander):
-        with pytest.raises(EnvironmentFailed, match="worker exited with code 7") as caught:
+        with pytest.raises(EnvironmentFailed, match="worker exited with code 7; 2 ep") as caught:
             await session.step("x", truncated=False)
-        assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+        assert caught.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
         session.close()
-    again = await hosted.open("Exiting", "c", timeout_s=LIMIT_S)
+    again = await hosted.open("Exiting", "c", 1)
     await again.reset(1, 0)
     assert (await again.step("x", truncated=False)).reward == 0.5
     again.close()
+
+
+async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(
+    hosted,
+) -> None:
+    hosted.load("Exiting")
+    await hosted.report()
+    dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b", 1)
+    await dying.reset(0, 0)
+    await bystander.reset(1, 0)
+    for session in (dying, bystander):
+        with pytest.raises(EnvironmentFailed):
+            await session.step("x", truncated=False)
+        session.close()
+    beside = await hosted.open("Exiting", "c", 1)
+    await beside.reset(1, 0)
+    alone = await hosted.open("Exiting", "d", 0)
+    await alone.reset(0, 0)
+    with pytest.raises(EnvironmentFailed, match=r"^worker exited with code 7$") as caught:
+        await alone.step("x", truncated=False)
+    assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+    alone.close()
+    # Nobody else has noticed.
+    assert (await beside.step("x", truncated=False)).reward == 0.5
+    # The task is still a suspect; one that passes is none any more.
+    better = await hosted.open("Exiting", "e", 0)
+    assert better._table is not beside._table
+    await better.reset(1, 0)
+    await better.step("x", truncated=False)
+    better.close()
+    shared = await hosted.open("Exiting", "f", 0)
+    assert shared._table is beside._table
+    shared.close()
+    beside.close()
+
+
+async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_holds_up_nobody(
+    hosted,
+) -> None:
+    hosted.load("Exiting")
+    await hosted.report()
+    suspects = hosted.environments._hosted["Exiting"][0]._suspects
+    suspects.lost([0], in_call=[0])
+    first = await hosted.open("Exiting", "a", 0)
+    leaving = asyncio.create_task(hosted.open("Exiting", "b", 0))
+    waiting = asyncio.create_task(hosted.open("Exiting", "c", 0))
+    done, _ = await asyncio.wait([leaving, waiting], timeout=0.1)
+    assert not done
+    leaving.cancel()
+    first.close()
+    async with asyncio.timeout(LIMIT_S):
+        (await waiting).close()
+
+
+async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(tmp_path: Path) -> None:
+    async with hosting(tmp_path, limits=WorkerLimits(memory_bytes=400 << 20)) as hosted:
+        hosted.load("Greedy")
+        await hosted.report()
+        session = await hosted.open("Greedy", timeout_s=LIMIT_S)
+        await session.reset(0, 0)
+        with pytest.raises(
+            EnvironmentFailed,
+            match=r"worker was ended: out of memory: it took 0\.\d+ GiB, more than "
+            r"rollout_server.environment_memory_gib = 0.39 \(odd_environments.py:\d+ in step\)",
+        ):
+            await session.step("x", truncated=False)
+        session.close()
+
+
+async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(
+    hosted, monkeypatch
+) -> None:
+    monkeypatch.setattr(workers, "_PING_LIMIT_S", 0.5)
+    hosted.load("Stuck", timeout_s=0.2, try_reset=True)
+    report = await hosted.report()
+    assert report.failure.message.startswith("no answer to reset within 0.2 s")
+    assert report.failure.message.endswith("in reset)")
+    hosted.load("Good", try_reset=True)
+    assert (await hosted.report()).num_tasks == 5
+
+
+HOSTING = """
+import asyncio, sys
+from pathlib import Path
+from slipstream.rollout_server.episodes.environments import Environments
+from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.v1 import environment_pb2, fleet_pb2
+
+class NoClients:
+    async def run(self):
+        await asyncio.Event().wait()
+
+async def main(logs, modules):
+    loaded = asyncio.Event()
+    gateway = WorkerGateway(Path(logs), log_bytes=4096)
+    async with gateway, asyncio.TaskGroup() as group:
+        environments = Environments(group, gateway, NoClients(), lambda _: loaded.set())
+        spec = environment_pb2.EnvironmentSpec(
+            name="Scattering", reference="odd_environments:Scattering", timeout_s=60,
+            search_path=modules,
+        )
+        environments.order(fleet_pb2.EnvironmentOrder(spec=spec))
+        await loaded.wait()
+        session = await environments.open("Scattering", "episode", 0, 0, 60.0)
+        print((await session.reset(0, 0)).messages[0].content, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_what_an_environment_forks_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", HOSTING, str(tmp_path / "logs"), str(Path(__file__).parent)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert server.stdout is not None
+    async with asyncio.timeout(LIMIT_S):
+        pids = [int(pid) for pid in (await server.stdout.readline()).split()]
+    below = psutil.Process(server.pid).children(recursive=True)
+    assert {each.pid for each in below} >= set(pids)
+    server.kill()
+    await server.wait()
+    await until_gone([each.pid for each in below])
 
 
 async def test_episodes_are_spread_over_the_workers(hosted) -> None:
@@ -213,6 +363,43 @@ async def test_unloading_ends_the_workers(hosted) -> None:
             await asyncio.sleep(0.02)
     with pytest.raises(EnvironmentFailed):
         await session.reset(0, 0)
+
+
+async def scattered(session) -> list[int]:
+    """The processes that an episode of `Scattering` has left behind."""
+    ((_, told),) = (await session.reset(0, 0)).messages
+    pids = [int(pid) for pid in told.split()]
+    assert all(map(psutil.pid_exists, pids))
+    return pids
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+async def until_gone(pids: list[int]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while any(map(is_alive, pids)):
+            await asyncio.sleep(0.02)
+
+
+async def test_what_an_environment_forks_ends_with_its_worker(hosted) -> None:
+    hosted.load("Scattering")
+    await hosted.report()
+    session = await hosted.open("Scattering")
+    pids = await scattered(session)
+    with pytest.raises(EnvironmentFailed, match="worker exited with code 0"):
+        await session.step("x", truncated=False)
+    await until_gone(pids)
+    session.close()
+    again = await hosted.open("Scattering", "again", 1)
+    pids = await scattered(again)
+    again.close()
+    order = fleet_pb2.EnvironmentOrder(spec=env_pb.EnvironmentSpec(name="Scattering"), unload=True)
+    hosted.environments.order(order)
+    await until_gone(pids)
 
 
 async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -> None:
@@ -269,13 +456,15 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
         ((_, told),) = (await session.reset(0, 0)).messages
         session.close()
     files, variables, arguments = json.loads(told)
-    # Its log, the null device, and what it has opened itself: sockets, an event loop, its listing.
-    own = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", str(tmp_path / "logs"))
+    # The null device, the record of its calls, and what it has opened itself: sockets, its log's
+    # pipe, an event loop, its listing.
+    own = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", "/memfd:calls")
     assert [path for path in files.values() if not path.startswith(own)] == []
-    assert set(variables) <= {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
+    known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
+    assert set(variables) <= known | {"GRPC_ENABLE_FORK_SUPPORT"}
     # Its token is gone when the environment is loaded, and never stood on the command line.
-    assert arguments[1:2] == ["--connect"]
-    assert len(arguments) == 3
+    assert arguments[1::2] == ["--connect", "--record"]
+    assert len(arguments) == 5
 
 
 class _FailingCall:
@@ -319,4 +508,9 @@ def test_a_worker_sees_no_secrets() -> None:
     seen = worker_environment(
         {"PATH": "/bin", "HOME": "/root", "AWS_SECRET": "x", "SLIPSTREAM_TOKEN": "the run's"}, "own"
     )
-    assert seen == {"PATH": "/bin", "HOME": "/root", "SLIPSTREAM_TOKEN": "own"}
+    assert seen == {
+        "PATH": "/bin",
+        "HOME": "/root",
+        "GRPC_ENABLE_FORK_SUPPORT": "false",
+        "SLIPSTREAM_TOKEN": "own",
+    }

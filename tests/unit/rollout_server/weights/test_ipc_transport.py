@@ -179,7 +179,7 @@ def test_a_worker_that_leaves_breaks_the_communicator_and_a_new_one_works(
 
 
 def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
-    weights = WeightsSection(join_deadline_s=0.2)
+    weights = WeightsSection().model_copy(update={"join_deadline_s": 0.2})
     sender = IpcWeightSender(weights, torch.device("cpu"), num_bytes=64)
     where = sender.announce("nobody", num_senders=1, world_size=2)
     with pytest.raises(WeightSyncError, match=r"receivers 1 of nobody did not come"):

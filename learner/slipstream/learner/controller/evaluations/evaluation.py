@@ -27,6 +27,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.settings.measurement_sections import EvaluationSection
 from slipstream.protocol.types import GroupId, PolicyVersion
 
 
@@ -90,6 +91,8 @@ class Evaluator:
         self._wanted_step: int | None = 0 if self._sections else None
         # The newest step that was ever wanted.
         self._asked_step = 0
+        # Evaluations of which it was said that they have too few tasks.
+        self._warned: set[str] = set()
         self.results: list[EvaluationResult] = []
 
     def restore(self, history: RunHistory) -> None:
@@ -217,12 +220,28 @@ class Evaluator:
     def _tasks(self) -> list[tuple[str, int]]:
         tasks = []
         for section in self._sections:
-            entry = self._environments.entries[section.name]
-            wanted = section.num_episodes // section.samples_per_task
-            count = entry.num_tasks or wanted
-            for number in range(wanted):
-                tasks += [(section.name, number % count)] * section.samples_per_task
+            asked = section.num_episodes // section.samples_per_task
+            found = self._environments.entries[section.name].num_tasks
+            # A task that came twice would count twice in the reward, and once in pass@k.
+            count = min(asked, found) if found else asked
+            if count < asked:
+                self._warn_of_few_tasks(section, count)
+            for index in range(count):
+                tasks += [(section.name, index)] * section.samples_per_task
         return tasks
+
+    def _warn_of_few_tasks(self, section: EvaluationSection, count: int) -> None:
+        if section.name in self._warned:
+            return
+        self._warned.add(section.name)
+        samples = section.samples_per_task
+        self._progress.events.add(
+            f"evaluation {section.name} has {count} task{'s' * (count != 1)}, and num_episodes = "
+            f"{section.num_episodes} with samples_per_task = {samples} asks for "
+            f"{section.num_episodes // samples}: a round takes each task once, "
+            f"{count * samples} episodes",
+            Severity.WARNING,
+        )
 
     def _lease(self, round_: Round) -> None:
         scheduler = self._scheduler

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ServerKey:
     """One life of one rollout server."""
 
@@ -53,6 +53,16 @@ class Group:
     def missing(self) -> list[int]:
         """The members that are not back yet."""
         return [member for member in range(self.size) if member not in self.finished]
+
+    @property
+    def num_missing(self) -> int:
+        """Number of members that are not back yet."""
+        return self.size - len(self.finished)
+
+    @property
+    def num_running(self) -> int:
+        """Number of members that its holder still runs, or is to run."""
+        return len(self.running) if self.ended else self.num_missing
 
     @property
     def running(self) -> list[int]:

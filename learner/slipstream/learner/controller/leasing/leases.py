@@ -50,6 +50,8 @@ class LeaseBook:
         # The step whose batch is being formed.
         self.step = 0
         self.groups: dict[GroupId, Group] = {}
+        # Number of the groups to train on by their deadlines.
+        self._deadlines: Counter[int] = Counter()
         # They keep their slots and their bytes until the server says that they are closed.
         self.closing: dict[GroupId, ClosingLease] = {}
         self._next_number = 0
@@ -63,16 +65,18 @@ class LeaseBook:
         self._next_number = history.next_group
         self._life = history.starts
         for open_group in history.open_groups.values():
-            self.groups[open_group.group_id] = Group(
-                group_id=open_group.group_id,
-                environment=open_group.environment,
-                task_index=open_group.task_index,
-                seed=open_group.seed,
-                purpose=Purpose.TRAINING,
-                size=self.group_size,
-                deadline_step=open_group.deadline_step,
-                holder=None,
-                attempts=dict(open_group.attempts),
+            self._keep(
+                Group(
+                    group_id=open_group.group_id,
+                    environment=open_group.environment,
+                    task_index=open_group.task_index,
+                    seed=open_group.seed,
+                    purpose=Purpose.TRAINING,
+                    size=self.group_size,
+                    deadline_step=open_group.deadline_step,
+                    holder=None,
+                    attempts=dict(open_group.attempts),
+                )
             )
 
     def training_groups(self) -> list[Group]:
@@ -90,13 +94,27 @@ class LeaseBook:
     def open_episodes(self, holder: ServerKey) -> int:
         """Members that a server still runs, or is to run."""
         ending = sum(len(c.members) for c in self.closing.values() if c.holder == holder)
-        return ending + sum(len(group.running) for group in self.held_by(holder))
+        return ending + sum(group.num_running for group in self.held_by(holder))
+
+    def episodes_by_holder(self) -> Counter[ServerKey]:
+        """The open episodes of each server."""
+        episodes: Counter[ServerKey] = Counter()
+        for group in self.groups.values():
+            if group.holder is not None:
+                episodes[group.holder] += group.num_running
+        for lease in self.closing.values():
+            episodes[lease.holder] += len(lease.members)
+        return episodes
+
+    def groups_by_holder(self) -> Counter[ServerKey | None]:
+        """Number of the groups that each server is to run or has run; None: no server is."""
+        return Counter(group.holder for group in self.groups.values())
 
     def episodes_by_environment(self) -> Counter[str]:
         """Members that are not back, those of closing leases included."""
         episodes: Counter[str] = Counter()
         for group in self.groups.values():
-            episodes[group.environment] += len(group.missing)
+            episodes[group.environment] += group.num_missing
         for lease in self.closing.values():
             episodes[lease.environment] += len(lease.members)
         return episodes
@@ -109,8 +127,9 @@ class LeaseBook:
     def may_lease(self, served_step: int) -> bool:
         """Whether a server of version `served_step` may start one more group."""
         deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
-        deadlines = [group.deadline_step for group in self.training_groups()]
-        return staleness.may_lease(deadlines, self.step, self.groups_per_step, deadline)
+        return staleness.may_lease_counted(
+            self._deadlines, self.step, self.groups_per_step, deadline
+        )
 
     def lease(
         self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
@@ -132,15 +151,9 @@ class LeaseBook:
             group.deadline_step, served_step, self.max_staleness, self.num_steps
         )
 
-    def must_start_afresh(self, group: Group, served_steps: Iterable[int]) -> bool:
-        """Whether an orphan is given up: servers of these versions could run it, none may."""
-        return staleness.must_start_afresh(
-            _view(group),
-            self._views(),
-            self.step,
-            self.groups_per_step,
-            [self.may_reassign(group, served_step) for served_step in served_steps],
-        )
+    def is_stranded(self, group: Group, served_steps: Iterable[int]) -> bool:
+        """Whether servers of these versions could run an orphan, and none may finish it."""
+        return staleness.is_stranded(self.may_reassign(group, step) for step in served_steps)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
         """Gives an orphan to another server."""
@@ -203,8 +216,10 @@ class LeaseBook:
 
     def remove(self, group_id: GroupId) -> Group | None:
         """Forgets a group, whatever its state; None when it is not there."""
-        group = self.groups.pop(group_id, None)
-        if group is not None and group.running:
+        if group_id not in self.groups:
+            return None
+        group = self._take(group_id)
+        if group.running:
             self._keep_room(group, set(group.running))
         return group
 
@@ -260,7 +275,7 @@ class LeaseBook:
         if chosen is None:
             return None
         self.step += 1
-        return [self.groups.pop(GroupId(view.group_id)) for view in chosen]
+        return [self._take(GroupId(view.group_id)) for view in chosen]
 
     def due(self) -> list[Group]:
         """The unfinished groups for which the next batch waits."""
@@ -295,7 +310,20 @@ class LeaseBook:
             deadline_step=deadline_step,
             holder=holder,
         )
-        self.groups[group_id] = group
+        self._keep(group)
+        return group
+
+    def _keep(self, group: Group) -> None:
+        self.groups[group.group_id] = group
+        if group.purpose is Purpose.TRAINING:
+            self._deadlines[group.deadline_step] += 1
+
+    def _take(self, group_id: GroupId) -> Group:
+        group = self.groups.pop(group_id)
+        if group.purpose is Purpose.TRAINING:
+            self._deadlines[group.deadline_step] -= 1
+            # Deadlines that nobody has left.
+            self._deadlines = +self._deadlines
         return group
 
 

@@ -8,19 +8,25 @@ back, a new version; the disk.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.lease_pass import (
+    Grant,
+    NewLeases,
+    give_up_stranded,
+    place_orphans,
+    rooms,
+)
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.stopwatch import Stopwatch
-from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
 from slipstream.protocol import reservation
 from slipstream.protocol.settings.config_file import largest_trajectory_bytes
@@ -28,18 +34,10 @@ from slipstream.protocol.types import Purpose
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
 RECHECK_S = 1.0
-
-
-@dataclass(frozen=True)
-class Grant:
-    """A group for a server."""
-
-    session: ServerSession
-    group: Group
-    # Its number among the tasks of its environment; below 0: the task was leased before.
-    number: int = -1
-    # The group in whose place it starts.
-    replaces: str = ""
+# What changes within this time is looked at together.
+GATHER_S = 0.005
+# The event loop serves everybody else between two passes.
+MAX_GRANTS_IN_A_PASS = 64
 
 
 class Scheduler:
@@ -83,17 +81,17 @@ class Scheduler:
                 await asyncio.shield(durable)
                 continue
             await self._progress.signal.wait(self._recheck_s())
+            await asyncio.sleep(GATHER_S)
 
-    def lease_all(self) -> asyncio.Future[None] | None:
-        """Grants leases while servers, environments and rules allow; they leave when durable.
+    def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
+        """Grants at most `limit` leases that rules and room allow; they leave when durable.
 
         Returns that, or None when there was none.
         """
-        granted = self._lease_orphans()
-        while not isinstance(lease := self._next_lease(), LeaseWait):
-            granted.append(lease)
-        self._note(lease)
-        if not granted:
+        granted, given_up = self._lease_orphans(limit)
+        if len(granted) + given_up < limit:
+            granted += self._lease_new(limit - len(granted))
+        if not granted and not given_up:
             return None
         for grant in granted:
             self._record(grant)
@@ -121,34 +119,47 @@ class Scheduler:
             **({"replaces": grant.replaces} if grant.replaces else {}),
         )
 
-    def _lease_orphans(self) -> list[Grant]:
-        """Groups that lost their server go on elsewhere, or their tasks start afresh."""
-        granted = []
-        for session in self._by_room():
-            for group in self._book.orphans():
-                version = session.version
-                assert version is not None
-                if (
-                    self._runs(session, group)
-                    and len(group.missing) <= self._room(session)
-                    and self._book.may_reassign(group, version.step)
-                ):
-                    self._book.reassign(group, session.key)
-                    granted.append(Grant(session, group))
-        for group in self._book.orphans():
-            able = [s.version.step for s in self._by_room() if s.version and self._runs(s, group)]
-            if self._book.must_start_afresh(group, able):
-                self._give_up(group)
-                self._again.append(group)
-                self._progress.events.add(
-                    f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
-                    f"for it, and no server can finish it by step {group.deadline_step + 1}"
-                )
-        return granted
+    def _lease_orphans(self, limit: int) -> tuple[list[Grant], int]:
+        """Groups that lost their server go on elsewhere, or their tasks start afresh.
 
-    def _runs(self, session: ServerSession, group: Group) -> bool:
-        entry = self._environments.entries.get(group.environment)
-        return entry is not None and entry.runs_on(session.key)
+        Returns the former and the number of the latter.
+        """
+        if not self._book.orphans():
+            return [], 0
+        by_room = rooms(self._fleet.serving(), self._book, self.reserved)
+        granted = place_orphans(self._book, self._environments, by_room, limit)
+        if len(granted) == limit:
+            return granted, 0
+        left = limit - len(granted)
+        give_up = self._start_afresh
+        return granted, give_up_stranded(self._book, self._environments, by_room, left, give_up)
+
+    def _start_afresh(self, group: Group) -> None:
+        self._give_up(group)
+        self._again.append(group)
+        self._progress.events.add(
+            f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
+            f"for it, and no server can finish it by step {group.deadline_step + 1}"
+        )
+
+    def _lease_new(self, limit: int) -> list[Grant]:
+        """At most `limit` groups that nobody has run yet; notes what the next one waits for."""
+        leases = NewLeases(
+            self._book,
+            self._environments,
+            rooms(self._fleet.serving(), self._book, self.reserved),
+            self._again,
+            num_groups=self._groups_in_time(),
+            num_episodes=self._free_bytes() // self._largest_bytes - self._evaluated_soon(),
+        )
+        granted: list[Grant] = []
+        while len(granted) < limit:
+            lease = leases.next()
+            if isinstance(lease, LeaseWait):
+                self._note(lease)
+                break
+            granted.append(lease)
+        return granted
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
         """A lease as its server reads it."""
@@ -207,12 +218,6 @@ class Scheduler:
         """Episodes that a server can take on now."""
         return session.hello.max_episodes - self._book.open_episodes(session.key)
 
-    def _room(self, session: ServerSession) -> int:
-        return self.room(session) - self.reserved.get(session.key, 0)
-
-    def _by_room(self) -> list[ServerSession]:
-        return sorted(self._fleet.serving(), key=self._room, reverse=True)
-
     def may_send(self, episodes: int) -> bool:
         """Whether the queue has room for so many more episodes, beside all that was promised."""
         return reservation.may_promise(self._free_bytes(), episodes, self._largest_bytes)
@@ -246,60 +251,6 @@ class Scheduler:
         self._wait = wait
         self._queue_waits.note(time.monotonic(), running=wait is LeaseWait.QUEUE)
 
-    def _next_lease(self) -> Grant | LeaseWait:
-        """A new group; or why there is none."""
-        sessions = self._by_room()
-        if not sessions:
-            return LeaseWait.SERVER
-        if not self._is_time():
-            return LeaseWait.PACE
-        wait = LeaseWait.SLOTS
-        group_size = self._book.group_size
-        open_episodes = self._book.episodes_by_environment()
-        for session in sessions:
-            version = session.version
-            assert version is not None
-            if self._room(session) < group_size:
-                continue
-            if not self._book.may_lease(version.step):
-                wait = max(wait, LeaseWait.STALENESS)
-                continue
-            old = self._first_again(session, open_episodes)
-            entry = self._environments.next_for(session.key, open_episodes, group_size)
-            if old is None and entry is None:
-                wait = max(wait, LeaseWait.ENVIRONMENT)
-                continue
-            if not self.may_send(group_size + self._evaluated_soon()):
-                return LeaseWait.QUEUE
-            if old is not None:
-                return self._lease_again(session, version.step, old)
-            assert entry is not None
-            return self._lease_new(session, version.step, entry)
-        return wait
-
-    def _first_again(self, session: ServerSession, open_episodes: Counter[str]) -> Group | None:
-        """The first task that is to start afresh and can on this server."""
-        book = self._environments
-        for group in self._again:
-            entry = book.entries.get(group.environment)
-            if entry is not None and book.may_run(entry, session.key, open_episodes, group.size):
-                return group
-        return None
-
-    def _lease_again(self, session: ServerSession, served_step: int, old: Group) -> Grant:
-        self._again.remove(old)
-        group = self._book.lease(
-            old.environment, old.task_index, old.seed, session.key, served_step
-        )
-        return Grant(session, group, replaces=old.group_id)
-
-    def _lease_new(self, session: ServerSession, served_step: int, turn: EnvironmentEntry) -> Grant:
-        number = turn.next_number
-        task_index, seed = self._environments.next_task(turn)
-        turn.groups_leased += 1
-        group = self._book.lease(turn.spec.name, task_index, seed, session.key, served_step)
-        return Grant(session, group, number)
-
     def _evaluated_soon(self) -> int:
         """Episodes of evaluations that would start now if the queue had room."""
         return sum(
@@ -308,13 +259,14 @@ class Scheduler:
             if (session := self._fleet.find(key)) is not None
         )
 
-    def _is_time(self) -> bool:
-        """Whether the pace of the run has room for one more group."""
+    def _groups_in_time(self) -> float:
+        """Number of groups for which the pace of the run has room."""
         pace = self._progress.pace
         limit = pace.limit(time.monotonic()) if pace is not None else None
+        if limit is None:
+            return math.inf
         # One that waits for a server keeps no place.
-        leased = sum(group.holder is not None for group in self._book.training_groups())
-        return limit is None or leased < limit
+        return limit - sum(group.holder is not None for group in self._book.training_groups())
 
     def _recheck_s(self) -> float:
         """How soon to look again without a signal."""

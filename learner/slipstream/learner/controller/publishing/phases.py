@@ -10,9 +10,11 @@ import asyncio
 from typing import TypeAlias
 
 from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.v1 import fleet_pb2
 
-ReportKey: TypeAlias = tuple[str, ServerKey, int]
+# Of one server, by publish and phase.
+Expectations: TypeAlias = dict[tuple[str, int], asyncio.Future[fleet_pb2.PublishReport]]
 
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
 # What a report of a phase says.
@@ -27,10 +29,12 @@ SAID = {
 
 
 class PhaseReports:
-    """Open expectations, by publish, server and phase."""
+    """Open expectations: each server has few, so a report is matched against these alone."""
 
-    def __init__(self) -> None:
-        self._open: dict[ReportKey, asyncio.Future[fleet_pb2.PublishReport]] = {}
+    def __init__(self, clock: LoopClock) -> None:
+        """Limits are measured by `clock`."""
+        self._clock = clock
+        self._open: dict[ServerKey, Expectations] = {}
 
     def expect(
         self, publish_id: str, server: ServerKey, phase: int
@@ -38,15 +42,18 @@ class PhaseReports:
         """Keeps the report for a later `wait`, should it come before."""
         future: asyncio.Future[fleet_pb2.PublishReport]
         future = asyncio.get_running_loop().create_future()
-        return self._open.setdefault((publish_id, server, phase), future)
+        return self._open.setdefault(server, {}).setdefault((publish_id, phase), future)
 
     def forget(self, publish_id: str, server: ServerKey, phase: int) -> None:
         """Nobody will wait for it."""
-        self._open.pop((publish_id, server, phase), None)
+        expected = self._open.get(server, {})
+        expected.pop((publish_id, phase), None)
+        if not expected:
+            self._open.pop(server, None)
 
     def has_failed(self, publish_id: str, server: ServerKey, phase: int) -> bool:
         """Whether what is expected will not come."""
-        future = self._open.get((publish_id, server, phase))
+        future = self._open.get(server, {}).get((publish_id, phase))
         return future is not None and future.done() and future.result().phase == FAILED
 
     async def wait(
@@ -55,19 +62,19 @@ class PhaseReports:
         """The report, or one of phase FAILED when there is none within `limit_s`."""
         future = self.expect(publish_id, server, phase)
         try:
-            async with asyncio.timeout(limit_s):
-                return await future
-        except TimeoutError:
-            message = f"no answer within {limit_s:g} s"
-            return fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
+            await self._clock.wait([future], limit_s)
         finally:
             self.forget(publish_id, server, phase)
+        if future.done():
+            return future.result()
+        message = f"no answer within {limit_s:g} s"
+        return fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
 
     def receive(self, server: ServerKey, report: fleet_pb2.PublishReport) -> None:
         """Hands a report on; a failure ends every wait of its publish for that server."""
         failed, said = report.phase == FAILED, SAID.get(report.phase, ())
-        for (publish_id, key, phase), future in self._open.items():
-            concerned = (publish_id, key) == (report.publish_id, server)
+        for (publish_id, phase), future in self._open.get(server, {}).items():
+            concerned = publish_id == report.publish_id
             if concerned and (failed or phase in said) and not future.done():
                 future.set_result(report)
 
@@ -75,11 +82,12 @@ class PhaseReports:
         """Ends every wait of a publish for a server, and forgets what nobody waits for."""
         report = fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
         self.receive(server, report)
-        for key in [key for key in self._open if key[:2] == (publish_id, server)]:
-            del self._open[key]
+        for name, phase in list(self._open.get(server, {})):
+            if name == publish_id:
+                self.forget(publish_id, server, phase)
 
     def fail_all(self, server: ServerKey, message: str) -> None:
         """Ends every wait for a server."""
-        for publish_id in {name for name, key, _ in self._open if key == server}:
+        for publish_id in {name for name, _ in self._open.get(server, {})}:
             report = fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
             self.receive(server, report)

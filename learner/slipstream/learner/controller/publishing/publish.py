@@ -36,7 +36,7 @@ class Publisher:
         self._progress = progress
         self._settings = progress.config.weights
         self._apart = progress.config.lora.publishes_adapters
-        self._tasks, self._reports = tasks, PhaseReports()
+        self._tasks, self._reports = tasks, PhaseReports(progress.clock)
         self._deliveries = Deliveries(fleet, progress, tasks, self._reports)
         self._readiness = Readiness(progress, tasks, self._reports, self._deliveries)
         self._membership = self._deliveries.membership
@@ -147,7 +147,8 @@ class Publisher:
         settings = self._settings
         limit_s = 2 * settings.join_deadline_s + num_buckets * settings.bucket_deadline_s
         limit_s += self._progress.config.controller.stall_timeout_s
-        self._progress.owed = Owed(publish.publish_id, limit_s)
+        until_s = self._progress.clock.now_s() + limit_s
+        self._progress.owed = Owed(publish.publish_id, until_s, limit_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         """The trainer can send: tells every receiver that is still there to receive."""
@@ -207,7 +208,7 @@ class Publisher:
             for session in publish.receivers
         ]
         try:
-            await asyncio.wait(loads, timeout=self._settings.bucket_deadline_s)
+            await self._progress.clock.wait(loads, self._settings.bucket_deadline_s)
         except asyncio.CancelledError:
             # The trainer that waited is gone: nobody else would ever take them out of LOADING.
             self._give_up(publish, "the trainer was lost")
@@ -321,6 +322,10 @@ class Publisher:
         if not self._was_alone:
             self._holders -= {session.key for session in publish.receivers}
         ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
+        # Of all that take part a server needs to know its own rank alone.
+        order = weights_pb2.PublishOrder()
+        order.CopyFrom(publish.order)
+        order.ClearField("receivers")
         for session in publish.receivers:
             # A server may be done before the learner says so.
             self._reports.expect(publish.publish_id, session.key, LOADED)
@@ -328,7 +333,7 @@ class Publisher:
             session.send(
                 fleet_pb2.ControllerMessage(
                     receive=fleet_pb2.ReceiveWeights(
-                        order=publish.order, layout=layout, first_rank=ranks[session.key.server_id]
+                        order=order, layout=layout, first_rank=ranks[session.key.server_id]
                     )
                 )
             )

@@ -7,7 +7,6 @@ Waits for: answers. Unblocked by: them, the loss of the server, or the deadline 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +69,7 @@ class Readiness:
                 continue
             self._forget(session)
             answer = self._reports.expect(publish_id, session.key, READY)
-            now_s = time.monotonic()
+            now_s = self._progress.clock.now_s()
             self._questions[session.key] = _Question(publish_id, session, now_s, answer)
             session.send(message)
 
@@ -105,17 +104,18 @@ class Readiness:
     async def _wait_for(self, questions: Sequence[_Question]) -> None:
         if questions:
             until_s = max(q.asked_s for q in questions) + self._settings.bucket_deadline_s
-            limit_s = max(0.0, until_s - time.monotonic())
-            await asyncio.wait([question.answer for question in questions], timeout=limit_s)
+            clock = self._progress.clock
+            await clock.wait([q.answer for q in questions], until_s - clock.now_s())
 
     def _leave_out(self, question: _Question, version: PolicyVersion) -> None:
         session, question.is_late = question.session, True
         keeps = "it serves nothing yet"
         if session.is_serving and session.version is not None:
             keeps = f"it goes on with version {session.version.step}"
+        waited_s = self._progress.clock.now_s() - question.asked_s
         self._progress.events.add(
             f"rollout server {session.name} is left out of the publish of version {version.step}: "
-            f"not ready {time.monotonic() - question.asked_s:.1f} s after it was asked; {keeps}",
+            f"not ready {waited_s:.1f} s after it was asked; {keeps}",
             Severity.WARNING,
         )
         self._tasks.create_task(self._follow(question))
@@ -123,8 +123,8 @@ class Readiness:
     async def _follow(self, question: _Question) -> None:
         """To its answer, which makes the server due, or to the deadline of the question."""
         limit_s = self._settings.join_deadline_s
-        left_s = question.asked_s + limit_s - time.monotonic()
-        await asyncio.wait([question.answer], timeout=max(0.0, left_s))
+        clock = self._progress.clock
+        await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())
         if not question.is_open:
             self._progress.signal.notify()
             return

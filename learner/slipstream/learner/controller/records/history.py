@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import JsonValue
 from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
 from slipstream.learner.controller.reporting.busy import BusySeconds
 from slipstream.learner.controller.trajectories.filtering import FilteredGroups
 from slipstream.protocol.errors import ProtocolError
@@ -35,7 +36,7 @@ class OpenGroup:
     attempts: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RecordedBatch:
     """The batch of a step, as its record names it."""
 
@@ -44,7 +45,7 @@ class RecordedBatch:
     crc32: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RecordedStep:
     """What the trainer made of a batch."""
 
@@ -61,7 +62,7 @@ class EnvironmentHistory:
     failed: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class ServerTokens:
     """Sampled tokens of one life of a server."""
 
@@ -82,9 +83,8 @@ class RunHistory:
     queue_mark: str = ""
     next_group: int = 0
     open_groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
-    # The step that trains a group.
-    trained_in: dict[GroupId, int] = field(default_factory=dict)
-    ended: set[TrajectoryId] = field(default_factory=set)
+    trained_in: GroupSteps = field(default_factory=GroupSteps)
+    ended: SeenIds = field(default_factory=SeenIds)
     batches: dict[int, RecordedBatch] = field(default_factory=dict)
     # The newest record of each step.
     steps: dict[int, RecordedStep] = field(default_factory=dict)
@@ -104,7 +104,6 @@ class RunHistory:
     # The newest version with a whole checkpoint.
     checkpoint: PolicyVersion = START
     batch_tokens: dict[int, int] = field(default_factory=dict)
-    groups: dict[GroupId, str] = field(default_factory=dict)
     # Groups that were filtered since the last batch.
     filtered: FilteredGroups = field(default_factory=FilteredGroups)
     # Number of filtered groups, by the step whose batch was being formed.
@@ -185,14 +184,14 @@ class RunHistory:
     def _lease(self, record: Mapping[str, Any]) -> None:
         group_id = GroupId(record["group"])
         self.leased_to.add((record["server"], record["epoch"]))
-        if group_id in self.groups:
-            # The same group goes on with another server.
+        number = int(group_id.removeprefix("g"))
+        if number < self.next_group:
+            # The same group goes on with another server: groups are numbered as they are leased.
             return
         # Its task was leased before, as a group that was given up.
         self.open_groups.pop(GroupId(record.get("replaces", "")), None)
         name = record["environment"]
-        self.groups[group_id] = name
-        self.next_group = max(self.next_group, int(group_id.removeprefix("g")) + 1)
+        self.next_group = number + 1
         history = self._environment(name)
         history.next_number = max(history.next_number, record["number"] + 1)
         self.open_groups[group_id] = OpenGroup(
@@ -238,10 +237,11 @@ class RunHistory:
         self.batches[step] = RecordedBatch(step, record["batch_id"], record["crc32"])
         for name in record["groups"]:
             group_id = GroupId(name)
-            if self.open_groups.pop(group_id, None) is None:
+            group = self.open_groups.pop(group_id, None)
+            if group is None:
                 raise ProtocolError(f"the batch of step {step + 1} holds {name}, which is not open")
-            self.trained_in[group_id] = step
-            self._environment(self.groups[group_id]).accepted += 1
+            self.trained_in.add(group_id, step)
+            self._environment(group.environment).accepted += 1
         for name, epoch, tokens in record["tokens"]:
             self._server(name, epoch).received += tokens
         self.batch_tokens[step] = sum(tokens for *_, tokens in record["tokens"])

@@ -26,6 +26,7 @@ from slipstream.v1 import trainer_pb2
 
 LOG_NAME = "journal.log"
 BATCH_FOLDER = "batches"
+BLOCK_BYTES = 1 << 16
 
 
 class Journal:
@@ -43,7 +44,7 @@ class Journal:
         except OSError:
             self._file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
-        self._file.truncate(whole_bytes((folder / LOG_NAME).read_bytes()))
+        self._file.truncate(whole_bytes(folder / LOG_NAME))
         # Batches are written by a thread, beside the records of the event loop.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
@@ -134,6 +135,11 @@ class Journal:
         """Whether the batch file of a step is still there."""
         return batch_path(self._folder, step).is_file()
 
+    def kept_batches(self) -> set[int]:
+        """The steps whose batch files are still there."""
+        paths = (self._folder / BATCH_FOLDER).glob("step-*.pb")
+        return {int(path.stem.removeprefix("step-")) for path in paths}
+
     def remove_batch(self, step: int) -> None:
         """Forgets a batch that no resume needs any more."""
         batch_path(self._folder, step).unlink(missing_ok=True)
@@ -143,32 +149,44 @@ class EarlierIds:
     """Which trajectories the journal of an earlier controller holds: they need no other record."""
 
     def __init__(self, history: RunHistory, journal: Journal) -> None:
-        self._history = history
+        self._ended, self._trained_in = history.ended, history.trained_in
+        kept = journal.kept_batches() if history.batches else set()
+        self._crc32 = {step: history.batches[step].crc32 for step in kept & set(history.batches)}
         self._journal = journal
-        self._of_step: dict[int, frozenset[TrajectoryId]] = {}
+        # What was read last: what comes again comes in the order of the batches.
+        self._newest: tuple[int, frozenset[TrajectoryId]] = (-1, frozenset())
 
     def holds(self, group_id: GroupId, trajectory_id: TrajectoryId) -> bool:
         """Whether it ended, or is in a batch; reads the batch of its group when there is one."""
-        if trajectory_id in self._history.ended:
+        if trajectory_id in self._ended:
             return True
-        step = self._history.trained_in.get(group_id)
+        step = self._trained_in.get(group_id)
         if step is None:
             return False
         if not self._journal.has_batch(step):
             # A checkpoint covers it.
             return True
-        if step not in self._of_step:
-            self._of_step[step] = self._read(step)
-        return trajectory_id in self._of_step[step]
+        if self._newest[0] != step:
+            self._newest = step, self._read(step)
+        return trajectory_id in self._newest[1]
 
     def _read(self, step: int) -> frozenset[TrajectoryId]:
-        batch = self._journal.read_batch(step, self._history.batches[step].crc32)
+        batch = self._journal.read_batch(step, self._crc32[step])
         return frozenset(trajectory_from_pb(t).trajectory_id for t in batch.trajectories)
 
 
-def whole_bytes(data: bytes) -> int:
+def whole_bytes(path: Path) -> int:
     """The length of a journal without a torn last line."""
-    return data.rfind(b"\n") + 1
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
 
 
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
@@ -177,12 +195,16 @@ def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
     None when there is no journal.
     """
     path = folder / LOG_NAME
-    data = path.read_bytes() if path.exists() else b""
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        checksum, _, text = line.partition(b" ")
-        if checksum != b"%08x" % zlib.crc32(text):
-            raise ProtocolError(f"{folder / LOG_NAME}: line {number} is damaged")
-        yield json.loads(text)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            checksum, _, text = line[:-1].partition(b" ")
+            if checksum != b"%08x" % zlib.crc32(text):
+                raise ProtocolError(f"{path}: line {number} is damaged")
+            yield json.loads(text)
 
 
 def read_batch(folder: Path, step: int, crc32: int) -> trainer_pb2.RecordedBatch:

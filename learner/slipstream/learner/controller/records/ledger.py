@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2, status_pb2
 
 
-@dataclass
+@dataclass(slots=True)
 class EpochCount:
     """Tokens of one life of one server."""
 
@@ -33,11 +34,11 @@ class TokenLedger:
     def __init__(self) -> None:
         self._epochs: dict[ServerKey, EpochCount] = {}
         self._ends: Counter[End] = Counter()
-        self._seen: set[TrajectoryId] = set()
+        self._seen = SeenIds()
 
     def restore(self, history: RunHistory) -> None:
         """Takes over what the journal holds; the servers of then are dead."""
-        self._seen |= history.ended
+        self._seen = history.ended.copy()
         self._ends += history.ends
         for (name, epoch), tokens in history.servers.items():
             count = self._epoch(ServerKey(ServerId(name), epoch))
@@ -52,6 +53,10 @@ class TokenLedger:
             if not count.dead
         ]
 
+    def generated_by(self, key: ServerKey) -> list[tuple[str, int, int]]:
+        """The entry of one server in `generated_by_server`."""
+        return [(key.server_id, key.epoch, self._epoch(key).generated)]
+
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""
         count = self._epoch(key)
@@ -61,9 +66,8 @@ class TokenLedger:
 
     def receive(self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int) -> bool:
         """Notes a delivered trajectory; False when it was delivered before."""
-        if trajectory_id in self._seen:
+        if not self._seen.add(trajectory_id):
             return False
-        self._seen.add(trajectory_id)
         self._epoch(key).received += tokens
         return True
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.history import FORMAT, RunHistory, read_history
@@ -36,15 +39,19 @@ class RestoredParts:
 
 def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
     """The run so far, this start included, which is journaled; its id and version are set."""
-    records = list(read_records(folder))
-    if records and progress.config.run.resume == "never":
+    records = read_records(folder)
+    first = next(records, None)
+    if first is not None and progress.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
-    run_id = records[0].get("run_id", "") if records else progress.run_id
-    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id}
-    history = read_history([*records, start])
-    journal.append("start", format=FORMAT, run_id=run_id, unix_s=time.time())
+    run_id = progress.run_id if first is None else str(first.get("run_id", ""))
+    # One key for the whole life of a run: what waits in its queue stays sealed.
+    key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
+    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
+    history = read_history(itertools.chain([] if first is None else [first], records, [start]))
+    journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
     journal.sync()
     progress.run_id = history.run_id
+    progress.run_key = bytes.fromhex(key)
     progress.reached(history.version)
     return history
 
@@ -68,9 +75,13 @@ def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) ->
     )
 
 
-def journal_servers(journal: Journal, ledger: TokenLedger) -> None:
-    """Writes what the engines have counted: it cannot be asked for after a crash."""
-    journal.append("servers", generated=[list(entry) for entry in ledger.generated_by_server()])
+def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
+    """Writes what the engines have counted, all or the one of a lost server.
+
+    It cannot be asked for after a crash.
+    """
+    generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
+    journal.append("servers", generated=[list(entry) for entry in generated])
 
 
 def journal_busy(journal: Journal, busy: BusySeconds) -> None:

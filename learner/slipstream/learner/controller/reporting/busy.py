@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,19 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
+
+
+def include(merged: list[Interval], interval: Interval) -> None:
+    """Adds an interval to the result of `union`: many servers' heartbeats become few intervals."""
+    start, end = interval
+    if end <= start:
+        return
+    first = bisect.bisect_left(merged, start, key=lambda each: each[1])
+    last = bisect.bisect_right(merged, end, key=lambda each: each[0])
+    touched = merged[first:last]
+    if touched:
+        start, end = min(start, touched[0][0]), max(end, touched[-1][1])
+    merged[first:last] = [(start, end)]
 
 
 def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
@@ -101,7 +115,8 @@ class BusyMeter:
         """An engine was busy; a server may report it late."""
         if self._from_s is None and intervals:
             self._from_s = intervals[0][0]
-        self._generation += intervals
+        for interval in intervals:
+            include(self._generation, interval)
 
     def trained(self, interval: Interval) -> None:
         """A step was made."""

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
+from slipstream.learner.controller.reporting.rows import read_rows
 
-Rows = Sequence[dict[str, float]]
+# What is drawn of the line of each step.
+COLUMNS = (
+    *("step", "reward_mean", "lag_mean", "lag_max"),
+    *("generated_tokens_per_s", "trained_tokens_per_s"),
+)
 
 
 def draw_curves(
-    path: Path, title: str, rows: Rows, evaluations: Sequence[EvaluationResult]
+    path: Path, title: str, metrics: Path, evaluations: Sequence[EvaluationResult]
 ) -> None:
-    """Writes one picture with three panels, on any thread; blocks for a moment."""
+    """Writes one picture with three panels, on any thread; blocks for a moment.
+
+    `metrics` is the file with a line for each step; without one there is no picture.
+    """
+    columns = {name: array("d") for name in COLUMNS}
+    for row in read_rows(metrics):
+        if "step" in row:
+            for name, column in columns.items():
+                column.append(row[name])
+    if not columns["step"]:
+        return
     # Not pyplot, whose figures belong to one thread.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps = [row["step"] for row in rows]
+    steps = columns["step"]
     figure = Figure(figsize=(8, 8))
     rewards, lags, speeds = figure.subplots(3, 1, sharex=True)
     # Looking for the best margins takes longer than drawing.
     figure.subplots_adjust(left=0.12, right=0.97, bottom=0.07, top=0.95, hspace=0.1)
-    rewards.plot(steps, [row["reward_mean"] for row in rows], label="training")
+    rewards.plot(steps, columns["reward_mean"], label="training")
     if evaluations:
         rewards.plot(
             [result.step for result in evaluations],
@@ -33,12 +49,12 @@ def draw_curves(
         )
     rewards.set_ylabel("reward")
     rewards.legend(loc="lower right")
-    lags.plot(steps, [row["lag_mean"] for row in rows], label="mean")
-    lags.plot(steps, [row["lag_max"] for row in rows], label="largest", alpha=0.6)
+    lags.plot(steps, columns["lag_mean"], label="mean")
+    lags.plot(steps, columns["lag_max"], label="largest", alpha=0.6)
     lags.set_ylabel("lag (versions)")
     lags.legend(loc="best")
-    speeds.plot(steps, [row["generated_tokens_per_s"] for row in rows], label="generated")
-    speeds.plot(steps, [row["trained_tokens_per_s"] for row in rows], label="trained", alpha=0.7)
+    speeds.plot(steps, columns["generated_tokens_per_s"], label="generated")
+    speeds.plot(steps, columns["trained_tokens_per_s"], label="trained", alpha=0.7)
     speeds.set_ylabel("tokens/s")
     speeds.set_xlabel("version")
     speeds.legend(loc="best")

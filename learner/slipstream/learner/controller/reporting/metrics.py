@@ -6,16 +6,17 @@ import json
 import math
 import statistics
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 from pydantic import JsonValue
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
-from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.leasing.generation_rate import GenerationRate
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.busy import BusyMeter, Interval
 from slipstream.learner.controller.reporting.readable import (
@@ -23,12 +24,15 @@ from slipstream.learner.controller.reporting.readable import (
     open_token_texts,
     readable,
 )
-from slipstream.learner.controller.reporting.resources import run_resources
+from slipstream.learner.controller.reporting.resources import RunResources
+from slipstream.learner.controller.reporting.rows import METRICS, SAMPLES, cut_torn_line, read_rows
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch_statistics import (
+    LessonWatch,
     batch_statistics,
     environment_means,
+    equal_rewards,
 )
 from slipstream.learner.controller.trajectories.batches import (
     Batch,
@@ -39,7 +43,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.v1 import fleet_pb2, status_pb2
 
 EDGE_STEPS = 5
-SAMPLED_GROUPS = 2
+MIN_SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
 
 
@@ -47,7 +51,10 @@ SAMPLED_MEMBERS = 4
 class RunFacts:
     """What adds up over a run."""
 
-    reward_by_step: list[float] = field(default_factory=list)
+    steps: int = 0
+    first_rewards: list[float] = field(default_factory=list)
+    last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
+    resources: RunResources = field(default_factory=RunResources)
     lag_counts: Counter[int] = field(default_factory=Counter)
     with_several_versions: int = 0
     gap_sum: float = 0.0
@@ -55,12 +62,19 @@ class RunFacts:
     gap_max: float = 0.0
     busy: BusyMeter = field(default_factory=BusyMeter)
 
+    def count_reward(self, mean: float) -> None:
+        """Counts one step."""
+        self.steps += 1
+        self.last_rewards.append(mean)
+        if len(self.first_rewards) < EDGE_STEPS:
+            self.first_rewards.append(mean)
+
 
 @dataclass(frozen=True)
 class Ending:
     """How a run ended."""
 
-    # finished or failed
+    # finished, stopped or failed
     state: str
     cause: str
     # It finished before its last configured step, because nothing is left to learn.
@@ -73,27 +87,57 @@ class RunRecorder:
     """Writes the files of a run folder; one per run."""
 
     def __init__(
-        self, folder: Path, config: Config, trackers: Trackers, texts: TokenTexts | None
+        self,
+        folder: Path,
+        config: Config,
+        trackers: Trackers,
+        texts: TokenTexts | None,
+        events: EventLog,
     ) -> None:
         """`trackers` get the numbers of each step and round; `close` closes them.
 
-        With `texts`, what is kept of episodes of several turns tells them apart.
+        `events` gets the hints. With `texts`, what is kept of episodes of several turns tells them
+        apart.
         """
         self._folder = folder
         self._config = config
-        earlier = whole_rows(folder / "metrics.jsonl")
-        whole_rows(folder / "trajectories.jsonl")
-        (folder / "summary.json").unlink(missing_ok=True)
-        self._metrics: IO[str] = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._samples: IO[str] = (folder / "trajectories.jsonl").open("a", buffering=1)
+        for name in (METRICS, SAMPLES):
+            cut_torn_line(folder / name)
+        for name in ("summary.json", "suspended.json"):
+            (folder / name).unlink(missing_ok=True)
+        self._metrics: IO[str] = (folder / METRICS).open("a", buffering=1)
+        self._samples: IO[str] = (folder / SAMPLES).open("a", buffering=1)
         self._trackers = trackers
         self._texts = texts
+        self._events = events
+        self._lessons = LessonWatch(config)
+        self._suspended: dict[str, str] = {}
+        self.facts = RunFacts()
+        # The line of the newest step.
+        self.newest: dict[str, float] = {}
+        # A byte for each version, 1 when the line of the step that makes it is written.
+        self._written = bytearray()
         # Time goes on where the last row of an earlier start has it.
-        self._started_s = time.time() - max((row["wall_s"] for row in earlier), default=0.0)
+        self._started_s = time.time() - self._read_rows()
         self.rate = GenerationRate()
         self._last_step_s = time.time()
-        self.rows: list[dict[str, float]] = [row for row in earlier if "step" in row]
-        self.facts = RunFacts()
+
+    def _read_rows(self) -> float:
+        """Takes over the lines of earlier starts; the seconds that these took."""
+        wall_s = 0.0
+        for row in read_rows(self._folder / METRICS):
+            wall_s = max(wall_s, row["wall_s"])
+            if "step" in row:
+                self._note_row(row)
+                self._lessons.note(row)
+        return wall_s
+
+    def _note_row(self, row: dict[str, float]) -> None:
+        version = int(row["step"])
+        self._written.extend(bytes(max(0, version + 1 - len(self._written))))
+        self._written[version] = 1
+        self.newest = row
+        self.facts.resources.add(row)
 
     def restore(self, history: RunHistory) -> None:
         """Takes over what adds up over the run."""
@@ -103,13 +147,14 @@ class RunRecorder:
         facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
-        for row in self.rows:
-            facts.reward_by_step.append(row["reward_mean"])
-            self._count_gap(row)
+        for row in read_rows(self._folder / METRICS):
+            if "step" in row:
+                facts.count_reward(row["reward_mean"])
+                self._count_gap(row)
 
     def has_row(self, version: int) -> bool:
         """Whether the line of the step that makes `version` is written already."""
-        return any(row["step"] == version for row in reversed(self.rows))
+        return version < len(self._written) and self._written[version] == 1
 
     def close(self) -> None:
         """Flushes all files; blocks until the trackers are done."""
@@ -123,6 +168,13 @@ class RunRecorder:
         self.facts.busy.generated(intervals)
         if intervals:
             self.rate.began(intervals[0][0])
+
+    def suspended(self, environments: dict[str, str]) -> None:
+        """Writes which environments are suspended, each with its cause, when that has changed."""
+        if environments != self._suspended:
+            self._suspended = environments
+            text = json.dumps(environments, indent=2)
+            (self._folder / "suspended.json").write_text(text + "\n")
 
     def step(
         self,
@@ -149,8 +201,11 @@ class RunRecorder:
             "training_s": training[1] - training[0],
         }
         row |= environment_means(batch.trajectories)
+        row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         self._count(batch, row, training)
-        self.rows.append(row)
+        self._note_row(row)
+        for hint in self._lessons.note(row):
+            self._events.add(hint, Severity.WARNING)
         self._metrics.write(json.dumps(_finite(row)) + "\n")
         self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
@@ -190,14 +245,14 @@ class RunRecorder:
         ending: Ending,
     ) -> dict[str, JsonValue]:
         """Everything that people ask first about a finished run; also written to summary.json."""
-        facts, rewards = self.facts, self.facts.reward_by_step
+        facts = self.facts
         heldout = [result.reward_mean for result in evaluations]
         summary: dict[str, JsonValue] = {
             "run": self._config.run.name,
             **asdict(ending),
-            "steps": len(rewards),
-            "reward_first": _mean(rewards[:EDGE_STEPS]),
-            "reward_last": _mean(rewards[-EDGE_STEPS:]),
+            "steps": facts.steps,
+            "reward_first": _mean(facts.first_rewards),
+            "reward_last": _mean(facts.last_rewards),
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
             "reward_heldout_first_step": evaluations[0].step if evaluations else None,
@@ -222,7 +277,7 @@ class RunRecorder:
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
             "logprob_gap_tokens": facts.gap_tokens,
             "busy": dict(facts.busy.of_the_run().shares()),
-            "resources": run_resources(self.rows, trainer_ranks=trainer_ranks),
+            "resources": facts.resources.told(trainer_ranks=trainer_ranks),
             "weight_digest": weight_digest,
             "wall_s": time.time() - self._started_s,
         }
@@ -233,7 +288,7 @@ class RunRecorder:
     def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
         trajectories = batch.trajectories
-        facts.reward_by_step.append(statistics.fmean(t.reward for t in trajectories))
+        facts.count_reward(statistics.fmean(t.reward for t in trajectories))
         facts.with_several_versions += with_several_versions(batch)
         facts.lag_counts += token_lags(batch)
         self._count_gap(row)
@@ -250,7 +305,7 @@ class RunRecorder:
             facts.gap_max = max(facts.gap_max, row["logprob_gap_max"])
 
     def _sample(self, batch: Batch) -> None:
-        for group in batch.groups[:SAMPLED_GROUPS]:
+        for group in sampled_groups(batch.groups):
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 line = readable(batch.version, trajectory, self._texts)
                 self._samples.write(json.dumps(line) + "\n")
@@ -260,22 +315,20 @@ async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
     """The recorder of a run, with the trackers and the tokenizer that its settings ask for."""
     texts = await open_token_texts(config, events)
     trackers = open_trackers(config, config.run_dir, events)
-    return RunRecorder(config.run_dir, config, trackers, texts)
+    return RunRecorder(config.run_dir, config, trackers, texts, events)
 
 
-def whole_rows(path: Path) -> list[dict[str, float]]:
-    """The lines of a file that a crash may have torn; the torn one is cut off."""
-    if not path.exists():
-        return []
-    with path.open("r+b") as file:
-        data = file.read()
-        whole = data.rfind(b"\n") + 1
-        file.truncate(whole)
-    rows = [json.loads(line) for line in data[:whole].splitlines()]
-    return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
+def sampled_groups(groups: Sequence[Group]) -> list[Group]:
+    """The first group of each environment, and at least two groups."""
+    first: dict[str, Group] = {}
+    for group in groups:
+        first.setdefault(group.environment, group)
+    chosen = list(first.values())
+    others = [group for group in groups if group not in chosen]
+    return chosen + others[: max(0, MIN_SAMPLED_GROUPS - len(chosen))]
 
 
-def _mean(values: list[float]) -> float | None:
+def _mean(values: Collection[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 

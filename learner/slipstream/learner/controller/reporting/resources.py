@@ -1,8 +1,8 @@
-"""What a run took, from the lines of its steps: pure functions."""
+"""What a run took, from the lines of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pydantic import JsonValue
 
@@ -12,18 +12,28 @@ STAGES = ("training", "waiting", "publish", "export")
 PEAKS = ("trainer_rss_bytes", "gpu_reserved_bytes", "rollout_rss_bytes")
 
 
-def run_resources(
-    rows: Sequence[Mapping[str, float]], *, trainer_ranks: int
-) -> dict[str, JsonValue]:
-    """Totals and peaks over all steps; what no step told is left out."""
-    totals: dict[str, JsonValue] = {
-        f"{stage}_s": sum(row.get(f"{stage}_s", 0.0) for row in rows) for stage in STAGES
-    }
-    told = [name for name in PEAKS if any(name in row for row in rows)]
-    return {
-        "trainer_ranks": trainer_ranks,
-        "rollout_servers": max((int(row.get("servers_serving", 0)) for row in rows), default=0),
-        **totals,
-        "model_flops": sum(row.get("model_flops", 0.0) for row in rows),
-        **{name: max(row.get(name, 0.0) for row in rows) for name in told},
-    }
+class RunResources:
+    """Totals and peaks over the steps that were added."""
+
+    def __init__(self) -> None:
+        self._totals = dict.fromkeys((*(f"{stage}_s" for stage in STAGES), "model_flops"), 0.0)
+        self._peaks: dict[str, float] = {}
+        self._servers = 0
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Takes the line of one step."""
+        for name in self._totals:
+            self._totals[name] += row.get(name, 0.0)
+        for name in PEAKS:
+            if name in row:
+                self._peaks[name] = max(self._peaks.get(name, 0.0), row[name])
+        self._servers = max(self._servers, int(row.get("servers_serving", 0)))
+
+    def told(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
+        """The numbers by name; a peak that no step told is left out."""
+        return {
+            "trainer_ranks": trainer_ranks,
+            "rollout_servers": self._servers,
+            **self._totals,
+            **self._peaks,
+        }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.servers.fleet import Fleet, describe
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession, describe
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import ServerId
@@ -46,7 +47,8 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         """The whole state at this moment."""
         progress = self._progress
         training = self._book.training_groups()
-        servers = [self._server(session_id) for session_id in self._fleet.sessions]
+        leased = self._book.groups_by_holder()
+        servers = [self._server(session, leased) for session in self._fleet.sessions.values()]
         return status_pb2.RunStatus(
             run_id=progress.run_id,
             state=status_pb2.RunState.Name(progress.state),
@@ -54,7 +56,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             step=progress.version.step,
             num_steps=progress.config.run.steps,
             max_staleness=progress.config.algorithm.max_staleness,
-            waiting_for="" if progress.is_over else progress.waiting_for,
+            waiting_for=progress.waiting_for,
             servers=[*servers, *self._fleet.departed.values()],
             environments=[entry.describe() for entry in self._environments.entries.values()],
             ledger=self._ledger.snapshot(),
@@ -65,6 +67,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             metrics=self._newest_metrics(),
             lease_wait="" if progress.is_over else self._scheduler.lease_wait,
             reserved_bytes=self._scheduler.reserved_bytes,
+            checkpoint_step=progress.checkpoint_step,
         )
 
     async def Watch(  # noqa: N802
@@ -77,7 +80,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def StopRun(  # noqa: N802
         self, request: status_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.StopRunResponse:
-        """Ends the run in order, as if its last step were done, or as failed."""
+        """Ends the run in order, as stopped, or as failed."""
         if request.failed:
             self._progress.fail(request.reason)
         else:
@@ -102,8 +105,10 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self._fleet.order_drain(session, reason, finish=True)
         return status_pb2.DrainServerResponse(warning=self._fleet.warn_without(session))
 
-    def _server(self, server_id: ServerId) -> status_pb2.ServerStatus:
-        session = self._fleet.sessions[server_id]
+    @staticmethod
+    def _server(
+        session: ServerSession, leased: Mapping[ServerKey | None, int]
+    ) -> status_pb2.ServerStatus:
         status = describe(session)
-        status.leased_groups = len(self._book.held_by(session.key))
+        status.leased_groups = leased.get(session.key, 0)
         return status

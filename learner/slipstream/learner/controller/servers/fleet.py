@@ -7,12 +7,12 @@ Waits for: hellos, heartbeats and reports. Unblocked by: a message, or the limit
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.servers.outbox import Outbox
 from slipstream.learner.controller.servers.server_states import (
@@ -28,6 +28,8 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
+# Of so many servers that left the last state is told.
+MAX_DEPARTED = 1000
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
 
 
@@ -44,7 +46,10 @@ class ServerSession:
     publish_id: str = ""
     cause: str = ""
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
-    last_seen_s: float = field(default_factory=time.monotonic)
+    # By it the server is found silent.
+    clock: LoopClock = field(default_factory=LoopClock)
+    joined_s: float = field(init=False)
+    last_seen_s: float = field(init=False)
     outbox: Outbox[fleet_pb2.ControllerMessage] = field(default_factory=Outbox)
     # Not before this moment may a publish be tried again.
     retry_publish_s: float = 0.0
@@ -55,10 +60,18 @@ class ServerSession:
     # Told of every change of the state.
     changed: Callable[[], None] = lambda: None
 
+    def __post_init__(self) -> None:
+        self.joined_s = self.last_seen_s = self.clock.now_s()
+
     @property
     def name(self) -> str:
         """The server's name."""
         return self.key.server_id
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last message in which it could have been heard."""
+        return self.clock.now_s() - self.last_seen_s
 
     @property
     def is_serving(self) -> bool:
@@ -73,7 +86,7 @@ class ServerSession:
     def on(self, event: ServerEvent) -> None:
         """Moves to the state that follows."""
         self.state = next_state(self.state, event)
-        self.served.note(time.monotonic(), running=self.is_serving)
+        self.served.note(self.clock.now_s(), running=self.is_serving)
         self.changed()
 
     def send(
@@ -111,13 +124,14 @@ class Fleet:
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
+        self.clock = progress.clock
         self.sessions: dict[ServerId, ServerSession] = {}
         # Every life of a server that was ever taken in.
         self.known: set[ServerKey] = set()
         # Last known state of servers that left.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         self.handlers: FleetHandlers | None = None
-        self.empty_since_s = time.monotonic()
+        self.empty_since_s = progress.clock.now_s()
 
     def serving(self) -> list[ServerSession]:
         """The servers that may be leased groups."""
@@ -179,9 +193,12 @@ class Fleet:
         self._note_serving()
         if not has_left:
             session.cause = cause
+        self.departed.pop(session.key.server_id, None)
         self.departed[session.key.server_id] = describe(session)
+        if len(self.departed) > MAX_DEPARTED:
+            del self.departed[next(iter(self.departed))]
         if not self.sessions:
-            self.empty_since_s = time.monotonic()
+            self.empty_since_s = self.clock.now_s()
         if has_left:
             self._tell(f"rollout server {session.name} has left")
         else:
@@ -226,11 +243,12 @@ class Fleet:
 
     def _note_serving(self) -> None:
         # What the run waits for can only happen while a server serves.
-        self._progress.idle.note(time.monotonic(), running=bool(self.serving()))
+        serves = any(session.is_serving for session in self.sessions.values())
+        self._progress.idle.note(self.clock.now_s(), running=serves)
 
     def served_s(self) -> dict[ServerKey, float]:
         """How long each server has served, in seconds."""
-        now_s = time.monotonic()
+        now_s = self.clock.now_s()
         return {session.key: session.served.total_s(now_s) for session in self.sessions.values()}
 
     def _tell(self, text: str) -> None:
@@ -242,14 +260,14 @@ class Fleet:
         """Removes the servers that were silent for too long."""
         limit = self._progress.config.controller.heartbeat_timeout_s
         for session in list(self.sessions.values()):
-            silent = time.monotonic() - session.last_seen_s
+            silent = session.silent_s
             if silent > limit:
                 session.disconnect()
                 self.remove(session, f"silent for {silent:.1f} s")
 
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
         """Takes one message of a server to whom it concerns."""
-        session.last_seen_s = time.monotonic()
+        session.last_seen_s = session.clock.now_s()
         assert self.handlers is not None
         match message.WhichOneof("message"):
             case "heartbeat":
@@ -277,7 +295,7 @@ def describe(session: ServerSession) -> status_pb2.ServerStatus:
         state=fleet_pb2.ServerState.Name(session.state),
         report=session.report,
         cause=session.cause,
-        silent_s=time.monotonic() - session.last_seen_s,
+        silent_s=session.silent_s,
     )
     if session.version is not None:
         status.version.incarnation, status.version.step = session.version

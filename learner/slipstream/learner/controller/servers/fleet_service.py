@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
@@ -24,8 +25,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
         """One server, for as long as its stream lives."""
-        async for message in self._fleet.join(request_iterator, context):
-            yield message
+        async with aclosing(self._fleet.join(request_iterator, context)) as messages:
+            async for message in messages:
+                yield message
 
     async def CallEnvironments(  # noqa: N802
         self,
@@ -33,5 +35,6 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
         """Calls to environments that clients serve."""
-        async for answer in self._relay.call_environments(request_iterator):
-            yield answer
+        async with aclosing(self._relay.call_environments(request_iterator)) as answers:
+            async for answer in answers:
+                yield answer

@@ -18,14 +18,17 @@ from slipstream.learner.controller.publishing.transport_choice import misfit
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.tasks.relay import raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.errors import ConfigError, ProtocolError
 from slipstream.protocol.names import check_server_id
+from slipstream.protocol.queue.seal import server_key
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
 
 # Of one server; no machine has so many GPUs.
 MAX_ENGINE_WORKERS = 1024
+# More than any engine generates: a server that reports more is not believed.
+MAX_TOKENS_PER_S = 1e7
 
 
 class FleetServicer:
@@ -48,6 +51,7 @@ class FleetServicer:
                 run_id=self._progress.run_id,
                 heartbeat_s=settings.heartbeat_s,
                 heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                delivery_key=server_key(self._progress.run_key, session.key.epoch),
             )
         )
         self._fleet.add(session)
@@ -66,8 +70,8 @@ class FleetServicer:
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> ServerSession:
         try:
-            async with asyncio.timeout(self._progress.config.controller.heartbeat_timeout_s):
-                hello = (await anext(requests)).hello
+            limit_s = self._progress.config.controller.heartbeat_timeout_s
+            hello = (await self._fleet.clock.within(limit_s, anext(requests))).hello
         except (TimeoutError, StopAsyncIteration):
             await abort(
                 context,
@@ -111,7 +115,8 @@ class FleetServicer:
                 reason,
                 {"server_id": hello.server_id[:100]},
             )
-        return ServerSession(ServerKey(ServerId(hello.server_id), hello.server_epoch), hello)
+        key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
+        return ServerSession(key, hello, clock=self._fleet.clock)
 
     async def _read(
         self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]
@@ -119,11 +124,28 @@ class FleetServicer:
         try:
             async for message in requests:
                 if self._fleet.find(session.key) is session:
+                    _check_counters(session, message)
                     self._fleet.receive(session, message)
         except grpc.aio.AioRpcError as error:
             self._fleet.remove(session, f"its stream broke: {error.details()}")
         finally:
             session.disconnect()
+
+
+def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
+    """Raises ProtocolError for more tokens than an engine can have made since the server joined."""
+    if message.WhichOneof("message") not in ("heartbeat", "drained"):
+        return
+    report = message.drained if message.HasField("drained") else message.heartbeat
+    served_s = session.clock.now_s() - session.joined_s
+    most = int(MAX_TOKENS_PER_S * (served_s + 1))
+    for name in ("generated_tokens", "ended_tokens", "in_flight_tokens"):
+        tokens: int = getattr(report, name)
+        if tokens > most:
+            raise ProtocolError(
+                f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
+                f"{served_s:.1f} s, at most {MAX_TOKENS_PER_S:.0e} a second are possible"
+            )
 
 
 def _impossible(hello: fleet_pb2.ServerHello) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -24,12 +24,17 @@ from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 
 LOAD_LIMIT_S = 90.0
-NAME = re.compile(r"[\w.:-]{1,100}")
+NAME = re.compile(r"\w[\w.:-]{0,99}")
+# Worker processes of one environment beside one rollout server.
+MAX_WORKERS = 256
+MAX_ENVIRONMENTS = 256
+MIN_WEIGHT = 1e-6
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -49,7 +54,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._environments = environments
         self._fleet = fleet
         self._intake = intake
-        self.relay = Relay(self._client_came, self._client_left)
+        self.relay = Relay(self._client_came, self._client_left, progress.clock)
 
     def add_configured(self, spec: pb.EnvironmentSpec) -> None:
         """Adds an environment of the configuration."""
@@ -74,8 +79,16 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def reported(self, session: ServerSession, report: fleet_pb2.EnvironmentReport) -> None:
         """A server has loaded an environment, or cannot run it."""
-        if report.HasField("failure"):
-            cause = report.failure.message
+        cause = report.failure.message if report.HasField("failure") else ""
+        entry = self._environments.entries.get(report.environment)
+        is_elsewhere = entry is not None and bool(entry.loaded_on - {session.key})
+        # Tasks are leased by their number: it must name the same one everywhere.
+        if not cause and entry and is_elsewhere and entry.num_tasks != report.num_tasks:
+            cause = (
+                f"it has {report.num_tasks} tasks here and {entry.num_tasks} on other rollout "
+                f"servers: all hosts must have the same data"
+            )
+        if cause:
             self._environments.load_failed(report.environment, session.key, cause)
             self._progress.events.add(
                 f"environment {report.environment} on {session.name}: {cause}", Severity.WARNING
@@ -98,10 +111,12 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         entry = self._environments.add(spec)
         text = json_format.MessageToJson(spec, indent=None)
         self._journal.append("submitted", environment=spec.name, spec=text)
-        self._fleet.broadcast(_load_order(spec))
+        self._fleet.broadcast(_load_order(spec, try_reset=True))
         self._progress.events.add(f"environment {spec.name} was submitted")
-        until = time.monotonic() + LOAD_LIMIT_S
-        while not entry.is_ready and self._fleet.sessions and time.monotonic() < until:
+        clock = self._progress.clock
+        # Its first task is reset, too.
+        until_s = clock.now_s() + LOAD_LIMIT_S + spec.timeout_s
+        while not entry.is_ready and self._fleet.sessions and clock.now_s() < until_s:
             if all(key in entry.failed_on for key in self._keys()):
                 self._environments.remove(spec.name)
                 self._journal.append("unsubmitted", environment=spec.name)
@@ -124,8 +139,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.WorkerCommand]:
         """A client's own environment, for as long as its stream lives."""
-        async for command in self.relay.serve_episodes(request_iterator, context):
-            yield command
+        async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
+            async for command in commands:
+                yield command
 
     def _keys(self) -> list[object]:
         return [session.key for session in self._fleet.sessions.values()]
@@ -134,19 +150,28 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         if self._progress.is_over:
             return "the run is over"
         if NAME.fullmatch(spec.name) is None:
-            return f"a name has 1 to 100 letters, digits and ._:-, got {spec.name!r}"
+            return (
+                f"a name has 1 to 100 letters, digits and ._:-, a letter or digit first, "
+                f"got {shown(spec.name)}"
+            )
         entry = self._environments.entries.get(spec.name)
         if entry is not None and entry.state != pb.ENVIRONMENT_STATE_SUSPENDED:
             return f"the run has an environment {spec.name} already; choose another name"
-        if not (math.isfinite(spec.weight) and spec.weight > 0):
-            return f"weight must be above 0, got {spec.weight}"
+        if not MIN_WEIGHT <= spec.weight <= 1 / MIN_WEIGHT:
+            return (
+                f"weight must be between {MIN_WEIGHT:g} and {1 / MIN_WEIGHT:g}, got {spec.weight}"
+            )
         if not (math.isfinite(spec.timeout_s) and spec.timeout_s > 0):
             return f"timeout_s must be above 0, got {spec.timeout_s}"
+        if not 1 <= spec.num_workers <= MAX_WORKERS and spec.reference:
+            return f"num_workers must be between 1 and {MAX_WORKERS}, got {spec.num_workers}"
+        if len(self._environments.entries) >= MAX_ENVIRONMENTS and entry is None:
+            return f"a run has at most {MAX_ENVIRONMENTS} environments"
         if spec.purpose != trajectory_pb2.EPISODE_PURPOSE_TRAINING:
             return "only environments to train on can be submitted"
         try:
             args = json.loads(spec.args_json or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"args must be a JSON object: {error}"
         return "" if isinstance(args, dict) else f"args must be a JSON object, got {spec.args_json}"
 
@@ -176,8 +201,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._intake.suspend(client.spec.name, entry.cause)
 
 
-def _load_order(spec: pb.EnvironmentSpec) -> fleet_pb2.ControllerMessage:
-    return fleet_pb2.ControllerMessage(environment=fleet_pb2.EnvironmentOrder(spec=spec))
+def _load_order(
+    spec: pb.EnvironmentSpec, *, try_reset: bool = False
+) -> fleet_pb2.ControllerMessage:
+    order = fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset)
+    return fleet_pb2.ControllerMessage(environment=order)
 
 
 def _unload_order(spec: pb.EnvironmentSpec) -> fleet_pb2.ControllerMessage:

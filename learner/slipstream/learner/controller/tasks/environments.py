@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.leasing.groups import ServerKey
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import (
+    EnvironmentHistory,
+    OpenGroup,
+    RunHistory,
+)
+from slipstream.protocol.types import GroupId
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
@@ -42,6 +47,8 @@ class EnvironmentEntry:
     skipped_in_a_row: int = 0
     episodes_failed: int = 0
     told_causes: set[str] = field(default_factory=set)
+    # Why each task was set aside last, as people were told.
+    told_set_aside: dict[int, str] = field(default_factory=dict)
     reward_sum: float = 0.0
     rewards: int = 0
     # Share that was dealt out before it came.
@@ -78,6 +85,12 @@ class EnvironmentEntry:
         self.told_causes.add(cause)
         return True
 
+    def is_new_set_aside(self, task_index: int, cause: str) -> bool:
+        """Whether people have not read yet that this task was set aside for this cause."""
+        is_new = self.told_set_aside.get(task_index) != cause
+        self.told_set_aside[task_index] = cause
+        return is_new
+
     def describe(self) -> pb.EnvironmentStatus:
         """The entry as the status call shows it."""
         return pb.EnvironmentStatus(
@@ -100,18 +113,20 @@ class EnvironmentBook:
         self._seed = seed
         self._max_failed_groups = max_failed_groups
         self.entries: dict[str, EnvironmentEntry] = {}
-        self._history = RunHistory()
+        # What the journal of an earlier start holds of each, and of its open groups.
+        self._earlier: dict[str, EnvironmentHistory] = {}
+        self._open_groups: dict[GroupId, OpenGroup] = {}
 
     def restore(self, history: RunHistory) -> None:
         """Environments that are added go on where the journal ends, and get a new chance."""
-        self._history = history
+        self._earlier, self._open_groups = history.environments, history.open_groups
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
         """Adds an environment, or replaces a suspended one of that name."""
         entry = EnvironmentEntry(spec)
-        earlier = self._history.environments.pop(spec.name, None)
+        earlier = self._earlier.pop(spec.name, None)
         if earlier is not None:
-            open_groups = self._history.open_groups.values()
+            open_groups = self._open_groups.values()
             entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
             entry.next_number = earlier.next_number
             entry.groups_accepted, entry.groups_failed = earlier.accepted, earlier.failed
@@ -181,10 +196,12 @@ class EnvironmentBook:
         return entry.order[place], seed
 
     def loaded(self, name: str, key: ServerKey, num_tasks: int) -> None:
-        """A worker beside a server has loaded it."""
+        """A worker beside a server has loaded it; servers that have it agree on `num_tasks`."""
         entry = self.entries.get(name)
         if entry is None:
             return
+        if entry.num_tasks != num_tasks:
+            entry.order.clear()
         entry.loaded_on.add(key)
         entry.failed_on.pop(key, None)
         entry.num_tasks = num_tasks

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.servers.outbox import Outbox
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
@@ -51,8 +52,10 @@ class Relay:
         self,
         on_arrival: Callable[[ClientSession], str],
         on_departure: Callable[[ClientSession], None],
+        clock: LoopClock,
     ) -> None:
-        """`on_arrival` returns why a client is refused, or nothing."""
+        """`on_arrival` returns why a client is refused, or nothing; `clock` times its hello."""
+        self._clock = clock
         self._on_arrival = on_arrival
         self._on_departure = on_departure
         self._clients: dict[str, ClientSession] = {}
@@ -66,8 +69,7 @@ class Relay:
     ) -> AsyncIterator[pb.WorkerCommand]:
         """One client, from its hello to the end of its stream."""
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = (await anext(requests)).hello
+            hello = (await self._clock.within(HELLO_TIMEOUT_S, anext(requests))).hello
         except (TimeoutError, StopAsyncIteration):
             await abort(
                 context,
@@ -138,8 +140,10 @@ class Relay:
     ) -> None:
         try:
             async for message in requests:
-                call = self._calls.pop(message.call_id, None)
-                if call is not None:
+                call = self._calls.get(message.call_id)
+                # Only the client that was asked may answer.
+                if call is not None and call.client is client:
+                    del self._calls[message.call_id]
                     message.call_id = call.call_id
                     _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
         finally:

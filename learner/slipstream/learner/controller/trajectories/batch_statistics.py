@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
+from slipstream.protocol.rewards import has_variance
+from slipstream.protocol.settings.algorithm_section import AdvantageKind
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Status, Trajectory
+
+# These compare the episodes of a group with each other alone: without a difference they are all 0.
+_GROUP_ADVANTAGES: tuple[AdvantageKind, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+_EQUAL = "equal_rewards_fraction"
+# A hard task may leave a few steps without a lesson; so many in a row are worth a word.
+HINT_AFTER_STEPS = 10
 
 
 def batch_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -35,3 +45,50 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in measured.items():
             values.setdefault(f"{trajectory.environment}/{name}", []).append(value)
     return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
+
+
+def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dict[str, float]:
+    """Fraction of `groups` without two different rewards, in all and of each environment.
+
+    Penalties are part of the reward, and filtered episodes do not count.
+    """
+    found: dict[str, list[bool]] = {}
+    for group in groups:
+        is_equal = not has_variance(group, config)
+        found.setdefault(group[0].environment, []).append(is_equal)
+    return {
+        _EQUAL: statistics.fmean(is_equal for each in found.values() for is_equal in each),
+        **{f"{name}/{_EQUAL}": statistics.fmean(each) for name, each in sorted(found.items())},
+    }
+
+
+class LessonWatch:
+    """Counts the steps in a row in which the groups of an environment had equal rewards.
+
+    watch.note(row)  # []: the environment teaches, or has not failed to for long
+    watch.note(row)  # one line in the step with which HINT_AFTER_STEPS are full
+    watch.note(row)  # []: it was said; after a step that taught something it may come again
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._compares_groups = config.algorithm.advantage in _GROUP_ADVANTAGES
+        # By environment.
+        self._steps: Counter[str] = Counter()
+
+    def note(self, row: Mapping[str, float]) -> list[str]:
+        """Takes the line of one step; one hint for each environment that has just become due."""
+        if not self._compares_groups:
+            return []
+        due = []
+        for key, fraction in row.items():
+            name, slash, metric = key.rpartition("/")
+            if not slash or metric != _EQUAL:
+                continue
+            self._steps[name] = self._steps[name] + 1 if fraction >= 1 else 0
+            if self._steps[name] == HINT_AFTER_STEPS:
+                due.append(
+                    f"environment {name} has taught nothing for {HINT_AFTER_STEPS} steps: the "
+                    f"rewards of each group were all equal (mean {row[f'{name}/reward']:.3g}); it "
+                    f"needs tasks of another difficulty, or rewards in between"
+                )
+        return due

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook, sampled_tokens
 from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RecordedBatch, RecordedStep, RunHistory
+from slipstream.learner.controller.records.history import RecordedStep, RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
@@ -25,6 +25,9 @@ from slipstream.protocol.queue.base import TrajectoryReceiver
 from slipstream.protocol.staleness import lag
 from slipstream.protocol.types import GroupId, PolicyVersion, Trajectory
 from slipstream.v1 import trainer_pb2
+
+# Trajectories of a batch travel in messages of about this size.
+CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ class BatchFormer:
         self._keep_batches = keep_batches
         # The batch that is being written: a call that breaks off must not leave half of it.
         self._forming: asyncio.Task[Batch] | None = None
-        self._batches: dict[int, RecordedBatch] = {}
+        # Checksum of the batch of each step that is kept.
+        self._crc32: dict[int, int] = {}
         self._steps: dict[int, RecordedStep] = {}
         self._newest_incarnation = 0
         # The step of the newest checkpoint: the one after it makes its older batches needless.
@@ -95,7 +99,11 @@ class BatchFormer:
 
     def restore(self, history: RunHistory) -> None:
         """Goes on where the journal ends."""
-        self._batches, self._steps = dict(history.batches), dict(history.steps)
+        kept = self._journal.kept_batches()
+        first = min(kept, default=history.next_step)
+        self._crc32 = {step: b.crc32 for step, b in history.batches.items() if step in kept}
+        # A trainer may go back to the version before the first of them.
+        self._steps = {step: s for step, s in history.steps.items() if step >= first - 1}
         self._newest_incarnation = history.incarnation
         self._covered_step = history.checkpoint.step
 
@@ -124,7 +132,7 @@ class BatchFormer:
         if self._forming is not None:
             await self.form()
         if self.training is None or self.training.step != step:
-            crc32 = self._batches[step].crc32
+            crc32 = self._crc32[step]
             message = await asyncio.to_thread(self._journal.read_batch, step, crc32)
             self.training = from_record(message)
         return self.training
@@ -146,12 +154,13 @@ class BatchFormer:
     async def _write(self, batch: Batch) -> Batch:
         for group in batch.groups:
             self._environments.group_ended(group.environment, cause=None)
-        crc32 = await asyncio.to_thread(
-            self._journal.write_batch, record(batch), tokens_by_server(batch.trajectories)
-        )
-        self._batches[batch.step] = RecordedBatch(batch.step, batch.batch_id, crc32)
+        self._crc32[batch.step] = await asyncio.to_thread(self._write_record, batch)
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
+
+    def _write_record(self, batch: Batch) -> int:
+        """Encodes a batch and makes it durable; off the loop, as both take long."""
+        return self._journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
         """What the same report was answered before; None when it is the first one of its batch.
@@ -178,7 +187,10 @@ class BatchFormer:
         )
 
     def trained(self, report: trainer_pb2.StepReport) -> Trained:
-        """The trainer has made a version from the batch that it was given: see `answered`."""
+        """The trainer has made a version from the batch that it was given: see `answered`.
+
+        The caller waits until that is `durable` before it tells the trainer.
+        """
         batch, self.training = self.training, None
         assert batch is not None
         assert _batch_of(batch) == _batch_of(report)
@@ -195,28 +207,33 @@ class BatchFormer:
                 lags=[list(pair) for pair in sorted(token_lags(batch).items())],
                 several=with_several_versions(batch),
             )
-            self._journal.sync()
         if earlier is None:
             self._ledger.end(End.TRAINED, sampled_tokens(batch.trajectories))
         self._reported = report, version
         return Trained(batch, version, again=earlier is not None)
 
-    def saved(self, report: trainer_pb2.CheckpointReport) -> None:
+    async def durable(self) -> None:
+        """Returns when all that was journaled until now is on the disk."""
+        await self._journal.durable()
+
+    async def saved(self, report: trainer_pb2.CheckpointReport) -> None:
         """A checkpoint covers the batches of all steps before its version."""
-        step, covered_step = report.version.step, self._covered_step
+        step = report.version.step
         self._journal.append(
             "checkpoint",
             version=[report.version.incarnation, step],
             digest=report.weight_digest.hex(),
             path=report.path,
         )
-        self._journal.sync()
-        self._covered_step = step
+        await self.durable()
+        covered_step, self._covered_step = self._covered_step, step
         # Those since the checkpoint before it stay: it may have to be gone back to. A report that
         # is repeated, or of a trainer that went back to an older checkpoint, covers nothing new.
         if not self._keep_batches and step > covered_step:
             for covered in range(self._first_kept, covered_step):
                 self._journal.remove_batch(covered)
+                self._crc32.pop(covered, None)
+                self._steps.pop(covered - 1, None)
             self._first_kept = covered_step
 
 
@@ -296,3 +313,17 @@ def with_several_versions(batch: Batch) -> int:
         len({span.version for span in trajectory.version_spans}) > 1
         for trajectory in batch.trajectories
     )
+
+
+def chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
+    """The trajectories in messages of bounded size."""
+    parts = [trainer_pb2.TrajectoryChunk()]
+    size = 0
+    for trajectory in batch.trajectories:
+        message = trajectory_to_pb(trajectory)
+        if size + message.ByteSize() > CHUNK_BYTES:
+            parts.append(trainer_pb2.TrajectoryChunk())
+            size = 0
+        parts[-1].trajectories.append(message)
+        size += message.ByteSize()
+    return parts

@@ -1,8 +1,8 @@
 """Deliveries of the queue into trajectories of this run; what can be none is quarantined.
 
 Consumes: deliveries. Produces: trajectories that may be filed; files, journal records and events of
-the others. Nothing that is delivered ends the controller: a server that delivers nothing else ends
-the run, with the cause.
+the others. Nothing that is delivered ends the controller: a server that delivers nothing else is
+sent away, and fails the run if it is the only one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.learner.controller.trajectories.trajectory_rules import KnownFac
 from slipstream.protocol.codec import decode_trajectory
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.settings.config_file import vocabulary_size
+from slipstream.protocol.settings.config_file import largest_trajectory_bytes, vocabulary_size
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,
@@ -36,6 +36,9 @@ from slipstream.protocol.types import (
     Trajectory,
     TrajectoryName,
 )
+
+# Long names and the message of a failure come on top of what a lease reserves.
+NAMES_BYTES = 64 << 10
 
 
 class Inspector:
@@ -60,6 +63,7 @@ class Inspector:
         self._ledger = ledger
         self._endings = endings
         self._again = run_again
+        self._largest_bytes = largest_trajectory_bytes(progress.config) + NAMES_BYTES
         self._vocabulary = vocabulary_size(progress.config)
         self._earlier = EarlierIds(RunHistory(), journal)
         self.quarantine = Quarantine(progress.config.run_dir / "quarantine")
@@ -72,9 +76,14 @@ class Inspector:
     def take(self, delivery: Delivery) -> Trajectory | None:
         """The trajectory, when it is one and came for the first time; all others are settled."""
         try:
+            if len(delivery.data) > self._largest_bytes:
+                raise ProtocolError(
+                    f"it has {len(delivery.data)} bytes, no trajectory of this run has more than "
+                    f"{self._largest_bytes}"
+                )
             trajectory = decode_trajectory(delivery.data)
         except ProtocolError as error:
-            self._quarantine(delivery, str(error))
+            self.refuse(delivery, str(error))
             return None
         if trajectory.run_id != self._progress.run_id:
             self._endings.acknowledge(delivery.trajectory_id)
@@ -87,7 +96,7 @@ class Inspector:
         if trajectory.trajectory_id != delivery.trajectory_id:
             cause = f"it says that it is {trajectory.trajectory_id}"
         if cause:
-            self._quarantine(delivery, cause)
+            self.refuse(delivery, cause)
             return None
         key = ServerKey(trajectory.server_id, trajectory.server_epoch)
         tokens = trajectory.num_sampled_tokens
@@ -97,6 +106,20 @@ class Inspector:
             self.quarantine.good(key)
         return trajectory
 
+    def _send_away(self, server: ServerKey, cause: str) -> None:
+        """Lets a server go that delivers nothing else; without another one the run has failed."""
+        fault = (
+            f"rollout server {server.server_id} produces nothing but trajectories that cannot "
+            f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
+        )
+        session = self._fleet.find(server)
+        others = [s for s in self._fleet.sessions.values() if s is not session and not s.is_leaving]
+        if not others:
+            self._progress.fail(fault)
+        elif session is not None and not session.is_leaving:
+            self._progress.events.add(f"{fault}; it is sent away", Severity.ERROR)
+            self._fleet.order_drain(session, fault, finish=False)
+
     def _facts(self) -> KnownFacts:
         progress = self._progress
         return KnownFacts(
@@ -105,16 +128,19 @@ class Inspector:
             vocabulary=self._vocabulary,
             # The promise: the bound of new leases may be lower by now.
             max_staleness=progress.config.algorithm.max_staleness,
+            max_episode_tokens=progress.config.sampling.max_episode_tokens,
+            max_turns=progress.config.sampling.max_turns,
         )
 
-    def _quarantine(self, delivery: Delivery, cause: str) -> None:
-        claim = read_claim(delivery, self._fleet.known)
+    def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
+        """Quarantines a delivery; `is_counted`: the ledger has its tokens already."""
+        claim = read_claim(delivery, self._fleet.known, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id
         if self._earlier.holds(group_id, trajectory_id):
             self._endings.acknowledge(trajectory_id)
             return
-        if not self._ledger.receive(server, trajectory_id, claim.tokens):
+        if not is_counted and not self._ledger.receive(server, trajectory_id, claim.tokens):
             return
         if server not in self._fleet.known:
             # No heartbeat will ever count what it generated.
@@ -137,10 +163,7 @@ class Inspector:
             Severity.ERROR,
         )
         if self.quarantine.is_hopeless(server) and not self._progress.is_over:
-            self._progress.fail(
-                f"rollout server {server.server_id} produces nothing but trajectories that cannot "
-                f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
-            )
+            self._send_away(server, cause)
         if claim.name is not None:
             self._again(claim.name, cause, claim.will_retry)
         self._progress.signal.notify()

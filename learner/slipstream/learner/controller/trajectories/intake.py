@@ -7,6 +7,7 @@ as soon as the journal has its end.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ from slipstream.protocol.types import (
     TrajectoryName,
 )
 from slipstream.v1 import fleet_pb2
+
+logger = logging.getLogger(__name__)
 
 
 class Intake:
@@ -79,11 +82,20 @@ class Intake:
             self.accept(await self._receiver.get())
 
     def accept(self, delivery: Delivery) -> None:
-        """Files one delivery; whatever it is, the controller goes on."""
-        trajectory = self.inspector.take(delivery)
-        if trajectory is not None:
-            self._progress.moved()
-            self._file(trajectory)
+        """Files one delivery; whatever it is, the controller goes on.
+
+        A delivery on which the controller itself fails is quarantined with that error.
+        """
+        trajectory = None
+        try:
+            trajectory = self.inspector.take(delivery)
+            if trajectory is not None:
+                self._progress.moved()
+                self._file(trajectory)
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            logger.exception("delivery %s", delivery.trajectory_id)
+            cause = f"the controller failed on it: {type(error).__name__}: {error}"
+            self.inspector.refuse(delivery, cause, is_counted=trajectory is not None)
 
     def _run_again(self, name: TrajectoryName, cause: str, will_retry: bool) -> None:
         group = self._book.quarantined(name, will_retry=will_retry)
@@ -242,7 +254,8 @@ class Intake:
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
         entry = self._environments.entries.get(trajectory.environment)
-        if entry is not None:
+        # A bystander says nothing of itself: what ended its worker fails with the cause.
+        if entry is not None and failure.kind is not FailureKind.BYSTANDER:
             entry.episodes_failed += 1
             if entry.is_news(failure.message):
                 self._progress.events.add(
@@ -262,15 +275,19 @@ class Intake:
             return
         if group.purpose is Purpose.EVALUATION:
             return
-        self._progress.events.add(
-            f"task {group.task_index} of environment {group.environment} is set aside: "
-            f"episode {member} of {group.group_id} had its last attempt: {cause}",
-            Severity.WARNING,
-        )
+        entry = self._environments.entries.get(group.environment)
+        if entry is None or entry.is_new_set_aside(group.task_index, cause):
+            self._progress.events.add(
+                f"task {group.task_index} of environment {group.environment} is set aside: "
+                f"episode {member} of {group.group_id} had its last attempt: {cause}",
+                Severity.WARNING,
+            )
         if failure.kind in (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE):
             self._environments.group_withdrawn(group.environment)
         elif self._environments.group_ended(group.environment, cause=cause):
-            self.suspend(group.environment, f"its last groups all failed, the newest: {cause}")
+            count = self._progress.config.controller.max_failed_groups
+            last = "its last group" if count == 1 else f"its last {count} groups all"
+            self.suspend(group.environment, f"{last} failed, the newest: {cause}")
 
     def _skip(self, group: Group, cause: str) -> None:
         """The task of `group` does not fit: what the settings say becomes of it."""

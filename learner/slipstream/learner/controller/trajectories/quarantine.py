@@ -15,6 +15,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
+from slipstream.protocol.names import is_server_id
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.v1 import trajectory_pb2
@@ -37,21 +38,26 @@ class Claim:
     # Sampled tokens.
     tokens: int
     will_retry: bool
-    run_id: str
 
 
-def read_claim(delivery: Delivery, known: Set[ServerKey]) -> Claim:
-    """Never fails; `known` servers are recognised by the epoch in the id alone."""
+def read_claim(delivery: Delivery, known: Set[ServerKey], *, largest_bytes: int) -> Claim:
+    """What can be read; `known` servers are recognised by the epoch in the id alone.
+
+    A delivery of more than `largest_bytes` is not decoded: its id is all that is read. Never fails.
+    """
     name = TrajectoryName.parse(delivery.trajectory_id)
     by_epoch = {key.epoch: key for key in known}
     epoch = 0 if name is None else name.epoch
     server = by_epoch.get(epoch, ServerKey(UNKNOWN, epoch))
+    unread = Claim(delivery.trajectory_id, name, server, 0, False)
+    if len(delivery.data) > largest_bytes:
+        return unread
     message = trajectory_pb2.Trajectory()
     try:
         message.ParseFromString(delivery.data)
     except DecodeError:
-        return Claim(delivery.trajectory_id, name, server, 0, False, "")
-    if server.server_id == UNKNOWN and message.server_id:
+        return unread
+    if server.server_id == UNKNOWN and is_server_id(message.server_id):
         server = ServerKey(ServerId(message.server_id), message.server_epoch)
     return Claim(
         delivery.trajectory_id,
@@ -59,7 +65,6 @@ def read_claim(delivery: Delivery, known: Set[ServerKey]) -> Claim:
         server,
         min(sum(message.run_lengths[1::2]), MAX_TRAJECTORY_BYTES // 4),
         message.will_retry,
-        message.run_id,
     )
 
 
@@ -79,7 +84,7 @@ class Quarantine:
         if self.total > MAX_FILES:
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[^\w.-]", "_", delivery.trajectory_id)[:150]
+        name = re.sub(r"[^A-Za-z0-9.-]", "_", delivery.trajectory_id)[:150]
         path = self._folder / f"{name}.pb"
         path.write_bytes(delivery.data)
         facts = {

@@ -11,6 +11,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.protocol.queue.seal import opener
 from slipstream.v1 import trajectory_pb2_grpc
 
 
@@ -26,7 +27,8 @@ async def open_receiver(
     if queue.kind == "redis":
         from slipstream.protocol.queue.redis import RedisReceiver
 
-        receiver = RedisReceiver(redis_url_of(queue, "controller"), progress.run_id)
+        url = redis_url_of(queue, "controller")
+        receiver = RedisReceiver(url, progress.run_id, opener(progress.run_key))
         await stack.enter_async_context(receiver)
         if history.queue_mark not in ("", receiver.mark):
             progress.events.add(
@@ -36,6 +38,6 @@ async def open_receiver(
         return receiver
     from slipstream.protocol.queue.grpc import GrpcReceiver
 
-    servicer = GrpcReceiver()
+    servicer = GrpcReceiver(opener(progress.run_key))
     trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
     return servicer

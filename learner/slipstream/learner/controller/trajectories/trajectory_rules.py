@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import PolicyVersion, Purpose, Trajectory
 
 # What rounding may make of the logarithm of a probability of 1.
@@ -23,6 +24,9 @@ class KnownFacts:
     # Number of token ids; 0: unknown.
     vocabulary: int
     max_staleness: int
+    # What leases allow an episode.
+    max_episode_tokens: int
+    max_turns: int
 
 
 def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts) -> str:
@@ -44,7 +48,27 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
     logprobs = trajectory.behavior_logprobs
     if logprobs.size and not bool(np.all(logprobs <= LARGEST_LOGPROB)):
         return f"a log-probability is {float(logprobs.max())}, above 0"
+    excess = _excess(trajectory, facts)
+    if excess:
+        return excess
     return "" if group is None else _misfit(trajectory, group, facts.max_staleness)
+
+
+def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
+    """What is larger, or smaller, than an episode of this run can be."""
+    size, most = len(trajectory.token_ids), facts.max_episode_tokens
+    if size > most:
+        return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
+    turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
+    if turns > facts.max_turns:
+        return f"it has {turns} turns, sampling.max_turns is {facts.max_turns}"
+    if trajectory.has_reward and trajectory.num_sampled_tokens == 0:
+        return "it has a reward and no sampled token"
+    for name, text in (("prompt", trajectory.prompt_text), ("reply", trajectory.reply_text)):
+        allowed = max_text_bytes(size)
+        if len(text) > allowed or len(text.encode()) > allowed:
+            return f"its {name}'s text has more than the {allowed} bytes that {size} tokens allow"
+    return ""
 
 
 def _misfit(trajectory: Trajectory, group: Group, max_staleness: int) -> str:

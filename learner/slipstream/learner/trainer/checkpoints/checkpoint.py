@@ -2,7 +2,8 @@
 
 A save copies all tensors to main memory; a thread of each rank writes them while training goes on.
 Between orders all ranks look together whether every thread is done, and rank 0 publishes the folder
-then: a crash before that leaves the checkpoints as they were.
+then: a crash before that leaves the checkpoints as they were. No rank waits for a disk in a
+collective: see `disk_work`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import importlib.metadata
 import json
 import logging
 import shutil
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
@@ -52,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -73,9 +73,8 @@ class _Write:
     weight_digest: str
     partial: Path
     pending: PendingSave
-    thread: threading.Thread | None = None
-    # What the thread wrote, or why it cannot say.
-    entries: list[FileEntry] | OSError | None = None
+    # The files that this rank's thread has written.
+    entries: Future[list[FileEntry]]
     started_s: float = field(default_factory=time.monotonic)
 
 
@@ -88,6 +87,7 @@ class Checkpointer:
         self._ranks = ranks
         self._models = tuple(models)
         self._folder = config.run_dir / "checkpoints"
+        self._disk = DiskWork(self._folder, ranks)
         self._host = HostCopies(ranks.device)
         self._write: _Write | None = None
         self._last_step: int | None = None
@@ -111,13 +111,8 @@ class Checkpointer:
 
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
-        chosen = b""
-        if self._ranks.is_main:
-            for name in remove_partial(self._folder):
-                logger.warning("removed %s: its save was interrupted", self._folder / name)
-            steps = complete_steps(self._folder)
-            chosen = str(steps[-1]).encode() if steps else b""
-        step = self._ranks.broadcast_bytes(chosen if self._ranks.is_main else None)
+        chosen = self._disk.together(self._newest_step)
+        step = self._ranks.broadcast_bytes(chosen)
         loaded = self.load(int(step)) if step else None
         if self._settings.every_steps and self._ranks.device.type == "cuda":
             self._host.reserve(saved_sizes(self._models))
@@ -128,9 +123,9 @@ class Checkpointer:
         from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
         path = checkpoint_path(self._folder, step)
-        manifest = self._together(lambda: self._check(path))
+        manifest = self._disk.together(lambda: self._check(path))
         settings = [_optimizer_settings(model.optimizer) for model in self._models]
-        load_models(self._models, path / STATE_FOLDER)
+        load_models(self._models, path / STATE_FOLDER, self._disk)
         for model, values in zip(self._models, settings, strict=True):
             _restore_settings(model.optimizer, values)
         if manifest.layout == self._layout():
@@ -150,45 +145,47 @@ class Checkpointer:
         published = self.finish()
         partial = checkpoint_path(self._folder, version.step)
         partial = partial.with_name(partial.name + PARTIAL_SUFFIX)
-        self._together(lambda: self._prepare(partial))
-        self._together(self._host.begin)
+        self._disk.together(lambda: self._prepare(partial))
+        self._disk.together(self._host.begin)
         pending = begin_save(
             self._models,
             partial / STATE_FOLDER,
             copy=self._settings.asynchronous,
             host=self._host,
+            disk=self._disk,
         )
-        save_tensors(_random_state(), partial / _random_name(self._ranks.rank))
+        random = _random_state()
         self._last_step = version.step
-        self._write = _Write(version, weight_digest.hex(), partial, pending)
-        self._write.thread = threading.Thread(
-            target=_write_files,
-            args=(self._write, self._ranks.rank),
-            name="checkpoint",
-            daemon=True,
-        )
-        self._write.thread.start()
+        entries = self._disk.start(lambda: self._write_files(pending, random, partial))
+        self._write = _Write(version, weight_digest.hex(), partial, pending, entries)
         return published if self._settings.asynchronous else self.finish()
 
     def poll(self) -> Saved | None:
         """Publishes the save under way if every rank has written its part."""
         if self._write is None:
             return None
-        assert self._write.thread is not None
-        is_writing = torch.tensor([float(self._write.thread.is_alive())])
-        return None if float(self._ranks.max(is_writing)) else self.finish()
+        return self.finish() if self._disk.is_done(self._write.entries) else None
 
     def finish(self) -> Saved | None:
         """Waits for the save under way, publishes it, and removes what is not kept any more."""
         write, self._write = self._write, None
         if write is None:
             return None
-        assert write.thread is not None
-        write.thread.join()
+        own = self._disk.wait(write.entries)
         write.pending.finish()
-        own = self._together(lambda: self._describe_own(write))
-        entries = self._ranks.gather_bytes(own)
-        return self._together(lambda: self._publish(write, entries))
+        own += self._disk.together(lambda: self._describe_index(write.partial))
+        encoded = json.dumps([entry.model_dump() for entry in own]).encode()
+        entries = self._ranks.gather_bytes(encoded)
+        return self._disk.together(lambda: self._publish(write, entries))
+
+    def _newest_step(self) -> bytes | None:
+        """On rank 0 the version of the newest checkpoint, or nothing; clears the folder up."""
+        if not self._ranks.is_main:
+            return None
+        for name in remove_partial(self._folder):
+            logger.warning("removed %s: its save was interrupted", self._folder / name)
+        steps = complete_steps(self._folder)
+        return str(steps[-1]).encode() if steps else b""
 
     def _check(self, path: Path) -> Manifest:
         manifest = read_manifest(path)
@@ -197,7 +194,8 @@ class Checkpointer:
             raise CheckpointError(
                 f"{path} holds {', '.join(manifest.models)}, the run has {', '.join(names)}"
             )
-        check_files(path, manifest.files[self._ranks.rank :: self._ranks.world_size])
+        own = manifest.files[self._ranks.rank :: self._ranks.world_size]
+        check_files(path, own, self._disk.moved)
         return manifest
 
     def _prepare(self, partial: Path) -> None:
@@ -206,17 +204,25 @@ class Checkpointer:
                 shutil.rmtree(partial)
             (partial / STATE_FOLDER).mkdir(parents=True)
 
-    def _describe_own(self, write: _Write) -> bytes:
-        """The entries of the files that this rank wrote; rank 0 also wrote the index."""
-        if isinstance(write.entries, OSError):
-            raise write.entries
-        entries = write.entries
-        assert entries is not None, "the thread that writes a checkpoint died"
-        if self._ranks.is_main:
-            state = write.partial / STATE_FOLDER
-            paths = [path for path in state.iterdir() if path.suffix != ".distcp"]
-            entries = entries + _described(write.partial, paths)
-        return json.dumps([entry.model_dump() for entry in entries]).encode()
+    def _write_files(
+        self, pending: PendingSave, random: dict[str, Tensor], partial: Path
+    ) -> list[FileEntry]:
+        """What the thread of a rank does beside training; the entries of its files."""
+        path = partial / _random_name(self._ranks.rank)
+        save_tensors(random, path)
+        return [*pending.write(), *self._described(partial, [path])]
+
+    def _describe_index(self, partial: Path) -> list[FileEntry]:
+        """The entries of what rank 0 has written beside its own file."""
+        if not self._ranks.is_main:
+            return []
+        state = partial / STATE_FOLDER
+        paths = [path for path in state.iterdir() if path.suffix != ".distcp"]
+        return self._described(partial, paths)
+
+    def _described(self, partial: Path, paths: Sequence[Path]) -> list[FileEntry]:
+        names = [str(path.relative_to(partial)) for path in paths]
+        return [describe_file(partial, name, self._disk.moved) for name in names]
 
     def _publish(self, write: _Write, entries: list[bytes]) -> Saved | None:
         if not self._ranks.is_main:
@@ -245,22 +251,6 @@ class Checkpointer:
         logger.info("checkpoint %s: %d bytes, %.2f s", path, manifest.num_bytes, wall_s)
         return Saved(manifest, path, wall_s)
 
-    def _together(self, act: Callable[[], Result]) -> Result:
-        """What `act` returns; when it fails on one rank, CheckpointError on all."""
-        problem: CheckpointError | OSError | None = None
-        try:
-            result = act()
-        except (CheckpointError, OSError) as error:
-            problem = error
-        failed = float(self._ranks.max(torch.tensor([float(problem is not None)])))
-        if isinstance(problem, CheckpointError):
-            raise problem
-        if problem is not None:
-            raise CheckpointError(f"the checkpoint failed: {problem}") from problem
-        if failed:
-            raise CheckpointError("the checkpoint failed on another rank")
-        return result
-
     def _layout(self) -> Layout:
         learner = self._config.learner
         sizes = learner.parallel
@@ -274,19 +264,6 @@ class Checkpointer:
             etp=sizes.etp or sizes.tp,
             distributed_optimizer=learner.use_distributed_optimizer,
         )
-
-
-def _write_files(write: _Write, rank: int) -> None:
-    """What a thread does beside training."""
-    written = write.pending.write()
-    try:
-        write.entries = [*written, *_described(write.partial, [write.partial / _random_name(rank)])]
-    except OSError as error:
-        write.entries = error
-
-
-def _described(partial: Path, paths: Sequence[Path]) -> list[FileEntry]:
-    return [describe_file(partial, str(path.relative_to(partial))) for path in paths]
 
 
 def _optimizer_settings(optimizer: Megatron | None) -> list[dict[str, object]]:

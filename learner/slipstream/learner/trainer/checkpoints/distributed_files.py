@@ -8,7 +8,9 @@ OpenMP do not survive, or start a second interpreter for each rank. Import it af
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,21 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import (
+    StrategyAction,
+    register_default_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonSaveStrategy,
+)
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+from slipstream.learner.trainer.checkpoints.files import CountedFile
 from slipstream.learner.trainer.checkpoints.gathered_state import (
     gathered_sizes,
     gathering,
@@ -44,12 +56,9 @@ from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.protocol.checkpoints import FileEntry
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
 
 # The other sharding types fail to save, or to load in fp32, in this version.
 _METADATA = {
@@ -64,21 +73,30 @@ _BY_ONE_RANK = {"distrib_optim_fully_reshardable_mem_efficient": True}
 class PendingSave:
     """A save whose tensors are safe from training; `write` is for a thread, the rest collective."""
 
-    def __init__(self, request: AsyncRequest, writer: HostWriter) -> None:
+    def __init__(
+        self, request: AsyncRequest, writer: HostWriter, common: _KeptCommonState, disk: DiskWork
+    ) -> None:
         self._request, self._writer = request, writer
+        self._common, self._disk = common, disk
 
     def write(self) -> list[FileEntry]:
-        """Writes this rank's file and says so; what fails is raised by `finish` on all ranks."""
+        """Writes this rank's file and says so; what fails is raised by `finish` on all ranks.
+
+        OSError when rank 0 cannot write what is no tensor.
+        """
+        self._common.write()
         self._writer.write()
         return [self._writer.written] if self._writer.written is not None else []
 
     def finish(self) -> None:
         """Writes the index, after `write` has returned on every rank; collective."""
+        # Behind it Megatron's own would write which format it is, while the other ranks wait.
+        gather, _ = self._request.finalize_fns
         try:
-            for function in self._request.finalize_fns:
-                function()
+            gather()
         except Exception as error:
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error
+        self._disk.together(self._writer.write_index)
 
 
 def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
@@ -103,15 +121,17 @@ def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
 
 
 def begin_save(
-    models: Sequence[StoredModel], folder: Path, *, copy: bool, host: HostCopies
+    models: Sequence[StoredModel], folder: Path, *, copy: bool, host: HostCopies, disk: DiskWork
 ) -> PendingSave:
     """Plans a save into `folder`, which exists and is empty; collective.
 
     With `copy` the tensors may change as soon as it returns; without it only after `finish`. What
     lies on a device is copied in any case, to `host`, whose own `begin` comes before this and
-    not again before `finish`.
+    not again before `finish`. `disk` hears of the bytes that `write` writes.
     """
-    strategy = _ThreadedSaveStrategy("torch_dist", 1, copy=copy, host=host)
+    common = _KeptCommonState()
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
+    strategy = _ThreadedSaveStrategy(copy=copy, host=host, moved=disk.moved)
     state = sharded_states(models, host)
     request = dist_checkpointing.save(
         state,
@@ -120,10 +140,10 @@ def begin_save(
         async_sharded_save=True,
         content_metadata=dict(_METADATA),
     )
-    return PendingSave(request, strategy.writer)
+    return PendingSave(request, strategy.writer, common, disk)
 
 
-def load_models(models: Sequence[StoredModel], folder: Path) -> None:
+def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
     """Loads weights, and optimizers where `optimizer` is given, in any layout; collective.
 
     An optimizer may have been saved with the distributed optimizer and be without it now, or the
@@ -138,7 +158,7 @@ def load_models(models: Sequence[StoredModel], folder: Path) -> None:
             if model.optimizer is not None
             and was_distributed(saved[model.name]["optimizer"]) != is_distributed(model.optimizer)
         }
-        loaded = _load(state, folder)
+        loaded = _load(state, folder, disk)
         for model in models:
             if model.name in converted:
                 prefix = "" if model.name == POLICY else f"{model.name}."
@@ -147,7 +167,7 @@ def load_models(models: Sequence[StoredModel], folder: Path) -> None:
                     model.optimizer,
                     converted[model.name],
                     saved[model.name]["optimizer"],
-                    partial(_load, folder=folder),
+                    partial(_load, folder=folder, disk=disk),
                 )
     except (CheckpointingException, KeyError, OSError) as error:
         cause = str(error).splitlines()[0]
@@ -161,9 +181,9 @@ def load_models(models: Sequence[StoredModel], folder: Path) -> None:
                 model.optimizer.load_state_dict(part["optimizer"])
 
 
-def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:
     loaded: dict[str, Any] = dist_checkpointing.load(
-        state, str(folder), sharded_strategy=_SafeLoadStrategy()
+        state, str(folder), sharded_strategy=_SafeLoadStrategy(disk)
     )
     return loaded
 
@@ -212,19 +232,40 @@ def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
 
 
+class _KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
+    """Keeps what is no tensor, of rank 0, for the thread that writes."""
+
+    def __init__(self) -> None:
+        super().__init__("torch", 1)
+        self._kept: tuple[Path, bytes] | None = None
+
+    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        if torch.distributed.get_rank() == 0:
+            encoded = io.BytesIO()
+            torch.save(common_state_dict, encoded)
+            self._kept = Path(checkpoint_dir) / COMMON_STATE_FNAME, encoded.getvalue()
+
+    def write(self) -> None:
+        if self._kept is not None:
+            path, encoded = self._kept
+            path.write_bytes(encoded)
+
+
 class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """As Megatron's, with a writer that neither forks nor starts a process."""
 
-    def __init__(self, backend: str, version: int, *, copy: bool, host: HostCopies) -> None:
-        super().__init__(backend, version)
-        self._copy, self._host = copy, host
+    def __init__(self, *, copy: bool, host: HostCopies, moved: Callable[[int], None]) -> None:
+        super().__init__("torch_dist", 1)
+        self._copy, self._host, self._moved = copy, host, moved
         self.writer: HostWriter
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
         state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        self.writer = HostWriter(checkpoint_dir, copy=self._copy, host=self._host)
+        self.writer = HostWriter(
+            checkpoint_dir, copy=self._copy, host=self._host, moved=self._moved
+        )
         plan, *_ = save_state_dict_async_plan(
             torch_dist.mcore_to_pyt_state_dict(state, False),
             self.writer,
@@ -237,7 +278,23 @@ class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: i
         return AsyncRequest(self.writer.write, (), [lambda: save_state_dict_async_finalize(*plan)])
 
 
+class _CountedFiles(FileSystem):
+    """The files of a disk, whose bytes `moved` is told of as they are read."""
+
+    def __init__(self, moved: Callable[[int], None]) -> None:
+        self._moved = moved
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with io.BufferedReader(CountedFile(Path(path), mode, self._moved)) as stream:
+            yield stream
+
+
 class _SafeReader(FileSystemReader):
+    def __init__(self, folder: Path, moved: Callable[[int], None]) -> None:
+        super().__init__(folder)
+        self.fs = _CountedFiles(moved)
+
     def read_metadata(self, *_: object, **__: object) -> Metadata:
         return read_index(Path(self.path) / ".metadata")
 
@@ -250,7 +307,14 @@ class _SafePlanner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
 
 
 class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """As Megatron's, but what it reads cannot run code."""
+    """As Megatron's, but what it reads cannot run code, and each rank plans and reads by itself.
+
+    torch would let the ranks wait in a collective for the one that reads longest.
+    """
+
+    def __init__(self, disk: DiskWork) -> None:
+        super().__init__()
+        self._disk = disk
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
         tensors = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedTensor)]
@@ -260,13 +324,11 @@ class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignor
             sharded_state_dict
         )
         wanted = torch_dist.mcore_to_pyt_state_dict(state, True)
-        load(
-            wanted,
-            storage_reader=_SafeReader(checkpoint_dir),
-            planner=_SafePlanner(
-                shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=padded
-            ),
+        planner = _SafePlanner(
+            shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=padded
         )
+        reader = _SafeReader(checkpoint_dir, self._disk.moved)
+        self._disk.together(lambda: _read(wanted, reader, planner))
         loaded: dict[str, Any] = torch_dist._replace_sharded_keys_with_state_dict_keys(
             {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in wanted.items()},
             flat,
@@ -274,3 +336,14 @@ class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignor
         )
         torch_dist._restore_dict_types(loaded, sharded_state_dict)
         return loaded
+
+
+@torch.no_grad()
+def _read(wanted: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) -> None:
+    """Fills the tensors of this rank; what torch's `load` does, without the other ranks."""
+    index = reader.read_metadata()
+    planner.set_up_planner(wanted, index, is_coordinator=True)
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import io
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from slipstream.learner.trainer.checkpoints.files import SyncedFile
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
-from slipstream.protocol.checkpoints import DIGEST_BYTES, FileEntry
+from slipstream.protocol.checkpoints import FileEntry
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, _wrap_exception
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-# Bytes of a file that wait in main memory at most.
-SYNC_BYTES = 32 << 20
-
 
 class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
     """Holds what one rank saves, and writes it as one file."""
 
-    def __init__(self, folder: Path, *, copy: bool, host: HostCopies) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        copy: bool,
+        host: HostCopies,
+        moved: Callable[[int], None],
+    ) -> None:
+        """`moved` is told of the bytes that the disk has taken."""
         super().__init__(folder)
-        self._copy, self._host = copy, host
+        self._copy, self._host, self._moved = copy, host, moved
         # Its file, below the checkpoint's folder; None before it is on the disk, or without one.
         self.written: FileEntry | None = None
         self._items: list[tuple[Any, Any]] = []
         self._file_name = ""
+        self._index: tuple[Metadata, list[list[WriteResult]]] | None = None
         self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -66,7 +72,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         if not self._items:
             return []
         path = Path(self.checkpoint_dir) / self._file_name
-        with SyncedFile(path) as file:
+        with SyncedFile(path, self._moved) as file:
             try:
                 results = [
                     _write_item(
@@ -93,61 +99,16 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index of all ranks' files."""
+        """Takes the index of all ranks' files, on rank 0; `write_index` writes it."""
         # Plans that only a later save by Megatron would use again.
         kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
-        super().finish(type(metadata)(**kept), results)
+        self._index = type(metadata)(**kept), results
 
-
-class SyncedFile(io.FileIO):
-    """Goes to the disk as it is written, and is digested meanwhile, in a thread beside.
-
-    Bytes that wait for the disk in main memory would go at once in the end, and whatever else is
-    synced then, as the controller's journal on the same disk, would wait for all of them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self._digesting = ThreadPoolExecutor(1, "checkpoint-digest")
-        self._waiting = 0
-        # Why the disk took no more.
-        self.problem: OSError | None = None
-        super().__init__(path, "wb")
-
-    @property
-    def digest(self) -> str:
-        """Of all that was written: BLAKE2b in hexadecimal."""
-        return self._digest.hexdigest()
-
-    def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
-        """Writes all of it."""
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            part = view[done : done + SYNC_BYTES - self._waiting]
-            digested = self._digesting.submit(self._digest.update, part)
-            try:
-                self._write(part)
-            except OSError as error:
-                self.problem = self.problem or error
-                raise
-            digested.result()
-            done += len(part)
-        return done
-
-    def close(self) -> None:
-        """Also ends the thread."""
-        self._digesting.shutdown()
-        super().close()
-
-    def _write(self, part: memoryview) -> None:
-        written = 0
-        while written < len(part):
-            written += super().write(part[written:])
-        self._waiting += written
-        if self._waiting == SYNC_BYTES:
-            os.fdatasync(self.fileno())
-            self._waiting = 0
+    def write_index(self) -> None:
+        """Writes the index and which format it is, on rank 0; touches no other rank."""
+        if self._index is not None:
+            super().finish(*self._index)
+            save_config(CheckpointingConfig("torch_dist", 1), str(self.checkpoint_dir))
 
 
 def _alone(data: Any) -> Any:  # noqa: ANN401 - a tensor, or bytes

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.errors import ConfigError
 
 
-def load_starting_weights(chunks: Sequence[Megatron], path: Path) -> None:
+def load_starting_weights(chunks: Sequence[Megatron], path: Path, ranks: Ranks) -> None:
     """The policy's weights from a checkpoint of a run, or from other torch_dist files; collective.
 
     CheckpointError when the files do not hold this model.
     """
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
-    load_models([StoredModel(POLICY, chunks, None)], _distributed_files(path))
+    files = _distributed_files(path)
+    load_models([StoredModel(POLICY, chunks, None)], files, DiskWork(files, ranks))
 
 
 def check_no_adapters(path: Path) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.model.model import Change, Policy, defer_projections
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.tensor_files import save_tensors
 from slipstream.learner.trainer.weights.export import adapter_tensors
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.lora_section import FUSED
@@ -90,16 +92,23 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
         if policy.ranks.is_main:
             # Fused matrices share their first factor; a file holds no tensor twice.
             tensors[name] = weight.clone()
-    if policy.ranks.is_main:
-        _write(tensors, config, target)
+    disk = DiskWork(target.parent, policy.ranks)
+
+    def write() -> None:
+        if policy.ranks.is_main:
+            _write(tensors, config, target, disk.moved)
+
+    disk.together(write)
 
 
-def _write(tensors: dict[str, Tensor], config: Config, target: Path) -> None:
+def _write(
+    tensors: dict[str, Tensor], config: Config, target: Path, moved: Callable[[int], None]
+) -> None:
     partial = target.with_name(target.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    save_tensors(tensors, partial / "adapter_model.safetensors")
+    write_safetensors(partial / "adapter_model.safetensors", tensors, moved)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

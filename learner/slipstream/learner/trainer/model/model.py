@@ -230,9 +230,9 @@ def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     return model
 
 
-def _with_weights(chunks: list[Megatron], *, path: Path) -> list[Megatron]:
+def _with_weights(chunks: list[Megatron], *, path: Path, ranks: Ranks) -> list[Megatron]:
     check_no_adapters(path)
-    load_starting_weights(chunks, path)
+    load_starting_weights(chunks, path, ranks)
     return chunks
 
 
@@ -250,7 +250,7 @@ def _load(
     weights = config.checkpoint.load
     if weights is not None:
         # Before the change, which they know nothing of, and the optimizer, which copies them.
-        provider.register_pre_wrap_hook(functools.partial(_with_weights, path=weights))
+        provider.register_pre_wrap_hook(functools.partial(_with_weights, path=weights, ranks=ranks))
     provider.register_pre_wrap_hook(change)
     chunks = provider.provide_distributed_model(
         ddp_config=ddp_config,

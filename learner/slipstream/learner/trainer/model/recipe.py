@@ -74,11 +74,10 @@ def provider_of(
         "deallocate_pipeline_outputs": False,
         "overlap_p2p_comm": parallel.vpp is not None,
         "batch_p2p_comm": parallel.vpp is None,
-        # transformers 5 keeps the base where Bridge does not look, which silently leaves 10000.
-        "rotary_base": _rotary_base(hf_config),
         # Padded only where it must be, to what matrix units like.
         "should_pad_vocab": hf_config.vocab_size % parallel.tp != 0,
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
+        **_rotary_settings(hf_config),
     }
     if provider.num_moe_experts:
         from slipstream.learner.trainer.model import experts
@@ -146,13 +145,16 @@ def _without_transformer_engine(config: Config) -> dict[str, object]:
     return values
 
 
-def _rotary_base(hf_config: Megatron) -> float:
-    sizes: dict[str, Any] = hf_config.to_dict()
-    rope: dict[str, Any] = sizes.get("rope_parameters") or {}
-    base = rope.get("rope_theta", sizes.get("rope_theta"))
-    if base is None:
-        raise ConfigError("the model's config.json names no rope_theta")
-    return float(base)
+def _rotary_settings(hf_config: Megatron) -> dict[str, object]:
+    """How positions turn queries and keys, in Megatron's names.
+
+    Bridge looks for the base where transformers 5 does not keep it, and silently leaves 10000; it
+    reads the scaling for Llama alone. `model_problems` refuses what is not said here.
+    """
+    rope: dict[str, Any] = hf_config.to_dict()["rope_parameters"]
+    is_scaled = rope["rope_type"] == "llama3"
+    scaling = {"rope_scaling_factor": float(rope["factor"])} if is_scaled else {}
+    return {"rotary_base": float(rope["rope_theta"]), "rope_scaling": is_scaled, **scaling}
 
 
 def ddp_config_of(config: Config) -> Megatron:

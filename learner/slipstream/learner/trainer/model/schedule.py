@@ -121,6 +121,8 @@ def run_schedule(
     def forward_step(
         places: Iterator[int], chunk: Megatron
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
+        # The ones before are done, or wait in the short queue of the device.
+        model.ranks.activity.note()
         place = next(places)
         micro_batch = placed[place]
         output = chunk(

@@ -19,7 +19,7 @@ from slipstream.protocol.settings.near_names import did_you_mean, near_names
 Megatron: TypeAlias = Any
 
 # What must agree with groups, weights or our own code: the settings to change instead, if any.
-_OWNED = {
+OWNED = {
     "tensor_model_parallel_size": "learner.parallel.tp",
     "pipeline_model_parallel_size": "learner.parallel.pp",
     "virtual_pipeline_model_parallel_size": "learner.parallel.vpp",
@@ -29,6 +29,7 @@ _OWNED = {
     "sequence_parallel": "learner.parallel.sequence_parallel",
     "use_distributed_optimizer": "learner.use_distributed_optimizer",
     "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
     "num_layers": "model.path",
@@ -44,10 +45,6 @@ _OWNED = {
     "rotary_base": "model.path",
     "share_embeddings_and_output_weights": "model.path",
     "lr": "algorithm.learning_rate",
-    # The policy that is trained must be the one that samples.
-    "attention_dropout": None,
-    "hidden_dropout": None,
-    "moe_input_jitter_eps": None,
     "calculate_per_token_loss": None,
     # The projection to the vocabulary is not Megatron's.
     "defer_embedding_wgrad_compute": None,
@@ -57,6 +54,16 @@ _OWNED = {
     "transformer_layer_spec": None,
     "finalize_model_grads_func": None,
     "grad_scale_func": None,
+    "grad_sync_func": None,
+    "param_sync_func": None,
+    "init_method": None,
+    "embedding_init_method": None,
+    "output_layer_init_method": None,
+    "timers": None,
+    "_cpu_offloading_context": None,
+    "_pg_collection": None,
+    # What is being sent would be freed.
+    "deallocate_pipeline_outputs": None,
     "no_sync_func": None,
 }
 
@@ -76,22 +83,22 @@ def passed_through(
     for key, value in settings.items():
         if key not in fields:
             raise ConfigError(f"unknown key {section}.{key}{_hint(key, fields)}")
-        if key in _OWNED:
+        if key in OWNED:
             raise ConfigError(f"{section}.{key} cannot be passed through: {_rule(key)}")
         values[key] = _typed(value, hints[key], f"{section}.{key}")
     return values
 
 
 def _rule(key: str) -> str:
-    ours = _OWNED[key]
+    ours = OWNED[key]
     return f"set {ours} instead" if ours else "the trainer depends on its value"
 
 
 def _hint(key: str, fields: Sequence[str]) -> str:
     near = near_names(key, fields)
-    if near and near[0] in _OWNED:
+    if near and near[0] in OWNED:
         return f"; {near[0]!r} cannot be passed through: {_rule(near[0])}"
-    near = [name for name in near if name not in _OWNED]
+    near = [name for name in near if name not in OWNED]
     return f"; {did_you_mean(near)}" if near else ""
 
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.grid import Grids
 from slipstream.learner.trainer.ranks.meeting import Words, meeting_place, missing_variable
 from slipstream.protocol.errors import ConfigError
@@ -54,6 +55,9 @@ class Ranks:
             )
         self.rank = launch.rank
         self.world_size = launch.world_size
+        # The limit of one collective, and of a disk that is silent.
+        self.timeout_s = learner.timeout_s
+        self.activity = Activity()
         self.device, store = _start(launch, learner)
         # Their use is not collective.
         self.words = Words(store)

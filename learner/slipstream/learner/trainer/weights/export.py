@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.tensor_files import save_tensors
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY
+from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
@@ -57,50 +59,69 @@ def adapter_tensors(
 def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     """Writes the weights with the configuration and tokenizer of `source`; collective.
 
-    `target` appears only when it is whole; one that is there already is replaced.
+    `target` appears only when it is whole; one that is there already is replaced. CheckpointError
+    as those of `DiskWork`.
     """
-    partial = target.with_name(target.name + ".partial")
-    writer = HfFolderWriter(source, partial) if policy.ranks.is_main else None
+    ranks = policy.ranks
+    disk = DiskWork(target.parent, ranks)
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    writer = HfFolderWriter(partial, disk.moved) if ranks.is_main else None
+    disk.together(lambda: writer.begin(source) if writer is not None else None)
     with policy.memory.resident(Part.PARAMETERS):
         for name, tensor in hf_tensors(policy, policy.dtype):
+            ranks.activity.note()
+            is_full = b"full" if writer is not None and not writer.has_room(tensor) else b""
+            if ranks.broadcast_bytes(is_full if ranks.is_main else None):
+                disk.together(lambda: writer.flush() if writer is not None else None)
             if writer is not None:
                 writer.add(name, tensor)
-    if writer is not None:
-        writer.finish(str(policy.dtype).removeprefix("torch."))
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+    dtype = str(policy.dtype).removeprefix("torch.")
+    disk.together(lambda: writer.finish(dtype, target) if writer is not None else None)
 
 
 class HfFolderWriter:
     """Writes a folder in safetensors files of bounded size, so that only one is in memory.
 
-    Everything of `source` but its weights is copied.
+    `begin`, then `add` for each tensor, with a `flush` before one that has no room, then `finish`.
     """
 
     def __init__(
-        self, source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        folder: Path,
+        moved: Callable[[int], None],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        if folder.exists():
-            shutil.rmtree(folder)
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
-        self._folder = folder
+        """`moved` is told of the bytes that are written."""
+        self._folder, self._moved = folder, moved
         self._max_shard_bytes = max_shard_bytes
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._shards: list[list[str]] = []
         self._total_bytes = 0
 
+    def begin(self, source: Path) -> None:
+        """Makes the folder, with everything of `source` but its weights."""
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+        shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+
+    def has_room(self, tensor: Tensor) -> bool:
+        """Whether the file that is filled may hold this tensor too."""
+        fits = self._waiting_bytes + tensor.nbytes <= self._max_shard_bytes
+        return fits or not self._waiting
+
     def add(self, name: str, tensor: Tensor) -> None:
-        """Writes a file when this tensor would make it too large."""
-        if self._waiting and self._waiting_bytes + tensor.nbytes > self._max_shard_bytes:
-            self._flush()
+        """Keeps a tensor for the next file."""
         self._waiting[name] = tensor
         self._waiting_bytes += tensor.nbytes
 
-    def finish(self, dtype: str) -> None:
-        """Writes the rest, the index, and the element type into the configuration."""
-        self._flush()
+    def finish(self, dtype: str, target: Path) -> None:
+        """Writes the rest, the index, and the element type into the configuration.
+
+        Then the folder takes the place of `target`.
+        """
+        self.flush()
         number = len(self._shards)
         names = (
             ["model.safetensors"]
@@ -123,9 +144,14 @@ class HfFolderWriter:
         values.pop("torch_dtype", None)
         values["dtype"] = dtype
         settings.write_text(json.dumps(values, indent=2))
+        if target.exists():
+            shutil.rmtree(target)
+        self._folder.rename(target)
+        sync_folder(target.parent)
 
-    def _flush(self) -> None:
-        save_tensors(self._waiting, self._shard_path(len(self._shards)))
+    def flush(self) -> None:
+        """Writes a file of all tensors that are kept."""
+        write_safetensors(self._shard_path(len(self._shards)), self._waiting, self._moved)
         self._shards.append(list(self._waiting))
         self._total_bytes += self._waiting_bytes
         self._waiting, self._waiting_bytes = {}, 0

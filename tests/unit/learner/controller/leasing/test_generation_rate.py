@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.generation_rate import GenerationRate
 from slipstream.learner.controller.records.history import RunHistory, ServerTokens
 from slipstream.learner.controller.reporting.metrics import RunRecorder
@@ -38,7 +39,8 @@ def test_the_rate_is_that_of_the_newest_seconds() -> None:
 
 
 def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, lambda text: None), None)
+    trackers = Trackers({}, lambda text: None)
+    recorder = RunRecorder(tmp_path, config_of(tmp_path), trackers, None, EventLog())
     history = RunHistory()
     # The second had delivered more than its last heartbeat said.
     history.servers[("a", 1)] = ServerTokens(generated=700, received=600)

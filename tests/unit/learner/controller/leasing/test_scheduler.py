@@ -7,82 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from publishing_scene import joined, nothing, progress_of
+from lease_rig import Rig
 from slipstream.learner.controller.leasing import scheduler
-from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
-from slipstream.protocol.queue.memory import MemoryQueue
-from slipstream.protocol.types import PolicyVersion
-from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
+from slipstream.v1 import fleet_pb2
 from slow_disk import SlowDisk, several_turns
 
 LIMIT_S = 5.0
-
-
-class Rig:
-    """A scheduler, one step with one group at a time, and the servers that a test adds."""
-
-    def __init__(self, folder: Path, journal: Journal, **changes: object) -> None:
-        algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
-        self.progress = progress_of(
-            run={"name": "r", "steps": 10, "dir": str(folder)},
-            algorithm={**algorithm, "learning_rate": 1e-3},
-            **changes,
-        )
-        self.book = LeaseBook(**algorithm, num_steps=10)
-        self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
-        self.fleet = Fleet(self.progress)
-        self.fleet.handlers = FleetHandlers(*[nothing] * 7)
-        self.folder, self.journal = folder / "journal", journal
-        self.journal.append("start", format=1, run_id="r")
-        self.given_up: list[Group] = []
-        self.queue = AccountedReceiver(MemoryQueue(1000).receiver())
-        self.scheduler = Scheduler(
-            self.progress,
-            self.book,
-            self.environments,
-            self.fleet,
-            self.journal,
-            self.queue,
-            self._give_up,
-        )
-        self.entry = self.environments.add(
-            environment_pb2.EnvironmentSpec(
-                name="e", weight=1, purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING
-            )
-        )
-
-    def _give_up(self, group: Group) -> None:
-        self.given_up.append(group)
-        self.book.remove(group.group_id)
-
-    def serving(self, name: str, version: int, max_episodes: int = 8) -> ServerSession:
-        session = joined(self.fleet, name, max_episodes=max_episodes)
-        session.state = fleet_pb2.SERVER_STATE_SERVING
-        session.version = PolicyVersion(0, version)
-        self.environments.loaded("e", session.key, 5)
-        return session
-
-    def lose(self, session: ServerSession) -> None:
-        self.fleet.remove(session, "test")
-        self.environments.server_lost(session.key)
-        self.book.orphan(session.key)
-
-    async def lease(self) -> None:
-        if (durable := self.scheduler.lease_all()) is not None:
-            await durable
-
-    def orders(self, session: ServerSession) -> list[fleet_pb2.Lease]:
-        sent = []
-        while (message := session.outbox.pop()) is not None:
-            sent.append(message.lease)
-        return sent
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class Run:
             group.attempts[member] = attempt
             self.end(group.group_id, member, attempt, End.FAILED)
             return
-        del self.book.groups[group.group_id]
+        self.book.remove(group.group_id)
         if how == "set_aside":
             self.journal.append("set_aside", group=group.group_id, task=0, cause="")
         else:
@@ -135,7 +135,8 @@ def check(history: RunHistory, records: list[dict]) -> None:
     batches = [[GroupId(g) for g in r["groups"]] for r in records if r["kind"] == "batch"]
     trained = [group for groups in batches for group in groups]
     assert len(trained) == len(set(trained))
-    assert set(history.trained_in) == set(trained)
+    in_batch = {group: history.trained_in.get(group) for group in leased}
+    assert {group for group, step in in_batch.items() if step is not None} == set(trained)
     still_open = set(history.open_groups)
     assert still_open | closed | set(trained) == leased
     assert not still_open & (closed | set(trained))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from slipstream.learner.controller.reporting.busy import (
     BusyMeter,
     BusySeconds,
     busy_seconds,
+    include,
     intersection,
     length,
     union,
@@ -78,3 +81,22 @@ def test_starts_of_a_run_add_up():
     meter.generated([(100, 110)])
     meter.trained((105, 110))
     assert meter.of_the_run().shares() == {"generation": 0.7, "training": 0.65, "both": 0.35}
+
+
+def test_intervals_that_are_included_one_by_one_are_their_union() -> None:
+    source = random.Random(3)
+    for _ in range(300):
+        intervals, merged = [], []
+        for _ in range(source.randint(0, 12)):
+            start = source.randint(0, 20)
+            intervals.append((float(start), float(start + source.randint(-1, 5))))
+            include(merged, intervals[-1])
+            assert merged == union(intervals)
+
+
+def test_a_fleet_that_is_always_busy_is_one_interval() -> None:
+    meter = BusyMeter()
+    for beat in range(1000):
+        for server in range(4):
+            meter.generated([(beat + server / 8, beat + 1 + server / 8)])
+    assert len(meter._generation) == 1

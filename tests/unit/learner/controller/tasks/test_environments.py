@@ -72,6 +72,12 @@ def test_an_environment_that_fails_again_and_again_is_suspended():
     assert book.entries["e0"].cause == "broken"
 
 
+def test_people_read_once_that_a_task_is_set_aside_for_one_cause():
+    entry = make_book(1.0).entries["e0"]
+    told = [(0, "broken"), (0, "broken"), (1, "broken"), (0, "slow"), (0, "slow")]
+    assert [entry.is_new_set_aside(*each) for each in told] == [True, False, True, True, False]
+
+
 def test_an_accepted_group_clears_the_count_of_failures():
     book = make_book(1.0)
     book.group_ended("e0", cause="broken")

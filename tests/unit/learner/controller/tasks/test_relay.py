@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.servers import outbox
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.v1 import environment_pb2 as pb
@@ -33,7 +34,9 @@ class Clients:
 
     def __init__(self) -> None:
         self.left: list[str] = []
-        self.relay = Relay(lambda client: "", lambda client: self.left.append(client.spec.name))
+        self.relay = Relay(
+            lambda client: "", lambda client: self.left.append(client.spec.name), LoopClock()
+        )
         self.said: dict[str, Stream] = {}
 
     async def come(self, name: str) -> AsyncIterator[pb.WorkerCommand]:

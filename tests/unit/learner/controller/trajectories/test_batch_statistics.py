@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.reporting.resources import run_resources
+from slipstream.learner.controller.reporting.resources import RunResources
 from slipstream.learner.controller.trajectories.batch_statistics import (
+    HINT_AFTER_STEPS,
+    LessonWatch,
     batch_statistics,
     environment_means,
+    equal_rewards,
 )
 from slipstream.protocol.types import (
     GroupId,
@@ -18,6 +22,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from small_configs import config_of
 
 
 def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajectory:
@@ -72,13 +77,65 @@ def test_each_environment_has_its_own_means():
     assert environment_means(batch) == {"e/reward": 0.5, "e/right": 0.5, "f/reward": 5.0}
 
 
+def test_groups_with_equal_rewards_are_counted_for_each_environment(tmp_path: Path):
+    groups = [
+        [trajectory(1.0, 1, 1), trajectory(0.0, 1, 1)],
+        [trajectory(1.0, 1, 1), trajectory(1.0, 1, 1)],
+        [trajectory(0.0, 1, 1, environment="f"), trajectory(0.0, 1, 1, environment="f")],
+    ]
+    assert equal_rewards(groups, config_of(tmp_path)) == {
+        "equal_rewards_fraction": pytest.approx(2 / 3),
+        "e/equal_rewards_fraction": 0.5,
+        "f/equal_rewards_fraction": 1.0,
+    }
+
+
+def rows_of(*fractions: float | None) -> list[dict[str, float]]:
+    """The steps' rows; None: a step without a group of the environment."""
+    return [
+        {} if value is None else {"e/equal_rewards_fraction": value, "e/reward": 0.25}
+        for value in fractions
+    ]
+
+
+def test_an_environment_that_teaches_nothing_is_named_once(tmp_path: Path):
+    config = config_of(tmp_path)
+    rows = rows_of(0.5, *[1.0] * (HINT_AFTER_STEPS - 1), None, 1.0, 1.0)
+    watch = LessonWatch(config)
+    told = [watch.note(row) for row in rows]
+    (hint,) = told[-2]
+    assert hint.startswith("environment e has taught nothing for 10 steps: the rewards of each ")
+    assert "(mean 0.25)" in hint
+    assert [each for each in told if each] == [[hint]]
+
+
+def test_it_is_named_again_when_it_had_taught_something_meanwhile(tmp_path: Path):
+    rows = rows_of(*[1.0] * HINT_AFTER_STEPS, 0.9, *[1.0] * HINT_AFTER_STEPS)
+    watch = LessonWatch(config_of(tmp_path))
+    assert [len(watch.note(row)) for row in rows].count(1) == 2
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
+def test_equal_rewards_are_no_reason_to_speak_where_groups_are_not_compared(
+    tmp_path: Path, advantage: str
+):
+    config = config_of(tmp_path)
+    algorithm = config.algorithm.model_copy(update={"advantage": advantage})
+    config = config.model_copy(update={"algorithm": algorithm})
+    watch = LessonWatch(config)
+    assert not any(watch.note(row) for row in rows_of(*[1.0] * HINT_AFTER_STEPS))
+
+
 def test_resources_add_up_over_steps_and_peaks_are_the_largest():
     rows = [
         {"training_s": 1.0, "waiting_s": 0.5, "model_flops": 10.0, "trainer_rss_bytes": 7.0},
         {"training_s": 2.0, "export_s": 0.25, "model_flops": 30.0, "trainer_rss_bytes": 5.0},
     ]
     rows[1]["servers_serving"] = 2.0
-    assert run_resources(rows, trainer_ranks=4) == {
+    resources = RunResources()
+    for row in rows:
+        resources.add(row)
+    assert resources.told(trainer_ranks=4) == {
         "trainer_ranks": 4,
         "rollout_servers": 2,
         "training_s": 3.0,
@@ -91,6 +148,6 @@ def test_resources_add_up_over_steps_and_peaks_are_the_largest():
 
 
 def test_a_run_without_a_step_took_nothing():
-    found = run_resources([], trainer_ranks=0)
+    found = RunResources().told(trainer_ranks=0)
     assert found["model_flops"] == pytest.approx(0)
     assert "trainer_rss_bytes" not in found

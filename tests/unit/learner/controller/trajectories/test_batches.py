@@ -36,7 +36,7 @@ async def kept_after(folder: Path, *versions: int) -> list[int]:
                 keep_batches=False,
             )
             for version in versions:
-                former.saved(saved(version))
+                await former.saved(saved(version))
             return [step for step in range(10) if journal.has_batch(step)]
 
 

@@ -22,7 +22,7 @@ ID = TrajectoryId("g7.1.2.f")
 
 
 def claim(tokens: int = 5) -> Claim:
-    return Claim(ID, TrajectoryName.parse(ID), KEY, tokens, False, "r")
+    return Claim(ID, TrajectoryName.parse(ID), KEY, tokens, False)
 
 
 def test_a_delivery_and_its_cause_lie_in_two_files(tmp_path: Path) -> None:
@@ -80,19 +80,24 @@ def test_a_claim_is_read_as_far_as_it_goes() -> None:
         server_id="b", server_epoch=3, run_lengths=[4, 5, 6, 7], will_retry=True, run_id="r"
     )
     data = message.SerializeToString()
-    assert read_claim(Delivery(ID, data), {KEY}) == Claim(
-        ID, TrajectoryName("g7", 1, 2, 0xF), KEY, 12, True, "r"
+    assert read_claim(Delivery(ID, data), {KEY}, largest_bytes=1 << 20) == Claim(
+        ID, TrajectoryName("g7", 1, 2, 0xF), KEY, 12, True
     )
-    assert read_claim(Delivery(ID, data), set()).server == ServerKey(ServerId("b"), 3)
-    garbage = read_claim(Delivery(ID, b"\xff"), {KEY})
+    assert read_claim(Delivery(ID, data), set(), largest_bytes=1 << 20).server == ServerKey(
+        ServerId("b"), 3
+    )
+    garbage = read_claim(Delivery(ID, b"\xff"), {KEY}, largest_bytes=1 << 20)
     assert (garbage.server, garbage.tokens, garbage.will_retry) == (KEY, 0, False)
-    nameless = read_claim(Delivery(TrajectoryId("what"), b"\xff"), {KEY})
+    nameless = read_claim(Delivery(TrajectoryId("what"), b"\xff"), {KEY}, largest_bytes=1 << 20)
     assert (nameless.name, nameless.server.server_id) == (None, "unknown")
 
 
 def test_a_claim_of_more_tokens_than_a_trajectory_can_have_is_cut() -> None:
     message = trajectory_pb2.Trajectory(run_lengths=np.full(9, 2**32 - 1).tolist())
-    assert read_claim(Delivery(ID, message.SerializeToString()), set()).tokens == 8 << 20
+    assert (
+        read_claim(Delivery(ID, message.SerializeToString()), set(), largest_bytes=1 << 20).tokens
+        == 8 << 20
+    )
 
 
 @pytest.mark.parametrize(

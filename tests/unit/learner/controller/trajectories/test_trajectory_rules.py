@@ -16,7 +16,14 @@ from slipstream.protocol.types import (
 )
 
 KEY = ServerKey(ServerId("a"), 0xF)
-FACTS = KnownFacts(servers={KEY}, newest=PolicyVersion(1, 7), vocabulary=10, max_staleness=2)
+FACTS = KnownFacts(
+    servers={KEY},
+    newest=PolicyVersion(1, 7),
+    vocabulary=10,
+    max_staleness=2,
+    max_episode_tokens=64,
+    max_turns=4,
+)
 GROUP = Group(
     group_id=GroupId("g"),
     environment="e",

@@ -13,12 +13,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from slipstream.learner.trainer.checkpoints import host_writer  # noqa: E402
+from slipstream.learner.trainer.checkpoints import files, host_writer  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_writer import HostWriter  # noqa: E402
 from torch.distributed.checkpoint.filesystem import _StoragePrefix  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType  # noqa: E402
+
+
+def ignore(num_bytes: int) -> None:
+    """Nobody counts the bytes."""
 
 
 class Broken(io.BytesIO):
@@ -46,7 +50,7 @@ class Planner:
 def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(
     tmp_path: Path, error: Exception
 ) -> None:
-    writer = HostWriter(tmp_path, copy=False, host=HostCopies(torch.device("cpu")))
+    writer = HostWriter(tmp_path, copy=False, host=HostCopies(torch.device("cpu")), moved=ignore)
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.BYTE_IO)
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), Planner(error))
     writer.write()
@@ -59,18 +63,18 @@ def test_a_file_goes_to_the_disk_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(host_writer, "SYNC_BYTES", 1000)
-    monkeypatch.setattr(
-        host_writer.os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size)
-    )
+    moved: list[int] = []
+    monkeypatch.setattr(files, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(files.os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
     data = os.urandom(3300)
-    with host_writer.SyncedFile(tmp_path / "file") as file:
+    with files.SyncedFile(tmp_path / "file", moved.append) as file:
         assert file.write(data[:300]) == 300
         assert file.write(memoryview(data)[300:3200]) == 2900
         assert file.write(data[3200:]) == 100
         assert file.tell() == 3300
         assert file.digest == hashlib.blake2b(data, digest_size=16).hexdigest()
     assert synced == [1000, 2000, 3000]
+    assert sum(moved) == 3300
     assert (tmp_path / "file").read_bytes() == data
 
 
@@ -81,7 +85,7 @@ def test_what_is_held_already_is_not_copied_again_and_a_view_is_written_alone(
     whole = host.empty(1000, torch.float32).copy_(torch.arange(1000.0))
     parameter = torch.zeros(4)
     planner = SimpleNamespace(resolve_data={"held": whole[10:20], "own": parameter}.__getitem__)
-    writer = HostWriter(tmp_path, copy=True, host=host)
+    writer = HostWriter(tmp_path, copy=True, host=host, moved=ignore)
     writer.prepare_write_data(
         SimpleNamespace(items=["held", "own"], storage_data=_StoragePrefix("__0_")), planner
     )
@@ -99,9 +103,9 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(host_writer, "SYNC_BYTES", 1000)
-    monkeypatch.setattr(host_writer.os, "fdatasync", full)
-    writer = HostWriter(tmp_path, copy=True, host=HostCopies(torch.device("cpu")))
+    monkeypatch.setattr(files, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(files.os, "fdatasync", full)
+    writer = HostWriter(tmp_path, copy=True, host=HostCopies(torch.device("cpu")), moved=ignore)
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.TENSOR)
     planner = SimpleNamespace(resolve_data=lambda _: torch.zeros(1000))
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), planner)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared  # noqa: E402
+from slipstream.learner.trainer.ranks.activity import Activity  # noqa: E402
 from slipstream.protocol.errors import CheckpointError  # noqa: E402
 
 
@@ -20,6 +21,7 @@ class ThreadRank:
 
     def __init__(self, rank: int, table: list[bytes], barrier: threading.Barrier) -> None:
         self.rank, self.is_main = rank, rank == 0
+        self.device, self.timeout_s, self.activity = torch.device("cpu"), 20.0, Activity()
         self._table, self._barrier = table, barrier
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

@@ -24,9 +24,6 @@ class Settings:
     main_params_dtype: torch.dtype = torch.float32
     tensor_model_parallel_size: int = 1
     average_in_collective: bool = False
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    moe_input_jitter_eps: float | None = None
     adam_eps: float = 1e-8
     lr: float | None = None
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -65,12 +62,6 @@ def test_size_of_a_parallel_group_is_refused_with_the_setting_to_use() -> None:
 def test_value_that_the_trainer_depends_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="the trainer depends on its value"):
         passed_through(Settings, {"average_in_collective": True}, section="learner.ddp")
-
-
-@pytest.mark.parametrize("key", ["attention_dropout", "hidden_dropout", "moe_input_jitter_eps"])
-def test_noise_that_the_rollout_engine_does_not_have_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} cannot be passed through"):
-        passed_through(Settings, {key: 0.1}, section="learner.transformer")
 
 
 def test_a_name_that_is_nearly_one_of_ours_is_told_the_setting_to_use() -> None:

@@ -16,10 +16,18 @@ def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.T
     (source / "model.safetensors").write_text("old weights")
     (source / "model.safetensors.index.json").write_text("old index")
     tensors = {name: torch.full((4,), float(place)) for place, name in enumerate("abcde")}
-    writer = HfFolderWriter(source, folder, max_shard_bytes=max_shard_bytes)
+    moved: list[int] = []
+    partial = folder.with_name("out.partial")
+    writer = HfFolderWriter(partial, moved.append, max_shard_bytes=max_shard_bytes)
+    writer.begin(source)
     for name, tensor in tensors.items():
+        if not writer.has_room(tensor):
+            writer.flush()
         writer.add(name, tensor)
-    writer.finish("bfloat16")
+    assert not folder.exists()
+    writer.finish("bfloat16", folder)
+    assert not partial.exists()
+    assert sum(moved) == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return tensors
 
 

@@ -1,0 +1,98 @@
+"""Writes down which calls a worker answers, and where its code stands.
+
+Consumes: the begin and end of each call. Produces: a `CallRecord` for the server, who reads it when
+the worker ended or no longer answers. Waits for: a call, on a thread, as the worker's own loop may
+be held up. Unblocked by: the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.client.loading import is_builtin, is_ours
+from slipstream.protocol.call_record import CallRecord
+
+# How old the place of a record may be.
+_LOOK_PERIOD_S = 0.2
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
+
+
+class CallWitness:
+    """Writes the record of one worker; made in the thread of its loop."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        # Both threads write.
+        self._lock = threading.Lock()
+        self._keys: dict[asyncio.Task[object], str] = {}
+        self._busy = threading.Event()
+        threading.Thread(target=self._watch, name="call-witness", daemon=True).start()
+
+    def begin(self, key: str, task: asyncio.Task[object]) -> None:
+        """`task` begins to answer a call of the episode `key`."""
+        with self._lock:
+            self._keys[task] = key
+            CallRecord(tuple(self._keys.values())).write(self._descriptor)
+        self._busy.set()
+
+    def end(self, task: asyncio.Task[object]) -> None:
+        """The call of `task` is answered."""
+        with self._lock:
+            del self._keys[task]
+            CallRecord(tuple(self._keys.values())).write(self._descriptor)
+            if not self._keys:
+                self._busy.clear()
+
+    def _watch(self) -> None:
+        pause = threading.Event()
+        while self._busy.wait():
+            pause.wait(_LOOK_PERIOD_S)
+            with self._lock:
+                task = asyncio.current_task(self._loop)
+                current = self._keys.get(task, "") if task is not None else ""
+                if current:
+                    place = running_place(self._loop_thread)
+                    record = CallRecord(tuple(self._keys.values()), current, place)
+                    record.write(self._descriptor)
+
+
+def running_place(thread: int) -> str:
+    """Where the code of a thread stands."""
+    frames = []
+    frame: types.FrameType | None = sys._current_frames()[thread]
+    while frame is not None:
+        frames.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return _describe(frames)
+
+
+def awaited_place(task: asyncio.Task[object]) -> str:
+    """Where `task` waits for something; empty: in no coroutine that Python can look into."""
+    frames: list[tuple[types.CodeType, int]] = []
+    coroutine: object = task.get_coro()
+    while isinstance(coroutine, types.CoroutineType) and coroutine.cr_frame is not None:
+        frames.insert(0, (coroutine.cr_code, coroutine.cr_frame.f_lineno))
+        coroutine = coroutine.cr_await
+    return _describe(frames)
+
+
+def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
+    """File, line and function of the innermost frame of an environment, or of all; first is it."""
+    own = [frame for frame in frames if _is_of_environment(frame[0].co_filename)]
+    for code, line in (own or frames)[:1]:
+        return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
+    return ""
+
+
+def _is_of_environment(filename: str) -> bool:
+    if is_builtin(filename):
+        return True
+    return not (filename.startswith((*_LIBRARIES, "<")) or is_ours(filename))

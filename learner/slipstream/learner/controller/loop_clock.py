@@ -1,0 +1,60 @@
+"""Time in which the controller could hear others: its own standstill is nobody's silence."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Collection
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class LoopClock:
+    """Seconds of `time.monotonic` without those in which the event loop stood still.
+
+    Somebody on the loop calls `look` again and again and says when it will next. While a look is
+    overdue the clock stands at the moment when it was due; nobody looks, nothing is missed.
+
+        clock.look(10.0, next_s=10.5)
+        clock.at(10.2)  # 10.2
+        clock.at(19.0)  # 10.5: the loop has not turned since
+        clock.look(19.0, next_s=19.5)
+        clock.at(19.1)  # 10.6
+    """
+
+    def __init__(self) -> None:
+        self._due_s = math.inf
+        self._missed_s = 0.0
+
+    def at(self, now_s: float) -> float:
+        """The clock's time when `time.monotonic` says `now_s`."""
+        return min(now_s, self._due_s) - self._missed_s
+
+    def look(self, now_s: float, next_s: float) -> None:
+        """The loop turns now; it does again until `next_s` unless it stands still."""
+        self._missed_s += max(0.0, now_s - self._due_s)
+        self._due_s = next_s
+
+    def now_s(self) -> float:
+        """The clock's time."""
+        return self.at(time.monotonic())
+
+    async def within(self, limit_s: float, coming: Awaitable[Result]) -> Result:
+        """What `coming` gives; TimeoutError when `limit_s` of this clock have passed."""
+        future = asyncio.ensure_future(coming)
+        try:
+            await self.wait([future], limit_s)
+            if not future.done():
+                raise TimeoutError
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def wait(self, futures: Collection[asyncio.Future[Any]], limit_s: float) -> None:
+        """Waits until all are done, or `limit_s` of this clock have passed."""
+        until_s = self.now_s() + limit_s
+        pending = {future for future in futures if not future.done()}
+        while pending and (left_s := until_s - self.now_s()) > 0:
+            _, pending = await asyncio.wait(pending, timeout=left_s)

@@ -1,0 +1,104 @@
+"""Ids of trajectories that are remembered for ever, in a byte or so each; and numbers of groups."""
+
+from __future__ import annotations
+
+import copy
+import re
+from array import array
+from collections.abc import Iterable
+
+from slipstream.protocol.types import GroupId, TrajectoryId, TrajectoryName
+
+# Groups of one page; an id that nobody made costs a page at most.
+PAGE = 256
+# Members of a group that share a word.
+WORD = 64
+_NUMBERED = re.compile(r"(g|e[0-9]+-)(0[0-9]{5}|[1-9][0-9]{5,11})")
+
+
+class SeenIds:
+    """A set of trajectory ids, exact for every text.
+
+    Most ids are the first attempt of a member by the one server that ran its group. They are bits
+    of a word, beside the epoch of that server. All others are kept as they are.
+    """
+
+    def __init__(self, ids: Iterable[TrajectoryId] = ()) -> None:
+        # By the kind of group, the page of its number and the word of its member: epochs and bits.
+        self._pages: dict[tuple[str, int, int], tuple[array[int], array[int]]] = {}
+        self._others: set[TrajectoryId] = set()
+        for trajectory_id in ids:
+            self.add(trajectory_id)
+
+    def add(self, trajectory_id: TrajectoryId) -> bool:
+        """Remembers an id; False when it was there."""
+        place = _place(trajectory_id)
+        if place is not None:
+            page, index, epoch, bit = place
+            if page not in self._pages:
+                zeros = bytes(8 * PAGE)
+                self._pages[page] = array("Q", zeros), array("Q", zeros)
+            epochs, bits = self._pages[page]
+            if not bits[index]:
+                epochs[index] = epoch
+            if epochs[index] == epoch:
+                is_new = not bits[index] & bit
+                bits[index] |= bit
+                return is_new
+        is_new = trajectory_id not in self._others
+        self._others.add(trajectory_id)
+        return is_new
+
+    def __contains__(self, trajectory_id: TrajectoryId) -> bool:
+        """Whether it was added."""
+        place = _place(trajectory_id)
+        if place is not None and place[0] in self._pages:
+            page, index, epoch, bit = place
+            epochs, bits = self._pages[page]
+            if epochs[index] == epoch and bits[index] & bit:
+                return True
+        return trajectory_id in self._others
+
+    def copy(self) -> SeenIds:
+        """Another set of the same ids."""
+        return copy.deepcopy(self)
+
+
+def group_number(group_id: str) -> int | None:
+    """The number of a group that is trained; None for what is no id of one."""
+    numbered = _NUMBERED.fullmatch(group_id)
+    return int(numbered[2]) if numbered is not None and numbered[1] == "g" else None
+
+
+class GroupSteps:
+    """The step that trains each group, in four bytes a group."""
+
+    def __init__(self) -> None:
+        self._steps = array("i")
+
+    def add(self, group_id: GroupId, step: int) -> None:
+        """Notes the step of a group that was leased; their numbers are without gaps."""
+        number = group_number(group_id)
+        assert number is not None, group_id
+        self._steps.extend([-1] * (number + 1 - len(self._steps)))
+        self._steps[number] = step
+
+    def get(self, group_id: GroupId) -> int | None:
+        """The step; None when the group is in no batch, or the id is none."""
+        number = group_number(group_id)
+        if number is None or number >= len(self._steps) or self._steps[number] < 0:
+            return None
+        return self._steps[number]
+
+
+def _place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
+    """Page, index in it, epoch and bit of a first attempt; None for any other text."""
+    name = TrajectoryName.parse(trajectory_id)
+    if name is None or name.attempt:
+        return None
+    numbered = _NUMBERED.fullmatch(name.group_id)
+    if numbered is None or trajectory_id != f"{name.group_id}.{name.member}.0.{name.epoch:x}":
+        return None
+    page, index = divmod(int(numbered[2]), PAGE)
+    word, bit = divmod(name.member, WORD)
+    return (numbered[1], page, word), index, name.epoch, 1 << bit

@@ -1,0 +1,115 @@
+"""Work on a disk that no rank waits for in a collective.
+
+A file may take longer than any limit of a collective, and a disk may hang for ever. So a thread of
+each rank does the work, and the ranks meet beside it again and again: they go on when all are done,
+and all end when one of them has moved no byte for `learner.timeout_s`.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.protocol.errors import CheckpointError
+
+Result = TypeVar("Result")
+
+# The ranks meet so often while one of them works; a fourth of the limit of a collective, if less.
+MEET_S = 1.0
+# Whether a rank is done, whether it failed, its bytes so far, and for how long it moved none.
+_STATE = struct.Struct("<??Qd")
+
+
+class DiskWork:
+    """Work of all ranks on the disk of `folder`.
+
+    `start` begins it on one rank; `wait`, `is_done` and `together` are collective.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._num_bytes, self._moved_s = 0, time.monotonic()
+
+    def moved(self, num_bytes: int) -> None:
+        """So many more bytes came from the disk or are on it; from any thread."""
+        self._num_bytes += num_bytes
+        self._moved_s = time.monotonic()
+
+    def start(self, act: Callable[[], Result]) -> Future[Result]:
+        """Lets a thread `act`, on this rank."""
+        future: Future[Result] = Future()
+
+        def work() -> None:
+            if self._ranks.device.type == "cuda":
+                # Each thread has a device of its own.
+                torch.cuda.set_device(self._ranks.device)
+            try:
+                future.set_result(act())
+            except BaseException as error:  # noqa: BLE001 - raised by `wait`
+                future.set_exception(error)
+
+        self._moved_s = time.monotonic()
+        # A disk that hangs must not hold up the end of the process.
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        return future
+
+    def together(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns, when all ranks have acted; errors as those of `wait`."""
+        return self.wait(self.start(act))
+
+    def wait(self, future: Future[Result]) -> Result:
+        """What the work of this rank returned, when all ranks are done.
+
+        When it failed on one, that one raises its error, an OSError as CheckpointError, and the
+        others raise CheckpointError. CheckpointError on all, with the work left to its thread, when
+        the disk of one that is not done was silent for too long.
+        """
+        before = -1
+        while True:
+            wait((future,), timeout=min(MEET_S, self._ranks.timeout_s / 4))
+            states = self._meet(future)
+            moved = sum(num_bytes for _, _, num_bytes, _ in states)
+            if moved != before:
+                self._ranks.activity.note()
+            before = moved
+            if all(is_done for is_done, *_ in states):
+                return self._result(future, any(failed for _, failed, *_ in states))
+
+    def is_done(self, future: Future[Result]) -> bool:
+        """Whether the work of all ranks is done by now; CheckpointError for a silent disk."""
+        return all(is_done for is_done, *_ in self._meet(future))
+
+    def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
+        """The state of each rank's work; CheckpointError when a disk was silent for too long."""
+        limit_s = self._ranks.timeout_s
+        found = self._ranks.gather_bytes(self._state(future))
+        states = [_STATE.unpack(state) for state in found]
+        for rank, (is_done, _, _, silent_s) in enumerate(states):
+            if not is_done and silent_s > limit_s:
+                raise CheckpointError(
+                    f"rank {rank} moved no byte to or from the disk of {self._folder} for "
+                    f"{limit_s:g} s (learner.timeout_s)"
+                )
+        return states
+
+    def _state(self, future: Future[Result]) -> bytes:
+        is_done = future.done()
+        failed = is_done and future.exception() is not None
+        return _STATE.pack(is_done, failed, self._num_bytes, time.monotonic() - self._moved_s)
+
+    def _result(self, future: Future[Result], any_failed: bool) -> Result:
+        error = future.exception()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"the checkpoint failed: {error}") from error
+        if error is not None:
+            raise error
+        if any_failed:
+            raise CheckpointError("the checkpoint failed on another rank")
+        return future.result()

@@ -1,0 +1,117 @@
+"""Files that tell of the bytes of each read and write: a slow disk moves some, a dead one none."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from slipstream.protocol.checkpoints import DIGEST_BYTES
+from torch import Tensor
+
+# A call of the system moves no more at once.
+PIECE_BYTES = 8 << 20
+# Bytes of a file that wait in main memory at most.
+SYNC_BYTES = 32 << 20
+_SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class CountedFile(io.FileIO):
+    """Has no buffer of its own: `io.BufferedReader` and `io.BufferedWriter` give it one."""
+
+    def __init__(self, path: Path, mode: str, moved: Callable[[int], None]) -> None:
+        """`moved` is told of the bytes of each read and write, in the thread that asked for it."""
+        self._moved = moved
+        super().__init__(path, mode)
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - whatever has a buffer
+        """Reads at most `PIECE_BYTES`."""
+        count: int = super().readinto(memoryview(buffer).cast("B")[:PIECE_BYTES]) or 0
+        self._moved(count)
+        return count
+
+    def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
+        """Writes at most `PIECE_BYTES`; returns how many bytes the file has taken."""
+        count: int = super().write(memoryview(data).cast("B")[:PIECE_BYTES])
+        self._moved(count)
+        return count
+
+
+class SyncedFile(CountedFile):
+    """Goes to the disk as it is written, and is digested meanwhile, in a thread beside.
+
+    Bytes that wait for the disk in main memory would go at once in the end, and whatever else is
+    synced then, as the controller's journal on the same disk, would wait for all of them.
+    """
+
+    def __init__(self, path: Path, moved: Callable[[int], None]) -> None:
+        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._digesting = ThreadPoolExecutor(1, "checkpoint-digest")
+        self._waiting = 0
+        # Why the disk took no more.
+        self.problem: OSError | None = None
+        super().__init__(path, "wb", moved)
+
+    @property
+    def digest(self) -> str:
+        """Of all that was written: BLAKE2b in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
+        """Writes all of it."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            part = view[done : done + SYNC_BYTES - self._waiting]
+            digested = self._digesting.submit(self._digest.update, part)
+            try:
+                self._write(part)
+            except OSError as error:
+                self.problem = self.problem or error
+                raise
+            digested.result()
+            done += len(part)
+        return done
+
+    def close(self) -> None:
+        """Also ends the thread."""
+        self._digesting.shutdown()
+        super().close()
+
+    def _write(self, part: memoryview) -> None:
+        written = 0
+        while written < len(part):
+            written += super().write(part[written:])
+        self._waiting += written
+        if self._waiting == SYNC_BYTES:
+            os.fdatasync(self.fileno())
+            self._waiting = 0
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], moved: Callable[[int], None]
+) -> None:
+    """Writes contiguous tensors of main memory, durably, as `safetensors.torch.save_file` would.
+
+    That one says nothing before its end, hours later on a slow disk.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        kind = _SAFETENSORS_TYPES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    encoded = json.dumps(header).encode()
+    encoded = encoded.ljust(-(-len(encoded) // 8) * 8)
+    with SyncedFile(path, moved) as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            file.write(tensor.flatten().view(torch.uint8).numpy())
+        os.fsync(file.fileno())

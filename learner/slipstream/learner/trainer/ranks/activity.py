@@ -1,0 +1,50 @@
+"""What a rank does, as signs of life: rank 0 tells the controller that the trainer works.
+
+Consumes: notes of the training loop. Produces: calls of the controller.
+Waits for: its period. Unblocked by: the clock, or `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Activity:
+    """Counts what a rank has done: micro batches, bytes of files, tensors.
+
+    The thread that works notes it, behind each piece of work. A collective or a device that hangs
+    keeps it from the next note, so the count says more than that the process is there.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self) -> None:
+        """One more piece of work is done."""
+        self.count += 1
+
+
+class SignsOfLife:
+    """Calls `tell` from a thread, every `period_s` in which work was done."""
+
+    def __init__(self, activity: Activity, tell: Callable[[], None], *, period_s: float) -> None:
+        self._activity, self._tell, self._period_s = activity, tell, period_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="signs-of-life", daemon=True)
+
+    def __enter__(self) -> SignsOfLife:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing more is told; a call under way may go on."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        told = 0
+        while not self._closed.wait(self._period_s):
+            count = self._activity.count
+            if count != told:
+                told = count
+                self._tell()

@@ -1,0 +1,180 @@
+"""Calls that arrive at our services: each message is checked before its handler sees it.
+
+A message out of its bounds ends the call that brought it, with INVALID_ARGUMENT and one line. A
+handler that fails ends its own call, with INTERNAL and one line; its traceback is logged.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.message import Message
+from slipstream.protocol.bounds import decode
+from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.rich_errors import Reason, abort
+
+# grpc's classes are generic in their type stubs only.
+if TYPE_CHECKING:
+    Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+    _Interceptor: TypeAlias = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
+
+_PACKAGE = "/slipstream."
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Stands for a request that could not be decoded, or is out of its bounds."""
+
+    error: ProtocolError
+
+
+class _Accepted:
+    """The requests of a stream, one after another; raises the error of one that is refused."""
+
+    def __init__(self, requests: AsyncIterator[Message | _Refused]) -> None:
+        self._requests = requests
+
+    def __aiter__(self) -> _Accepted:
+        return self
+
+    async def __anext__(self) -> Message:
+        return _accepted(await anext(self._requests))
+
+
+class CheckingInterceptor(_Interceptor):
+    """Checks the requests of all methods of the package `slipstream`; others pass as they are."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """The same handler behind the checks."""
+        handler = await continuation(handler_call_details)
+        method = str(handler_call_details.method)
+        if handler is None or not method.startswith(_PACKAGE):
+            return handler
+        return _checked(handler, method)
+
+
+def _checked(handler: Handler, method: str) -> Handler:
+    found = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
+    kind = message_factory.GetMessageClass(found.input_type)
+
+    def deserialize(data: bytes) -> Message | _Refused:
+        # gRPC would answer UNKNOWN to whatever a deserializer raises.
+        try:
+            return decode(kind, data)
+        except ProtocolError as error:
+            return _Refused(error)
+
+    if handler.request_streaming:
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        inner = handler.stream_stream if handler.response_streaming else handler.stream_unary
+        behavior = _guarded(_with_checked_stream(inner), method)
+    else:
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        behavior = _guarded(_with_checked_request(inner), method)
+    return make(behavior, deserialize, handler.response_serializer)
+
+
+def _with_checked_request(inner: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(inner):
+
+        async def stream(request: Message | _Refused, context: Context) -> AsyncIterator[Message]:
+            async with aclosing(inner(_accepted(request), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return stream
+
+    async def call(request: Message | _Refused, context: Context) -> Message | None:
+        response: Message | None = await inner(_accepted(request), context)
+        return response
+
+    return call
+
+
+def _with_checked_stream(inner: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(inner):
+
+        async def stream(
+            requests: AsyncIterator[Message | _Refused], context: Context
+        ) -> AsyncIterator[Message]:
+            async with aclosing(inner(_Accepted(requests), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return stream
+
+    async def call(requests: AsyncIterator[Message | _Refused], context: Context) -> Message | None:
+        response: Message | None = await inner(_Accepted(requests), context)
+        return response
+
+    return call
+
+
+def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
+    """The behavior that ends its own call, and no other one, when it fails."""
+    if inspect.isasyncgenfunction(inner):
+
+        async def stream(request: object, context: Context) -> AsyncIterator[Message]:
+            try:
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except Exception as error:  # noqa: BLE001 - the edge: it ends this call
+                await _end(context, method, error)
+
+        return stream
+
+    async def call(request: object, context: Context) -> Message | None:
+        try:
+            response: Message | None = await inner(request, context)
+        except Exception as error:  # noqa: BLE001 - the edge: it ends this call
+            await _end(context, method, error)
+        return response
+
+    return call
+
+
+async def _end(context: Context, method: str, error: Exception) -> NoReturn:
+    cause: BaseException = error
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    if isinstance(cause, grpc.aio.AbortError):
+        raise cause
+    if isinstance(cause, ProtocolError):
+        text = str(cause)
+        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text, Reason.PROTOCOL)
+    logger.error("%s failed", method, exc_info=error)
+    line = f"{method} failed: {type(cause).__name__}: {cause}".splitlines()[0]
+    await abort(context, grpc.StatusCode.INTERNAL, line[:500], Reason.WRONG_STATE)
+
+
+def _accepted(request: Message | _Refused) -> Message:
+    if isinstance(request, _Refused):
+        raise request.error
+    return request

@@ -1,0 +1,247 @@
+"""The bounds of every field, as the .proto files state them, checked on messages that arrive.
+
+A bound is the option `(bound)` of a field, a size `(max_message_bytes)` of a message; both are
+described in slipstream/v1/bounds.proto. They are the same for every run: what the settings of a run
+allow is checked by those who use a message.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from slipstream.protocol.errors import ProtocolError
+from slipstream.v1 import bounds_pb2
+
+M = TypeVar("M", bound=Message)
+# Looks at every value of one field; raises _OutOfBounds.
+_Check = Callable[[Any], None]
+
+# What a text must not contain, and the rule in words.
+_ALPHABETS = {
+    bounds_pb2.Bound.NAME: (re.compile(r"[^A-Za-z0-9._:/+-]"), "ASCII letters, digits and ._:/+-"),
+    bounds_pb2.Bound.LINE: (
+        re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"),
+        "one line without control characters",
+    ),
+}
+_TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+_REALS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
+
+
+class _OutOfBounds(Exception):
+    """A value breaks a rule; the path to it grows on the way up, and costs nothing before."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.path = ""
+
+
+def check_bounds(message: Message) -> None:
+    """Raises ProtocolError, with the field, its value and the rule, for a field out of its bound.
+
+    Counts are compared before anything that they count is looked at.
+    """
+    try:
+        _check_message(message)
+    except _OutOfBounds as broken:
+        raise ProtocolError(f"{message.DESCRIPTOR.name}{broken.path} {broken.rule}") from None
+
+
+def decode(kind: type[M], data: bytes) -> M:
+    """The message of type `kind` in `data`; ProtocolError when it is none, or out of its bounds."""
+    largest = max_message_bytes(kind.DESCRIPTOR)
+    if len(data) > largest:
+        raise ProtocolError(
+            f"{kind.DESCRIPTOR.name} must have at most {largest} bytes, got {len(data)}"
+        )
+    try:
+        message = kind.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"not a message of type {kind.DESCRIPTOR.name}: {error}") from None
+    check_bounds(message)
+    return message
+
+
+def max_message_bytes(descriptor: Descriptor) -> int:
+    """The largest size of an encoded message that is read from outside; it must state one."""
+    size: int = descriptor.GetOptions().Extensions[bounds_pb2.max_message_bytes]
+    assert size, f"{descriptor.full_name} states no max_message_bytes"
+    return size
+
+
+def bound_of(field: FieldDescriptor) -> bounds_pb2.Bound | None:
+    """The bound that a field states; None when it states none."""
+    options = field.GetOptions()
+    if not options.HasExtension(bounds_pb2.bound):
+        return None
+    bound: bounds_pb2.Bound = options.Extensions[bounds_pb2.bound]
+    return bound
+
+
+def _check_message(message: Message) -> None:
+    checks = _checks(message.DESCRIPTOR)
+    for field, value in message.ListFields():
+        check = checks.get(field.number)
+        if check is not None:
+            try:
+                check(value)
+            except _OutOfBounds as broken:
+                broken.path = f".{field.name}{broken.path}"
+                raise
+
+
+@functools.cache
+def _checks(descriptor: Descriptor) -> dict[int, _Check]:
+    """The check of each field by its number; fields that cannot be wrong have none."""
+    made = {field.number: _field_check(field) for field in descriptor.fields}
+    return {number: check for number, check in made.items() if check is not None}
+
+
+def _field_check(field: FieldDescriptor) -> _Check | None:
+    entry = field.message_type
+    if entry is not None and entry.GetOptions().map_entry:
+        return _map_check(field, entry)
+    one = _value_check(field, bound_of(field))
+    return one if not field.is_repeated else _list_check(field, one)
+
+
+def _list_check(field: FieldDescriptor, one: _Check | None) -> _Check:
+    bound = bound_of(field)
+    assert bound is not None, f"{field.full_name} states no bound"
+    most = bound.max_items
+
+    def check(values: Sequence[object]) -> None:
+        _count(len(values), most)
+        for index, value in enumerate(values if one is not None else ()):
+            try:
+                one(value)
+            except _OutOfBounds as broken:
+                broken.path = f"[{index}]{broken.path}"
+                raise
+
+    return check
+
+
+def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:
+    bound = bound_of(field)
+    assert bound is not None, f"{field.full_name} states no bound"
+    most = bound.max_items
+    key = _value_check(entry.fields_by_name["key"], bound) or _nothing
+    value = _value_check(entry.fields_by_name["value"], bound) or _nothing
+
+    def check(values: Mapping[object, object]) -> None:
+        _count(len(values), most)
+        for name, content in values.items():
+            try:
+                key(name)
+                value(content)
+            except _OutOfBounds as broken:
+                broken.path = f"[{shown(str(name))}]{broken.path}"
+                raise
+
+    return check
+
+
+def _nothing(value: object) -> None:
+    """Every value passes."""
+
+
+def _value_check(field: FieldDescriptor, bound: bounds_pb2.Bound | None) -> _Check | None:
+    if field.message_type is not None:
+        return _check_message
+    if field.enum_type is not None:
+        return _enum_check(field.enum_type)
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return None
+    assert bound is not None, f"{field.full_name} states no bound"
+    if field.type in _TEXTS:
+        return _text_check(bound)
+    return None if bound.any else _number_check(bound, is_real=field.type in _REALS)
+
+
+def _enum_check(kind: EnumDescriptor) -> _Check:
+    known = frozenset(kind.values_by_number)
+
+    def check(value: int) -> None:
+        if value not in known:
+            raise _OutOfBounds(f"must be a value of {kind.name}, got {value}")
+
+    return check
+
+
+def _text_check(bound: bounds_pb2.Bound) -> _Check:
+    most, alphabet = bound.max_bytes, _ALPHABETS.get(bound.alphabet)
+
+    def check(value: str | bytes) -> None:
+        size = len(value)
+        # A text of n characters has n to 4 n bytes: most are known to fit without encoding them.
+        if 4 * size > most and isinstance(value, str):
+            size = len(value.encode())
+        if size > most:
+            raise _OutOfBounds(f"must have at most {most} bytes, got {size}")
+        if alphabet is not None and isinstance(value, str) and alphabet[0].search(value):
+            raise _OutOfBounds(f"must hold {alphabet[1]}, got {shown(value)}")
+
+    return check
+
+
+def _number_check(bound: bounds_pb2.Bound, *, is_real: bool) -> _Check:
+    least, most = (bound.min, bound.max) if is_real else (int(bound.min), int(bound.max))
+
+    def check(value: float) -> None:
+        if not least <= value <= most:
+            raise _OutOfBounds(f"must be between {least:g} and {most:g}, got {value}")
+
+    return check
+
+
+def _count(size: int, most: int) -> None:
+    if size > most:
+        raise _OutOfBounds(f"must have at most {most} elements, got {size}")
+
+
+def one_line(text: str, most: int) -> str:
+    """The text with escapes for control characters and line ends, cut after `most` characters."""
+    cut = text if len(text) <= most else f"{text[:most]}..."
+    return _ALPHABETS[bounds_pb2.Bound.LINE][0].sub(lambda found: repr(found[0])[1:-1], cut)
+
+
+def shown(text: str, most: int = 100) -> str:
+    """The text in quotes on one line, cut after `most` characters: fit for a log."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def unbounded_fields(descriptors: Iterable[Descriptor]) -> list[str]:
+    """The full names of the fields that must state a bound and state none, or half of one."""
+    return [
+        field.full_name
+        for descriptor in descriptors
+        for field in descriptor.fields
+        if not _is_bounded(field)
+    ]
+
+
+def _is_bounded(field: FieldDescriptor) -> bool:
+    bound, entry = bound_of(field), field.message_type
+    is_map = entry is not None and entry.GetOptions().map_entry
+    parts = [field] if not is_map else list(entry.fields)
+    if field.is_repeated and (bound is None or not bound.max_items):
+        return False
+    for part in parts:
+        if part.message_type is not None or part.enum_type is not None:
+            continue
+        if part.type == FieldDescriptor.TYPE_BOOL:
+            continue
+        if bound is None:
+            return False
+        if part.type in _TEXTS and not bound.max_bytes:
+            return False
+        if part.type not in _TEXTS and not bound.any and bound.max <= bound.min:
+            return False
+    return True

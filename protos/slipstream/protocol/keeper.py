@@ -1,0 +1,216 @@
+"""Runs a program and ends everything that the program has started, however either of them ends.
+
+    python -m slipstream.protocol.keeper [--cause-fd FD] [LIMITS] -- PROGRAM ARGUMENTS...
+
+The keeper stays between its parent and PROGRAM. It is the reaper of all that PROGRAM starts, so a
+process that leaves its session, or loses its parent, stays below the keeper.
+
+Waits for: the end of PROGRAM, SIGTERM, the end of the parent, a limit. Whatever comes first, every
+process below the keeper is killed, and the keeper ends as PROGRAM did: same code, same signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from slipstream.protocol.descendants import (
+    Descendant,
+    descendants,
+    kernel_oom_kills,
+    kill,
+    resident_bytes,
+    shared_out_bytes,
+)
+from slipstream.protocol.process import become_reaper, die_with_parent
+
+# PROGRAM may end by itself for so long after SIGTERM.
+GRACE_S = 2.0
+# What is killed is gone within this, unless the kernel itself is stuck with it.
+KILL_LIMIT_S = 10.0
+# How often the limits are checked: a program fills memory within seconds.
+CHECK_PERIOD_S = 0.2
+# The kernel takes so long to end a large process that it has chosen.
+OOM_RECENT_S = 10.0
+# The kernel, when memory runs out, ends a process with this first.
+EXPENDABLE = "1000"
+_WATCHED = {signal.SIGCHLD, signal.SIGTERM}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of PROGRAM and all that it starts; 0: none. The settings are named in the cause."""
+
+    memory_bytes: int = 0
+    memory_setting: str = ""
+    processes: int = 0
+    processes_setting: str = ""
+
+    def exceeded(self, found: Sequence[Descendant]) -> str:
+        """Says which limit `found` exceed; empty: none."""
+        if self.processes and len(found) > self.processes:
+            return (
+                f"it had {len(found)} processes, more than {self.processes_setting} = "
+                f"{self.processes}"
+            )
+        if not self.memory_bytes or sum(map(resident_bytes, found)) <= self.memory_bytes:
+            return ""
+        # Pages that several processes share were counted for each; this look takes longer.
+        used = sum(map(shared_out_bytes, found))
+        if used <= self.memory_bytes:
+            return ""
+        return (
+            f"out of memory: it took {used / (1 << 30):.2f} GiB, more than {self.memory_setting} = "
+            f"{self.memory_bytes / (1 << 30):.2f}"
+        )
+
+
+class Keeper:
+    """Holds one program; `run` returns its wait status when nothing of it is left."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._parent = os.getppid()
+        self._status: int | None = None
+        self._oom_kills = kernel_oom_kills()
+        self._oom_at_s = -OOM_RECENT_S
+        # Why the program ended, where its status does not say it.
+        self.cause = ""
+
+    def run(self, command: Sequence[str]) -> int:
+        """Starts `command`, and returns its wait status when nothing below is left."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        become_reaper()
+        die_with_parent(signal.SIGTERM)
+        self._program = _start(command)
+        told_to_end = False
+        while self._status is None and not self.cause and not told_to_end:
+            received = signal.sigtimedwait(_WATCHED, CHECK_PERIOD_S)
+            self._look_for_oom()
+            self._reap()
+            told_to_end = received is not None and received.si_signo == signal.SIGTERM
+            if self._status is None:
+                self.cause = self._limits.exceeded(descendants(os.getpid()))
+        if told_to_end and os.getppid() == self._parent:
+            self._ask_to_end()
+        was_killed = self._status == signal.SIGKILL
+        if was_killed and time.monotonic() - self._oom_at_s < OOM_RECENT_S:
+            self.cause = "out of memory: the kernel killed it"
+        self._kill_all()
+        return signal.SIGKILL if self._status is None else self._status
+
+    def _look_for_oom(self) -> None:
+        kills = kernel_oom_kills()
+        if kills != self._oom_kills:
+            self._oom_kills, self._oom_at_s = kills, time.monotonic()
+
+    def _reap(self) -> bool:
+        """Collects the processes that have ended; returns whether any is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._program:
+                self._status = status
+
+    def _ask_to_end(self) -> None:
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                # The program leads the group, and is not reaped: the number is still its own.
+                os.killpg(self._program, signal.SIGTERM)
+        until_s = time.monotonic() + GRACE_S
+        while self._status is None and (left_s := until_s - time.monotonic()) > 0:
+            signal.sigtimedwait({signal.SIGCHLD}, left_s)
+            self._reap()
+
+    def _kill_all(self) -> None:
+        killed: set[Descendant] = set()
+        until_s = time.monotonic() + KILL_LIMIT_S
+        while self._reap():
+            found = descendants(os.getpid())
+            new = set(found) - killed
+            for each in found:
+                kill(each)
+            if new:
+                # What is killed may have started others meanwhile: at once again.
+                killed |= new
+                until_s = time.monotonic() + KILL_LIMIT_S
+                continue
+            if time.monotonic() > until_s:
+                left = ", ".join(str(each.pid) for each in found)
+                print(f"slipstream: these processes do not end: {left}", file=sys.stderr)
+                return
+            signal.sigtimedwait({signal.SIGCHLD}, CHECK_PERIOD_S)
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Ends as the program does."""
+    parser = argparse.ArgumentParser(prog="python -m slipstream.protocol.keeper")
+    parser.add_argument("--cause-fd", type=int, default=2, help="where to say why it was ended")
+    parser.add_argument("--memory-bytes", type=int, default=0)
+    parser.add_argument("--memory-setting", default="the limit")
+    parser.add_argument("--processes", type=int, default=0)
+    parser.add_argument("--processes-setting", default="the limit")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    if options.cause_fd > 2:
+        os.set_inheritable(options.cause_fd, False)
+    if sys.platform != "linux":
+        os.execvp(options.command[0], options.command)
+    keeper = Keeper(
+        Limits(
+            options.memory_bytes,
+            options.memory_setting,
+            options.processes,
+            options.processes_setting,
+        )
+    )
+    status = keeper.run(options.command)
+    if keeper.cause:
+        os.write(options.cause_fd, f"{keeper.cause}\n".encode())
+    _end_as(status)
+
+
+def _start(command: Sequence[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        # A program that signals its own group does not reach the keeper.
+        os.setsid()
+        die_with_parent()
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write(EXPENDABLE)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        print(f"slipstream: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(127)
+
+
+def _end_as(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        # The program has left its core, if any; the keeper's would tell nothing.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,94 @@
+"""Whether a Redis server keeps what it has acknowledged: its settings, and how it loads files."""
+
+from __future__ import annotations
+
+import logging
+
+import redis.asyncio
+from redis.exceptions import NoPermissionError, ResponseError
+from slipstream.protocol.errors import QueueError
+from slipstream.protocol.queue.redis_connection import RedisConnection
+from slipstream.protocol.queue.redis_rights import DEFAULT_USER
+
+REQUIRED_SETTINGS = {
+    "appendonly": "yes",
+    "appendfsync": "always",
+    "maxmemory-policy": "noeviction",
+    # Else nothing is synced while the append-only file is rewritten.
+    "no-appendfsync-on-rewrite": "no",
+}
+# These load transactions from the append-only file whatever the default user may do. Versions from
+# 7.0 up to them drop each one that it may not write, without an error.
+LOADS_WHOLE_FROM = {"redis": (8, 6, 3), "valkey": (9, 1, 2)}
+ASKS_DEFAULT_USER_FROM = (7, 0)
+
+logger = logging.getLogger(__name__)
+
+
+async def check_settings(connection: RedisConnection) -> None:
+    """QueueError when the server may lose what it has acknowledged."""
+    try:
+        found = await connection.client.config_get(*REQUIRED_SETTINGS)
+    except (NoPermissionError, ResponseError) as error:
+        needed = ", ".join(f"{key} {value}" for key, value in REQUIRED_SETTINGS.items())
+        logger.warning(
+            "redis at %s does not show its settings (%s): %s are needed, or trajectories may "
+            "be lost",
+            connection.name,
+            error,
+            needed,
+        )
+        return
+    settings = {_text(key): _text(value) for key, value in found.items()}
+    for setting, needed in REQUIRED_SETTINGS.items():
+        value = settings.get(setting)
+        if value != needed:
+            raise QueueError(
+                f"redis at {connection.name}: {setting} must be {needed} so that nothing is lost, "
+                f"got {value}"
+            )
+
+
+async def check_loading(connection: RedisConnection) -> None:
+    """QueueError when the server would drop the run's transactions at its next start."""
+    kind, version = await server_version(connection.client)
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    whole_from = LOADS_WHOLE_FROM.get(kind)
+    if numbers < ASKS_DEFAULT_USER_FROM or (whole_from is not None and numbers >= whole_from):
+        return
+    if connection.user == "default":
+        return
+    run = connection.mark_key.removesuffix(":mark")
+    for command in (
+        ("SET", f"{run}:mark", ""),
+        ("XADD", f"{run}:trajectories", "*", "id", ""),
+        ("INCRBY", f"{run}:mark:MARK:added", "1"),
+        ("INCRBY", f"{run}:mark:MARK:removed", "1"),
+        ("XACK", f"{run}:trajectories", "controller", "0-1"),
+        ("XDEL", f"{run}:trajectories", "0-1"),
+    ):
+        call = connection.client.execute_command("ACL", "DRYRUN", "default", *command)  # type: ignore[no-untyped-call]
+        answer = await call
+        if _text(answer) != "OK":
+            raise QueueError(
+                f"redis at {connection.name}: version {version} ({kind}) loses transactions at a "
+                f"restart, since its default user may not {command[0].lower()}: put "
+                f"`{DEFAULT_USER}` into its access list, which lets nobody in as that user, or use "
+                f"{' or '.join(f'{k} from {_dotted(v)} on' for k, v in LOADS_WHOLE_FROM.items())}"
+            )
+
+
+async def server_version(client: redis.asyncio.Redis) -> tuple[str, str]:
+    """Which server this is, redis or valkey, and its version."""
+    hello = client.execute_command("HELLO", "2")  # type: ignore[no-untyped-call]
+    facts: list[bytes] = await hello
+    kind, version = (facts[facts.index(key) + 1] for key in (b"server", b"version"))
+    return kind.decode(), version.decode()
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

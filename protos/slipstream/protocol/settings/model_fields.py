@@ -1,0 +1,264 @@
+"""Fields of a model's config.json: which are computed with, and which may have one value only.
+
+Three programs read the file: transformers, Megatron-Bridge for the learner and vLLM for the rollout
+servers. A field that one of them reads and another does not makes two models out of one folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+Values: TypeAlias = tuple[Any, ...]
+
+# All three compute with them; `model_problems` says which values are possible.
+HONOURED = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "norm_topk_prob",
+        # Refused where they say more than one kind of layer.
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "quantization_config",
+    }
+)
+# They say nothing of the function: names, token ids, how a model was made or is stored. Dropout and
+# jitter belong to training, where neither the learner nor a rollout server has any.
+HARMLESS = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "add_cross_attention",
+        "attention_dropout",
+        "aux_loss_alpha",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "do_sample",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "head_dtype",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_length",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "repetition_penalty",
+        "resid_pdrop",
+        "return_dict",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "sep_token_id",
+        "task_specific_params",
+        "temperature",
+        "tokenizer_class",
+        "torch_dtype",
+        "top_k",
+        "top_p",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+_OFF: Values = (None, False)
+_NONE: Values = (None,)
+_ONE: Values = (None, 1)
+_ZERO: Values = (None, 0)
+# Field -> the values with which all three compute the same, whatever the architecture.
+ONE_VALUE: Mapping[str, Values] = MappingProxyType(
+    {
+        "hidden_act": ("silu",),
+        "hidden_activation": (None, "silu"),
+        "attention_bias": _OFF,
+        "bias": _OFF,
+        "qkv_bias": _OFF,
+        "mlp_bias": _OFF,
+        "qk_norm": _OFF,
+        "use_qk_norm": _OFF,
+        "is_causal": (None, True),
+        "logit_scale": _ONE,
+        "partial_rotary_factor": _ONE,
+        "rotary_pct": _ONE,
+        "rotary_emb_fraction": _ONE,
+        "rotary_emb_base": _NONE,
+        "rope_interleaved": _OFF,
+        "use_mrope": _OFF,
+        "original_max_position_embeddings": _NONE,
+        "mrope_section": _NONE,
+        "xdrope_section": _NONE,
+        "dual_chunk_attention_config": _NONE,
+        "final_logit_softcapping": _NONE,
+        "attn_logit_softcapping": _NONE,
+        "scoring_func": (None, "softmax"),
+        "n_routed_experts": _ZERO,
+        "n_group": _ONE,
+        "topk_group": _ONE,
+        "routed_scaling_factor": _ONE,
+        "q_lora_rank": _NONE,
+        "kv_lora_rank": _NONE,
+        "qk_nope_head_dim": _NONE,
+        "qk_rope_head_dim": _NONE,
+        "v_head_dim": _NONE,
+        "num_nextn_predict_layers": _ZERO,
+    }
+)
+_ANY_BIAS: Values = (None, False, True)
+_DENSE: Mapping[str, Values] = {"num_experts": _ZERO, "num_local_experts": _ZERO}
+_UNSHARED: Mapping[str, Values] = {"shared_expert_intermediate_size": _ZERO}
+# What differs for one architecture. Nobody reads attention_bias of a Qwen2, which has biases.
+ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": _DENSE,
+        "Qwen2ForCausalLM": {**_DENSE, "attention_bias": _ANY_BIAS},
+        "Qwen3ForCausalLM": _DENSE,
+        "Qwen3MoeForCausalLM": _UNSHARED,
+        # vLLM has the biases always.
+        "Qwen2MoeForCausalLM": {"attention_bias": _ANY_BIAS, "qkv_bias": (None, True)},
+        # The weights of a token's experts add up to 1, whatever the file says.
+        "MixtralForCausalLM": {
+            **_UNSHARED,
+            "norm_topk_prob": (None, True),
+            # transformers asks no other field whether there is a window.
+            "sliding_window": _NONE,
+        },
+    }
+)
+# vLLM takes hidden_size / num_attention_heads for them.
+_NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_LLAMA3_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+
+
+def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each field of a known architecture's config.json that is not computed alike."""
+    architecture = _architecture(values)
+    allowed = {**ONE_VALUE, **ONE_VALUE_OF.get(architecture, {})}
+    for name, value in values.items():
+        if name in allowed and value not in allowed[name]:
+            yield (
+                f"model.path: {name} of a {architecture} must be {_written(allowed[name])}, "
+                f"got {value!r}: transformers, learner and rollout servers would compute "
+                "different models"
+            )
+    layers = values.get("layer_types") or []
+    for kind in sorted({kind for kind in layers if kind != "full_attention"}):
+        yield f"model.path: layer_types must all be full_attention, got {kind!r}"
+    counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
+    if len(counts) > 1:
+        yield (
+            f"model.path: num_experts and num_local_experts must be the same number, "
+            f"got {values['num_experts']} and {values['num_local_experts']}"
+        )
+    yield from _head_problems(values, architecture)
+    yield from _rope_problems(values)
+
+
+def unknown_fields(values: Mapping[str, Any]) -> list[str]:
+    """Names in a config.json of which nobody here knows whether they change the model."""
+    known = HONOURED | HARMLESS | ONE_VALUE.keys()
+    return sorted(name for name in values if name not in known)
+
+
+def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table of a config.json on positions, as transformers chooses between its two names."""
+    table = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    return table if isinstance(table, Mapping) else {}
+
+
+def _architecture(values: Mapping[str, Any]) -> str:
+    return str((values.get("architectures") or [""])[0])
+
+
+def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str]:
+    size, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    head_dim = values.get("head_dim")
+    if architecture not in _NO_HEAD_DIM or not (size and heads and head_dim):
+        return
+    if head_dim * heads != size:
+        yield (
+            f"model.path: head_dim of a {architecture} must be hidden_size / num_attention_heads "
+            f"= {size / heads:g}, as rollout servers take it, got {head_dim}"
+        )
+
+
+def _rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    new, old = values.get("rope_parameters"), values.get("rope_scaling")
+    if new and old and new != old:
+        yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"
+    table = rope_table(values)
+    kind = table.get("rope_type", table.get("type", "default"))
+    known = (*_ROPE_KEYS, *(_LLAMA3_KEYS if kind == "llama3" else ()))
+    for name in sorted(set(table) - set(known)):
+        yield (
+            f"model.path: {name} in rope_parameters is not computed with for the rope_type "
+            f"{kind!r}, got {table[name]!r}"
+        )
+    if kind == "llama3":
+        # transformers takes another bound for a missing one, and Megatron its own.
+        for name in (name for name in _LLAMA3_KEYS if name not in table):
+            yield f"model.path: the rope_type 'llama3' needs {name} in rope_parameters"
+    if table.get("partial_rotary_factor") not in _ONE:
+        yield (
+            f"model.path: partial_rotary_factor must be 1, got {table['partial_rotary_factor']!r}: "
+            "transformers, learner and rollout servers would compute different models"
+        )
+    theta, other = table.get("rope_theta"), values.get("rope_theta")
+    if theta is not None and other is not None and theta != other:
+        yield (
+            f"model.path: rope_theta is {other} in config.json and {theta} in its rope_parameters"
+        )
+
+
+def _written(allowed: Values) -> str:
+    names = [str(value).lower() if isinstance(value, bool) else repr(value) for value in allowed]
+    return " or ".join("left out" if name == "None" else name for name in names)

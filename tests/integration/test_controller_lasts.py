@@ -1,0 +1,97 @@
+"""A controller that runs for long, or whose loop stands still: nobody is lost, nothing piles up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+import types
+from pathlib import Path
+
+from controller_runs import make_config, play
+from fake_server import FakeServer
+from fake_trainer import FakeTrainer
+from slipstream.learner.controller.application import Controller
+
+# Of a step of two trajectories with some sixty metrics: mostly the text of its event.
+MOST_BYTES_A_STEP = 2000
+# What belongs to the program or to the loop, not to the state of a run.
+FOREIGN = (
+    *(type, types.ModuleType, types.FunctionType, types.FrameType),
+    *(asyncio.Future, asyncio.AbstractEventLoop),
+)
+
+
+def kept_bytes(*roots: object) -> int:
+    """Bytes of all Python objects of the controller that can be reached from `roots`."""
+    seen: set[int] = set()
+    waiting, size = list(roots), 0
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, FOREIGN):
+            continue
+        if type(found).__module__.startswith(("grpc", "uvloop", "asyncio.base", "logging")):
+            continue
+        seen.add(id(found))
+        size += sys.getsizeof(found)
+        waiting += gc.get_referents(found)
+    return size
+
+
+async def test_the_controller_keeps_next_to_nothing_of_old_steps(tmp_path: Path) -> None:
+    num_steps = 220
+    config = make_config(
+        tmp_path,
+        run__steps=num_steps,
+        algorithm__group_size=2,
+        algorithm__groups_per_step=1,
+        controller__sample_every_steps=1000,
+    )
+    sizes: dict[int, int] = {}
+    trainer = FakeTrainer(config.controller.address, checkpoint_every=5)
+
+    async def measure(controller: Controller, _: object) -> None:
+        for step in (100, 200):
+            trainer.hold_at(step)
+            await asyncio.wait_for(trainer.until_held(), 150)
+            parts = (
+                *(controller._ledger, controller._recorder, controller._book),
+                *(controller._progress.events, controller._trainer._former, controller._fleet),
+                *(controller._intake.inspector, controller._environments),
+            )
+            gc.collect()
+            sizes[step] = kept_bytes(*parts)
+            trainer.gated_from = num_steps + 1
+            trainer.gate.set()
+
+    server = FakeServer(config.controller.address)
+    summary = await play(config, server, trainer=trainer, during=measure)
+    assert (summary["code"], summary["steps"]) == (0, num_steps)
+    growth = (sizes[200] - sizes[100]) / 100
+    assert growth < MOST_BYTES_A_STEP, f"{growth:.0f} bytes a step"
+    assert (config.run_dir / "curves.png").is_file()
+
+
+async def test_a_loop_that_stands_still_costs_no_server(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run__steps=30, controller__heartbeat_timeout_s=0.8)
+    trainer = FakeTrainer(config.controller.address)
+
+    told: list[str] = []
+
+    async def stand_still(controller: Controller, _: object) -> None:
+        trainer.hold_at(5)
+        await asyncio.wait_for(trainer.until_held(), 60)
+        for _ in range(3):
+            time.sleep(1.5)
+            # So that what has come meanwhile is heard.
+            await asyncio.sleep(0.05)
+        told.extend(event.text for event in controller._progress.events._events)
+        trainer.gated_from = 31
+        trainer.gate.set()
+
+    servers = [FakeServer(config.controller.address, name) for name in ("a", "b", "c")]
+    summary = await play(config, *servers, trainer=trainer, during=stand_still)
+    assert summary["code"] == 0
+    assert "rollout server a joined" in told
+    assert not [text for text in told if "silent" in text]

@@ -1,0 +1,354 @@
+"""Messages that no part of ours would send, to a controller in the middle of a run.
+
+Whoever sends them may hold the token. The run goes on to its last step without a traceback, and the
+honest servers, trainer and clients notice nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import grpc.aio
+import pytest
+from controller_runs import make_config, play
+from fake_server import OPEN, FakeServer
+from fake_trainer import FakeTrainer
+from google.protobuf.message import Message
+from slipstream.learner.controller.application import Controller
+from slipstream.protocol.access.security import open_channel
+from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.queue.seal import seal
+from slipstream.v1 import (
+    environment_pb2,
+    environment_pb2_grpc,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    trajectory_pb2,
+    trajectory_pb2_grpc,
+)
+
+STEPS = 6
+
+
+class Liar:
+    """A caller that joins as a rollout server and then says what it is told to say."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.epoch = 77
+        self.outbox: asyncio.Queue[fleet_pb2.ServerMessage] = asyncio.Queue()
+        self.leases: asyncio.Queue[fleet_pb2.Lease] = asyncio.Queue()
+
+    async def join(self, max_episodes: int = 64) -> fleet_pb2.Welcome:
+        hello = fleet_pb2.ServerHello(
+            server_id="liar",
+            server_epoch=self.epoch,
+            protocol_version=PROTOCOL_VERSION,
+            max_episodes=max_episodes,
+            engine_workers=1,
+            max_model_len=4096,
+            queue_bytes=1 << 40,
+        )
+        await self.outbox.put(fleet_pb2.ServerMessage(hello=hello))
+        self.call = fleet_pb2_grpc.FleetServiceStub(self.channel).Join(self._messages())
+        first = await self.call.read()
+        return first.welcome
+
+    async def say(self, **message: Message) -> None:
+        await self.outbox.put(fleet_pb2.ServerMessage(**message))
+
+    async def refusal(self) -> grpc.aio.AioRpcError:
+        """What its stream ends with."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await self.call.read() is not grpc.aio.EOF:
+                pass
+        return caught.value
+
+    async def _messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
+        while True:
+            yield await self.outbox.get()
+
+
+Attack = Callable[[grpc.aio.Channel, FakeServer], Awaitable[None]]
+
+
+async def attacked(tmp_path, caplog, attack: Attack, **changes) -> dict:
+    """The summary of a run of an honest server and trainer that was attacked in its middle."""
+    config = make_config(tmp_path, run__steps=STEPS, **changes)
+    server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
+    trainer.hold_at(2)
+
+    async def during(controller: Controller, tasks: list) -> None:
+        async with asyncio.timeout(60):
+            while trainer.version.step < 2:
+                await asyncio.sleep(0.01)
+        try:
+            async with open_channel(config.controller.address, OPEN) as channel:
+                async with asyncio.timeout(60):
+                    await attack(channel, server)
+                status = status_pb2_grpc.StatusServiceStub(channel)
+                await status.GetStatus(status_pb2.GetStatusRequest(), timeout=20)
+        finally:
+            trainer.gate.set()
+
+    with caplog.at_level(logging.ERROR):
+        summary = await play(config, server, trainer=trainer, during=during)
+    assert (summary["code"], summary["steps"]) == (0, STEPS)
+    assert summary["ledger"]["difference"] == 0
+    # asyncio complains of the callers' generators, which end in their middle.
+    assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
+    return summary
+
+
+def deliver(channel: grpc.aio.Channel, *requests: trajectory_pb2.DeliverRequest):
+    async def messages() -> AsyncIterator[trajectory_pb2.DeliverRequest]:
+        for request in requests:
+            yield request
+        await asyncio.Event().wait()
+
+    return trajectory_pb2_grpc.TrajectoryServiceStub(channel).Deliver(messages(), timeout=30)
+
+
+async def ended(call) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    return caught.value.code(), caught.value.details()
+
+
+@pytest.mark.parametrize(
+    ("trajectory_id", "line"),
+    [
+        ("ä" * 150, "DeliverRequest.trajectory_id must have at most 128 bytes, got 300"),
+        ("g000001\x1b[2J", "DeliverRequest.trajectory_id must hold ASCII letters, digits and "),
+        ("what", "trajectory 'what' is not sealed by the server that it names"),
+    ],
+)
+async def test_a_delivery_of_nobody_ends_its_stream_alone(tmp_path, caplog, trajectory_id, line):
+    async def attack(channel, server):
+        request = trajectory_pb2.DeliverRequest(trajectory_id=trajectory_id, trajectory=b"junk")
+        code, details = await ended(deliver(channel, request))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith(line)
+
+    await attacked(tmp_path, caplog, attack)
+
+
+async def test_nobody_delivers_under_the_epoch_of_another_server(tmp_path, caplog):
+    async def attack(channel, server):
+        liar = Liar(channel)
+        key = (await liar.join()).delivery_key
+        for number in range(20):
+            name = f"g{number:06d}.0.0.{server.epoch:x}"
+            for sealed in (b"junk", seal(key, name, b"junk")):
+                request = trajectory_pb2.DeliverRequest(trajectory_id=name, trajectory=sealed)
+                code, details = await ended(deliver(channel, request))
+                assert code is grpc.StatusCode.INVALID_ARGUMENT
+                assert details == f"trajectory {name!r} is not sealed by the server that it names"
+
+    summary = await attacked(tmp_path, caplog, attack)
+    assert summary["ledger"]["quarantined"] == 0
+
+
+async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_path, caplog):
+    async def attack(channel, server):
+        liar = Liar(channel)
+        key = (await liar.join()).delivery_key
+        spans = trajectory_pb2.Trajectory(
+            version_spans=[trajectory_pb2.VersionSpan()] * 5_000_000
+        ).SerializeToString()
+        names = [f"g{number:06d}.0.0.{liar.epoch:x}" for number in range(16)]
+        requests = [
+            trajectory_pb2.DeliverRequest(trajectory_id=n, trajectory=seal(key, n, data))
+            for n, data in zip(names, [spans, *[b"junk"] * 15], strict=True)
+        ]
+        call = deliver(channel, *requests)
+        message = await liar.call.read()
+        while message.WhichOneof("message") != "drain":
+            await liar.say(heartbeat=fleet_pb2.ServerReport())
+            message = await liar.call.read()
+        assert "nothing but trajectories that cannot be trained" in message.drain.reason
+        call.cancel()
+
+    await attacked(tmp_path, caplog, attack)
+    causes = [json.loads(p.read_text())["cause"] for p in tmp_path.glob("r/quarantine/*.json")]
+    assert sorted(c.split(",")[0] for c in causes)[0].startswith("it has 15000000 bytes")
+    assert len(causes) == 16
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (
+            {
+                "lease": fleet_pb2.LeaseReport(
+                    group_id="g000001", closed=True, next_attempt=2**32 - 1
+                )
+            },
+            "ServerMessage.lease.next_attempt must be between 0 and 1e+06, got 4294967295",
+        ),
+        (
+            {"heartbeat": fleet_pb2.ServerReport(generated_tokens=2**64 - 1)},
+            "ServerMessage.heartbeat.generated_tokens must be between 0 and 1e+15, got "
+            "18446744073709551615",
+        ),
+        (
+            {"heartbeat": fleet_pb2.ServerReport(generated_tokens=10**12)},
+            "rollout server liar reports 1000000000000 generated tokens after ",
+        ),
+        (
+            {"drained": fleet_pb2.ServerReport(uptime_s=float("nan"))},
+            "ServerMessage.drained.uptime_s must be between 0 and 1e+09, got nan",
+        ),
+    ],
+)
+async def test_a_report_that_cannot_be_ends_the_stream_of_its_server(
+    tmp_path, caplog, message, line
+):
+    async def attack(channel, server):
+        liar = Liar(channel)
+        await liar.join()
+        await liar.say(**message)
+        refusal = await liar.refusal()
+        assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.details().startswith(line)
+
+    await attacked(tmp_path, caplog, attack)
+
+
+async def test_a_host_with_other_data_runs_no_task_of_the_environment(tmp_path, caplog):
+    events = []
+
+    async def attack(channel, server):
+        liar = Liar(channel)
+        await liar.join()
+        report = fleet_pb2.EnvironmentReport(environment="e", num_tasks=2)
+        await liar.say(environment=report)
+        status = status_pb2_grpc.StatusServiceStub(channel)
+        async for event in status.Watch(status_pb2.WatchRequest()):
+            events.append(event.text)
+            if "all hosts must have the same data" in event.text:
+                break
+
+    await attacked(tmp_path, caplog, attack)
+    assert events[-1].startswith("environment e on liar: it has 2 tasks here and ")
+
+
+@pytest.mark.parametrize(
+    ("hello", "line"),
+    [
+        (
+            {"layout_description": ""},
+            "layout_description of a trainer must not be empty",
+        ),
+        (
+            {"num_senders": 2**32 - 1},
+            "TrainerHello.num_senders must be between 0 and 65536, got 4294967295",
+        ),
+        (
+            {"num_senders": 9},
+            "num_senders of a trainer must be at most its world_size, got 9 and 1",
+        ),
+    ],
+)
+async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog, hello, line):
+    async def attack(channel, server):
+        facts = {"world_size": 1, "layout_description": "a\nb", "num_senders": 1}
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await trainer.Register(trainer_pb2.TrainerHello(**(facts | hello)), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details() == line
+
+    await attacked(tmp_path, caplog, attack)
+
+
+async def test_a_failure_that_no_registered_trainer_reports_ends_nothing(tmp_path, caplog):
+    async def attack(channel, server):
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        failure = trainer_pb2.TrainerFailure(message="made up", final=True)
+        await trainer.ReportFailure(failure, timeout=20)
+
+    await attacked(tmp_path, caplog, attack)
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        ({"num_workers": 2**32 - 1}, "SubmitEnvironmentRequest.spec.num_workers must be between 0"),
+        ({"num_workers": 0}, "num_workers must be between 1 and 256, got 0"),
+        ({"weight": 5e-324}, "weight must be between 1e-06 and 1e+06, got 5e-324"),
+        ({"name": ".."}, "a name has 1 to 100 letters, digits and ._:-, a letter or digit first"),
+        ({"args_json": "[" * 60_000}, "args must be a JSON object: "),
+        (
+            {"args_json": "a" * (40 << 20)},
+            "SubmitEnvironmentRequest must have at most 131072 bytes",
+        ),
+    ],
+)
+async def test_an_environment_that_cannot_be_is_refused_in_one_line(tmp_path, caplog, spec, line):
+    async def attack(channel, server):
+        facts = {
+            "name": "new",
+            "reference": "m:E",
+            "weight": 1.0,
+            "timeout_s": 1.0,
+            "num_workers": 1,
+            "purpose": trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+        }
+        request = environment_pb2.SubmitEnvironmentRequest(
+            spec=environment_pb2.EnvironmentSpec(**(facts | spec))
+        )
+        environments = environment_pb2_grpc.EnvironmentServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await environments.SubmitEnvironment(request, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details().startswith(line)
+        assert "\n" not in caught.value.details()
+
+    await attacked(tmp_path, caplog, attack)
+
+
+async def test_a_client_cannot_answer_what_another_was_asked(tmp_path, caplog):
+    def hello(name: str) -> environment_pb2.WorkerMessage:
+        spec = environment_pb2.EnvironmentSpec(
+            name=name, weight=1.0, timeout_s=20.0, purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING
+        )
+        return environment_pb2.WorkerMessage(
+            hello=environment_pb2.WorkerHello(spec=spec, num_tasks=1, max_episodes=64)
+        )
+
+    async def attack(channel, server):
+        environments = environment_pb2_grpc.EnvironmentServiceStub(channel)
+        asked, other = environments.ServeEpisodes(), environments.ServeEpisodes()
+        await asked.write(hello("asked"))
+        await other.write(hello("other"))
+        calls = fleet_pb2_grpc.FleetServiceStub(channel).CallEnvironments()
+        command = environment_pb2.WorkerCommand(call_id=5, ping=environment_pb2.PingCommand())
+        status = status_pb2_grpc.StatusServiceStub(channel)
+        async for event in status.Watch(status_pb2.WatchRequest()):
+            if event.text == "a client serves environment asked":
+                break
+        await calls.write(fleet_pb2.EnvironmentCall(environment="asked", command=command))
+        question = await asked.read()
+        lie = environment_pb2.Verdict(reward=1.0)
+        await other.write(environment_pb2.WorkerMessage(call_id=question.call_id, verdict=lie))
+        # The other stream's message has been read when the answer to its unknown call is.
+        await asyncio.sleep(0)
+        truth = environment_pb2.Verdict(reward=0.5)
+        await asked.write(environment_pb2.WorkerMessage(call_id=question.call_id, verdict=truth))
+        answer = await calls.read()
+        assert (answer.message.call_id, answer.message.verdict.reward) == (5, 0.5)
+        for call in (calls, asked, other):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                call.cancel()
+
+    await attacked(tmp_path, caplog, attack)

@@ -1,0 +1,87 @@
+"""Every field of config.json that changes the function is computed with as transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import field_ranks
+import pytest
+import torch
+from field_models import (
+    CASES,
+    CHOICES,
+    DEFAULT_ROPE,
+    FAMILIES,
+    LLAMA3_ROPE,
+    make_field_model,
+    write_as_transformers_4,
+)
+from field_ranks import probe
+from rank_pool import RankPool
+from slipstream.protocol.settings.model_fields import field_problems, unknown_fields
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OLD_FORM = ["llama.llama3", "qwen3.llama3", "qwen2-moe.default"]
+
+
+@pytest.fixture(scope="module")
+def folder(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, and what the learner makes of them."""
+    folder = tmp_path_factory.mktemp("fields")
+    for case in CASES:
+        make_field_model(folder, case)
+    for case in OLD_FORM:
+        make_field_model(folder / "old", case)
+        write_as_transformers_4(folder / "old" / case)
+    jobs = [*CASES, *(f"old/{case}" for case in OLD_FORM)]
+    rank_pool.run(Path(field_ranks.__file__), jobs, world_size=1, folder=folder)
+    return folder
+
+
+def logprobs(folder: Path, changes: Mapping[str, Any]) -> torch.Tensor:
+    """What transformers computes with `changes` to config.json and the same weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    found = []
+    with torch.no_grad():
+        for tokens in probe():
+            ids = torch.from_numpy(tokens).long()
+            scores = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            found.append(scores.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("case", [*CASES, *(f"old/{case}" for case in OLD_FORM)])
+def test_the_learner_computes_what_transformers_does(case: str, folder: Path) -> None:
+    found = torch.load(folder / f"{case}.pt", weights_only=True)
+    torch.testing.assert_close(found, logprobs(folder / case, {}), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> None:
+    """Else the learner could ignore one of them unseen."""
+    family, rope = case.split(".")
+    first = logprobs(folder / case, {})
+    ropes: dict[str, Any] = {"rope_parameters": DEFAULT_ROPE | {"rope_theta": 10000.0}}
+    if rope == "llama3":
+        ropes["unscaled"] = DEFAULT_ROPE | {"rope_theta": LLAMA3_ROPE["rope_theta"]}
+        ropes["other factor"] = LLAMA3_ROPE | {"factor": 2.0}
+    for name, value in {**CHOICES, **FAMILIES[family].choices, **ropes}.items():
+        field = "rope_parameters" if name in ropes else name
+        other = logprobs(folder / case, {field: value})
+        assert (other - first).abs().max() > 2e-4, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_writes_is_neither_unknown_nor_refused(case: str, folder: Path) -> None:
+    values = json.loads((folder / case / "config.json").read_text())
+    assert unknown_fields(values) == []
+    assert list(field_problems(values)) == []

@@ -1,0 +1,235 @@
+"""How a run ends: what it waits for, and as what it is shown."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from controller_runs import make_config, play
+from fake_server import FakeServer
+from fake_trainer import FakeTrainer
+from slipstream.client import Client
+
+# The controller gives up a trainer that is silent for so long at the end.
+TIMEOUT_S, GRACE_S = 2.2, 0.3
+SILENCE_S = TIMEOUT_S + GRACE_S
+SETTINGS = {
+    "run__steps": 2,
+    "learner__timeout_s": TIMEOUT_S,
+    "weights__join_deadline_s": 1.0,
+    "weights__bucket_deadline_s": 0.1,
+}
+
+
+class ExportingTrainer(FakeTrainer):
+    """Exports for `export_s`, and says every `sign_s` that it works; None: never."""
+
+    export_s, sign_s = 0.0, None
+
+    async def export(self) -> None:
+        if self.sign_s is None:
+            await asyncio.sleep(self.export_s)
+            return
+        for _ in range(int(self.export_s / self.sign_s)):
+            await asyncio.sleep(self.sign_s)
+            await self.sign()
+
+
+async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_works(tmp_path):
+    config = make_config(tmp_path, **SETTINGS)
+    trainer = ExportingTrainer(config.controller.address)
+    trainer.export_s, trainer.sign_s = 1.6 * SILENCE_S, 0.2
+    seen = set()
+
+    async def look(controller, tasks):
+        async with Client(config.controller.address) as client:
+            while not trainer.stop_reason:
+                await asyncio.sleep(0.02)
+            status = await client.status()
+            seen.add((status.state, status.waiting_for))
+
+    summary = await play(
+        config,
+        FakeServer(config.controller.address),
+        trainer=trainer,
+        during=look,
+        goodbye_limit_s=GRACE_S,
+    )
+    assert (summary["code"], summary["state"]) == (0, "finished")
+    assert seen == {("stopping", "the trainer to save and export the model")}
+
+
+async def test_a_run_without_its_model_has_failed(tmp_path):
+    config = make_config(tmp_path, **SETTINGS)
+    trainer = ExportingTrainer(config.controller.address)
+    trainer.export_s = 600.0
+    summary = await play(
+        config,
+        FakeServer(config.controller.address),
+        trainer=trainer,
+        wait_for_trainer=False,
+        goodbye_limit_s=GRACE_S,
+    )
+    assert (summary["code"], summary["state"], summary["steps"]) == (1, "failed", 2)
+    assert summary["cause"].startswith("nothing was heard of the trainer for 3 s while it was to ")
+
+
+async def test_a_trainer_that_leaves_without_the_model_fails_the_run(tmp_path):
+    config = make_config(tmp_path, **SETTINGS)
+    trainer = FakeTrainer(config.controller.address)
+    trainer.export_path = ""
+    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    assert (summary["code"], summary["state"]) == (1, "failed")
+    assert summary["cause"].startswith("the trainer left without exporting the model")
+
+
+async def test_a_trainer_that_fails_while_it_exports_is_not_waited_for(tmp_path):
+    config = make_config(tmp_path, **SETTINGS | {"learner__timeout_s": 600.0})
+    trainer = ExportingTrainer(config.controller.address)
+    trainer.export_s = 600.0
+
+    async def fail(controller, tasks):
+        while not trainer.stop_reason:
+            await asyncio.sleep(0.02)
+        controller._progress.fail("the disk is full")
+
+    summary = await play(
+        config,
+        FakeServer(config.controller.address),
+        trainer=trainer,
+        during=fail,
+        wait_for_trainer=False,
+    )
+    assert (summary["code"], summary["cause"]) == (1, "the disk is full")
+
+
+async def test_a_trainer_that_dies_while_it_exports_may_come_again(tmp_path):
+    config = make_config(tmp_path, **SETTINGS)
+    address = config.controller.address
+    first = ExportingTrainer(address, checkpoint_every=1)
+    first.export_s = 600.0
+    second = FakeTrainer(address)
+
+    async def die(controller, tasks):
+        while not first.stop_reason:
+            await asyncio.sleep(0.02)
+        # It makes both versions again, and leaves with the same weights.
+        await second.run()
+
+    summary = await play(
+        config, FakeServer(address), trainer=first, during=die, wait_for_trainer=False
+    )
+    assert (summary["code"], summary["state"]) == (0, "finished")
+    assert second.version == first.version
+    assert summary["weight_digest"] == first.digest.hex()
+
+
+async def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path):
+    config = make_config(tmp_path, run__steps=100_000)
+    states = []
+
+    async def stop(controller, tasks):
+        async with Client(config.controller.address) as client:
+            async for event in client.watch():
+                if event.step == 2:
+                    await client.stop("enough")
+                if event.final_state:
+                    states.append(event.final_state)
+
+    summary = await play(
+        config,
+        FakeServer(config.controller.address),
+        trainer=FakeTrainer(config.controller.address),
+        during=stop,
+    )
+    assert states == ["stopped"]
+    assert (summary["code"], summary["state"], summary["cause"]) == (0, "stopped", "enough")
+    assert 2 <= summary["steps"] < 100_000
+
+
+class SlowTrainer(FakeTrainer):
+    """Needs `slow_step_s` for its first step, and says every `sign_s` that it works, or never."""
+
+    slow_step_s, sign_s = 0.0, None
+
+    async def train(self) -> None:
+        if self.version.step or self.sign_s is None:
+            await asyncio.sleep(self.slow_step_s if not self.version.step else 0.0)
+            return
+        for _ in range(int(self.slow_step_s / self.sign_s)):
+            await asyncio.sleep(self.sign_s)
+            await self.sign()
+
+
+@pytest.mark.parametrize("works", [True, False])
+async def test_a_step_longer_than_the_limit_of_a_stall_is_one_only_when_the_trainer_is_silent(
+    tmp_path, *, works
+):
+    config = make_config(tmp_path, run__steps=2, controller__stall_timeout_s=1.0)
+    trainer = SlowTrainer(config.controller.address)
+    trainer.slow_step_s, trainer.sign_s = (3.0, 0.2) if works else (600.0, None)
+    summary = await play(
+        config,
+        FakeServer(config.controller.address),
+        trainer=trainer,
+        wait_for_trainer=works,
+    )
+    if works:
+        assert (summary["code"], summary["steps"]) == (0, 2)
+    else:
+        assert summary["code"] == 1
+        assert summary["cause"].endswith("while waiting for the trainer to make version 1")
+
+
+async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_path):
+    config = make_config(tmp_path, **SETTINGS)
+    server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
+    server.gate.clear()
+    waits = []
+
+    async def hold(controller, tasks):
+        while trainer.num_waits < 3:
+            await asyncio.sleep(0.02)
+        waits.append(trainer.num_waits)
+        server.gate.set()
+
+    # As the trainer's client calls: within half of the limit of a collective.
+    trainer.call_timeout_s = TIMEOUT_S / 2
+    summary = await play(config, server, trainer=trainer, during=hold)
+    assert (summary["code"], summary["steps"]) == (0, 2)
+    assert waits
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"controller__heartbeat_s": 0.01, "controller__heartbeat_timeout_s": 1.0},
+        {"controller__heartbeat_s": 3e8, "controller__heartbeat_timeout_s": 1e9},
+        {"controller__lease_timeout_s": 1.0},
+        {"controller__stall_timeout_s": 1.0, "controller__fleet_timeout_s": 1.0},
+        {
+            "controller__lease_timeout_s": 1e9,
+            "controller__stall_timeout_s": 1e9,
+            "controller__fleet_timeout_s": 1e9,
+            "rollout_server__start_timeout_s": 1e9,
+        },
+        {
+            "weights__bucket_deadline_s": 0.1,
+            "weights__join_deadline_s": 1.0,
+            "learner__timeout_s": 2.2,
+        },
+        {
+            "weights__bucket_deadline_s": 1e8,
+            "weights__join_deadline_s": 1e8,
+            "learner__timeout_s": 1e9,
+        },
+    ],
+    ids=lambda limits: ", ".join(
+        f"{name.split('__')[1]} {value:g}" for name, value in limits.items()
+    ),
+)
+async def test_a_run_gets_on_with_its_limits_at_their_ends(tmp_path, limits):
+    config = make_config(tmp_path, **{"run__steps": 2} | limits)
+    address = config.controller.address
+    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    assert (summary["code"], summary["steps"]) == (0, 2)

@@ -1,0 +1,261 @@
+"""A pass grants what a look at all servers and all groups before each lease would grant."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+from fake_trajectories import GOOD
+from lease_rig import Rig
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.lease_pass import Grant
+from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.protocol import reservation, staleness
+from slipstream.protocol.types import PolicyVersion
+
+NUM_RUNS = 150
+# Processor time of a pass, however busy the machine is.
+LONGEST_S = 0.05
+
+
+class PlainScheduler(Scheduler):
+    """The rule without counts: everything is looked at before each lease."""
+
+    def lease_all(self, limit: int = 10**9) -> asyncio.Future[None] | None:
+        num_given_up = len(self._again)
+        granted = self._orphans()
+        num_given_up = len(self._again) - num_given_up
+        while not isinstance(lease := self._next(), LeaseWait):
+            granted.append(lease)
+        self._note(lease)
+        return self._journal.durable() if granted or num_given_up else None
+
+    def _room_of(self, session: ServerSession) -> int:
+        taken = sum(len(g.running) for g in self._book.held_by(session.key))
+        taken += sum(len(c.members) for c in self._book.closing.values() if c.holder == session.key)
+        return session.hello.max_episodes - taken - self.reserved.get(session.key, 0)
+
+    def _by_room(self) -> list[ServerSession]:
+        return sorted(self._fleet.serving(), key=self._room_of, reverse=True)
+
+    def _runs(self, session: ServerSession, group: Group) -> bool:
+        entry = self._environments.entries.get(group.environment)
+        return entry is not None and entry.runs_on(session.key)
+
+    def _orphans(self) -> list[Grant]:
+        book, granted = self._book, []
+        for session in self._by_room():
+            for group in book.orphans():
+                if (
+                    self._runs(session, group)
+                    and len(group.missing) <= self._room_of(session)
+                    and book.may_reassign(group, session.version.step)
+                ):
+                    book.reassign(group, session.key)
+                    granted.append(Grant(session, group))
+        for group in book.orphans():
+            able = [s.version.step for s in self._by_room() if self._runs(s, group)]
+            views = [
+                staleness.LeasedGroup(g.group_id, g.deadline_step, g.is_complete)
+                for g in book.training_groups()
+            ]
+            view = staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
+            verdicts = [book.may_reassign(group, step) for step in able]
+            if staleness.must_start_afresh(view, views, book.step, book.groups_per_step, verdicts):
+                self._give_up(group)
+                self._again.append(group)
+        return granted
+
+    def _next(self) -> Grant | LeaseWait:
+        sessions, book, environments = self._by_room(), self._book, self._environments
+        if not sessions:
+            return LeaseWait.SERVER
+        wait, size = LeaseWait.SLOTS, book.group_size
+        episodes = book.episodes_by_environment()
+        for session in sessions:
+            step = session.version.step
+            if self._room_of(session) < size:
+                continue
+            deadlines = [group.deadline_step for group in book.training_groups()]
+            deadline = staleness.deadline(step, book.max_staleness, book.num_steps)
+            if not staleness.may_lease(deadlines, book.step, book.groups_per_step, deadline):
+                wait = max(wait, LeaseWait.STALENESS)
+                continue
+            old = next(
+                (
+                    group
+                    for group in self._again
+                    if (entry := environments.entries.get(group.environment)) is not None
+                    and environments.may_run(entry, session.key, episodes, group.size)
+                ),
+                None,
+            )
+            turn = environments.next_for(session.key, episodes, size)
+            if old is None and turn is None:
+                wait = max(wait, LeaseWait.ENVIRONMENT)
+                continue
+            free = reservation.free_bytes(
+                self._config.queue.max_bytes,
+                self._queue.waiting_bytes,
+                episodes.total(),
+                self._largest_bytes,
+            )
+            if not reservation.may_promise(
+                free, size + self._evaluated_soon(), self._largest_bytes
+            ):
+                return LeaseWait.QUEUE
+            if old is not None:
+                self._again.remove(old)
+                group = book.lease(old.environment, old.task_index, old.seed, session.key, step)
+                return Grant(session, group, replaces=old.group_id)
+            number = turn.next_number
+            task_index, seed = environments.next_task(turn)
+            turn.groups_leased += 1
+            group = book.lease(turn.spec.name, task_index, seed, session.key, step)
+            return Grant(session, group, number)
+        return wait
+
+
+def state(rig: Rig) -> tuple[object, ...]:
+    """Everything that a pass decides."""
+    groups = [
+        (g.group_id, g.environment, g.task_index, g.seed, g.deadline_step, g.holder, g.num_leases)
+        for g in rig.book.groups.values()
+    ]
+    return groups, [group.group_id for group in rig.given_up], rig.scheduler.lease_wait
+
+
+class Both:
+    """The same state twice: one is leased by passes, the other by the plain rule."""
+
+    def __init__(self, random: Random, folder: Path) -> None:
+        self.random = random
+        sizes = {
+            "group_size": self.number(2, 3),
+            "groups_per_step": self.number(1, 4),
+            "max_staleness": self.number(0, 2),
+        }
+        queue = {"max_bytes": self.number(13, 60) * 2240}
+        self.journals, self.rigs = [], []
+        for name, kind in (("pass", Scheduler), ("plain", PlainScheduler)):
+            journal = Journal(folder / name / "journal")
+            self.journals.append(journal)
+            rig = Rig(folder / name, journal, kind, algorithm=sizes, queue=queue)
+            rig.add_environment("f", 2.0)
+            self.rigs.append(rig)
+        step = self.number(0, 3)
+        for rig in self.rigs:
+            rig.book.step = step
+        self.num_servers = 0
+
+    def number(self, least: int, most: int) -> int:
+        return self.random.randint(least, most)
+
+    def any_of(self, names: list[str]) -> str | None:
+        return self.random.choice(names) if names else None
+
+    def compare(self) -> None:
+        fast, plain = self.rigs
+        # What a limit cuts off goes on with the next pass; orphans may go elsewhere then.
+        limit = 10**9 if fast.book.orphans() else self.number(1, 3)
+        for rig in self.rigs:
+            while rig.scheduler.lease_all(limit) is not None:
+                pass
+        assert state(fast) == state(plain)
+
+    def move(self) -> None:
+        """One thing that happens to a run, to both in the same way."""
+        names = list(self.rigs[0].fleet.sessions)
+        kind = self.random.choice(
+            [
+                "join",
+                "join",
+                "lose",
+                "version",
+                "finish",
+                "finish",
+                "train",
+                "reserve",
+                "lose newest",
+            ]
+        )
+        name, step = self.any_of(names), self.rigs[0].book.step
+        group_id = self.any_of(list(self.rigs[0].book.groups))
+        version, room = self.number(max(0, step - 2), step), self.number(0, 12)
+        loaded = self.random.choice([("e",), ("f",), ("e", "f"), ()])
+        member, fate = self.number(0, 2), self.number(0, 9)
+        self.num_servers += 1
+        for rig in self.rigs:
+            session = rig.fleet.sessions.get(name)
+            group = rig.book.groups.get(group_id)
+            match kind:
+                case "join":
+                    rig.serving(f"s{self.num_servers}", version, room, loaded)
+                case "lose" if session is not None:
+                    rig.lose(session)
+                case "lose newest" if session is not None:
+                    for each in list(rig.fleet.sessions.values()):
+                        if each.version.step > version:
+                            rig.lose(each)
+                case "version" if session is not None:
+                    session.version = PolicyVersion(0, version)
+                case "reserve" if session is not None:
+                    rig.scheduler.reserved[session.key] = room % 4
+                case "finish" if group is not None and group.holder is not None:
+                    self._finish(rig, group, member, fate)
+                case "train":
+                    rig.book.take_batch()
+
+    def _finish(self, rig: Rig, group: Group, member: int, fate: int) -> None:
+        if fate == 0:
+            rig.book.remove(group.group_id)
+        elif fate == 1:
+            rig.book.closed(group.group_id, group.holder, [member])
+        elif fate > 5:
+            group.finished |= dict.fromkeys(range(group.size), GOOD)
+        elif member < group.size:
+            group.finished[member] = GOOD
+
+
+async def test_a_pass_grants_what_the_plain_rule_grants(tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_RUNS):
+        both = Both(Random(seed), tmp_path / str(seed))
+        for _ in range(both.number(5, 25)):
+            both.move()
+            both.compare()
+        for journal in both.journals:
+            journal.__exit__(None, None, None)
+        seen["given up"] += len(both.rigs[0].given_up)
+        seen["moved"] += sum(g.num_leases > 1 for g in both.rigs[0].book.groups.values())
+        seen[both.rigs[0].scheduler.lease_wait] += 1
+    # Everything that a pass decides came up.
+    assert min(seen["given up"], seen["moved"]) > 10
+    waits = (LeaseWait.SLOTS, LeaseWait.STALENESS, LeaseWait.ENVIRONMENT, LeaseWait.QUEUE)
+    assert all(seen[WORDS[wait]] > 2 for wait in waits), seen
+
+
+async def test_a_pass_over_a_big_fleet_is_short_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal") as journal:
+        sizes = {"group_size": 16, "groups_per_step": 512, "max_staleness": 1}
+        rig = Rig(tmp_path, journal, algorithm=sizes, queue={"max_bytes": 1 << 40})
+        for number in range(512):
+            rig.serving(f"s{number}", 0, max_episodes=64)
+        passes_s = []
+        while True:
+            started_s = time.thread_time()
+            durable = rig.scheduler.lease_all()
+            passes_s.append(time.thread_time() - started_s)
+            if durable is None:
+                break
+            await durable
+        assert len(rig.book.groups) == 1024
+        # A holder has two groups of 16 before another one has three.
+        assert set(rig.book.groups_by_holder().values()) == {2}
+        assert sorted(passes_s)[len(passes_s) // 2] < LONGEST_S, passes_s

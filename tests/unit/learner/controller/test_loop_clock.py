@@ -1,0 +1,88 @@
+"""Whose silence is counted: only that in which the controller could have heard."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from publishing_scene import joined, nothing, progress_of
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.loop_clock import LoopClock
+from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.watch import RunWatch
+from slipstream.protocol.types import ServerId
+from slipstream.v1 import fleet_pb2
+
+KEY = ServerKey(ServerId("a"), 1)
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+
+
+def test_without_looks_it_is_the_time_of_the_system() -> None:
+    assert LoopClock().at(12.5) == 12.5
+
+
+def test_a_loop_that_turns_misses_nothing() -> None:
+    clock = LoopClock()
+    for tick in range(100):
+        clock.look(tick / 4, tick / 4 + 0.5)
+    assert clock.at(25.0) == 25.0
+
+
+def test_it_stands_while_a_look_is_overdue_and_goes_on_from_there() -> None:
+    clock = LoopClock()
+    clock.look(10.0, 10.5)
+    assert [clock.at(now) for now in (10.2, 10.5, 19.0)] == [10.2, 10.5, 10.5]
+    clock.look(19.0, 19.5)
+    assert [clock.at(now) for now in (19.0, 19.25, 40.0)] == [10.5, 10.75, 11.0]
+
+
+async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
+    progress = progress_of(controller={"heartbeat_s": 0.1, "heartbeat_timeout_s": 0.6})
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    session = joined(fleet, "a")
+    book = LeaseBook(groups_per_step=1, group_size=2, max_staleness=1, num_steps=9)
+    environments = EnvironmentBook(seed=0, max_failed_groups=3)
+    watch = RunWatch(progress, book, environments, fleet, nothing)
+    watching = asyncio.create_task(watch.watch_forever())
+    await asyncio.sleep(0)
+    # The loop turns no more: nobody could be heard.
+    time.sleep(1.5)
+    await asyncio.sleep(0)
+    assert fleet.find(session.key) is session
+    # Now nothing but its own silence is left.
+    async with asyncio.timeout(30):
+        while fleet.find(session.key) is session:
+            await progress.signal.wait(1.0)
+    cause = fleet.departed[session.key.server_id].cause
+    assert cause.startswith("silent for 0.")
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+
+
+async def test_a_report_that_came_while_the_loop_stood_still_is_not_late() -> None:
+    clock = LoopClock()
+    reports = PhaseReports(clock)
+    now_s = time.monotonic()
+    clock.look(now_s, now_s + 0.05)
+    waiting = asyncio.create_task(reports.wait("p1", KEY, LOADED, 0.2))
+    await asyncio.sleep(0)
+    time.sleep(0.4)
+    # As a message that gRPC has, and that takes some turns of the loop.
+    asyncio.get_running_loop().call_later(
+        0.02, reports.receive, KEY, fleet_pb2.PublishReport(publish_id="p1", phase=LOADED)
+    )
+    now_s = time.monotonic()
+    clock.look(now_s, now_s + 60.0)
+    assert (await waiting).phase == LOADED
+
+
+async def test_a_report_that_never_comes_is_a_failure_after_its_limit() -> None:
+    reports = PhaseReports(LoopClock())
+    report = await reports.wait("p1", KEY, LOADED, 0.05)
+    assert (report.phase, report.message) == (FAILED, "no answer within 0.05 s")

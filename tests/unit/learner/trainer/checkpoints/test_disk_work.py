@@ -1,0 +1,105 @@
+"""Work of ranks on a disk that is slow, hangs or is full."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork  # noqa: E402
+from slipstream.protocol.errors import CheckpointError  # noqa: E402
+from thread_ranks import ThreadRanks, run_ranks  # noqa: E402
+
+LIMIT_S = 0.4
+
+
+def errors_of(folder: Path, work, *, limit_s: float = LIMIT_S) -> dict[int, BaseException]:
+    """What each of two ranks raises."""
+    errors: dict[int, BaseException] = {}
+
+    def rank(ranks: ThreadRanks) -> None:
+        try:
+            DiskWork(folder, ranks).together(lambda: work(ranks.rank))
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            errors[ranks.rank] = error
+
+    run_ranks(2, rank, timeout_s=limit_s)
+    return errors
+
+
+def test_a_disk_that_moves_bytes_may_take_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
+    found, notes = {}, {}
+
+    def rank(ranks: ThreadRanks) -> None:
+        disk = DiskWork(tmp_path, ranks)
+
+        def work() -> str:
+            if ranks.rank == 1:
+                until_s = time.monotonic() + 3 * LIMIT_S
+                while time.monotonic() < until_s:
+                    disk.moved(1)
+                    threading.Event().wait(LIMIT_S / 10)
+            return f"of rank {ranks.rank}"
+
+        found[ranks.rank] = disk.together(work)
+        notes[ranks.rank] = ranks.activity.count
+
+    run_ranks(2, rank, timeout_s=LIMIT_S)
+    assert found == {0: "of rank 0", 1: "of rank 1"}
+    # Rank 0 has nothing to do and sees that the other one works.
+    assert notes[0] == notes[1] > 3
+
+
+def test_a_disk_that_hangs_ends_the_wait_of_all_ranks_with_its_name(tmp_path: Path) -> None:
+    released = threading.Event()
+    try:
+        errors = errors_of(tmp_path, lambda rank: rank == 0 or released.wait(30))
+    finally:
+        released.set()
+    line = f"rank 1 moved no byte to or from the disk of {tmp_path} for 0.4 s (learner.timeout_s)"
+    assert {rank: str(error) for rank, error in errors.items()} == {0: line, 1: line}
+    assert {type(error) for error in errors.values()} == {CheckpointError}
+
+
+def test_a_disk_that_hangs_while_training_goes_on_is_noticed_between_two_steps(
+    tmp_path: Path,
+) -> None:
+    released = threading.Event()
+
+    def rank(ranks: ThreadRanks) -> None:
+        disk = DiskWork(tmp_path, ranks)
+        future = disk.start(lambda: ranks.rank == 1 or released.wait(30))
+        assert not disk.is_done(future)
+        # A step.
+        threading.Event().wait(2 * LIMIT_S)
+        with pytest.raises(CheckpointError, match="rank 0 moved no byte"):
+            disk.is_done(future)
+
+    try:
+        run_ranks(2, rank, timeout_s=LIMIT_S)
+    finally:
+        released.set()
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    def full(rank: int) -> None:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+
+    errors = errors_of(tmp_path, full)
+    assert {rank: str(error) for rank, error in errors.items()} == {
+        0: "the checkpoint failed on another rank",
+        1: "the checkpoint failed: [Errno 28] No space left on device",
+    }
+
+    def other(rank: int) -> None:
+        if rank == 0:
+            raise KeyError("weight")
+
+    errors = errors_of(tmp_path, other)
+    assert isinstance(errors[0], KeyError)
+    assert str(errors[1]) == "the checkpoint failed on another rank"

@@ -1,0 +1,21 @@
+"""Signs of life of a trainer: they come while it works, and only then."""
+
+from __future__ import annotations
+
+import threading
+
+from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+
+PERIOD_S = 0.01
+
+
+def test_signs_come_with_work_and_end_with_it() -> None:
+    activity, told = Activity(), threading.Semaphore(0)
+    with SignsOfLife(activity, told.release, period_s=PERIOD_S):
+        # What has done nothing yet says nothing.
+        assert not told.acquire(timeout=10 * PERIOD_S)
+        for _ in range(3):
+            activity.note()
+            assert told.acquire(timeout=10)
+        # A thread that hangs notes nothing more, though its process lives.
+        assert not told.acquire(timeout=10 * PERIOD_S)

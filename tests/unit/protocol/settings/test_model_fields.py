@@ -1,0 +1,175 @@
+"""Fields of config.json with which learner, vLLM and transformers would not compute alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_folders import write_loadable_files
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config_file import check_model, model_warnings, parse_config
+from slipstream.protocol.settings.model_fields import (
+    HARMLESS,
+    HONOURED,
+    ONE_VALUE,
+    ONE_VALUE_OF,
+    field_problems,
+    unknown_fields,
+)
+from slipstream.protocol.settings.parallel_rules import ARCHITECTURES
+
+LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL = ARCHITECTURES
+SIZES = {"hidden_size": 64, "num_attention_heads": 4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def without(table: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key != name}
+
+
+# architecture, what config.json says, part of the message
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (LLAMA, {"attention_bias": True}, "attention_bias of a LlamaForCausalLM must be left out or f"),
+    (QWEN3, {"attention_bias": True}, "attention_bias of a Qwen3ForCausalLM must be"),
+    (QWEN3_MOE, {"attention_bias": True}, "got True"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias"),
+    (LLAMA, {"bias": True}, "bias of a"),
+    (LLAMA, {"qkv_bias": True}, "qkv_bias"),
+    (QWEN2_MOE, {"qkv_bias": False}, "qkv_bias of a Qwen2MoeForCausalLM must be left out or true"),
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act of a LlamaForCausalLM must be 'silu', got 'gelu'"),
+    (QWEN3, {"hidden_act": "relu"}, "hidden_act"),
+    (LLAMA, {"logit_scale": 0.5}, "logit_scale of a LlamaForCausalLM must be left out or 1, got 0"),
+    (LLAMA, {"is_causal": False}, "is_causal"),
+    (QWEN2, {"qk_norm": True}, "qk_norm"),
+    (LLAMA, {"use_qk_norm": True}, "use_qk_norm"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "must be 1, got 0.5"),
+    (QWEN2, {"rotary_pct": 0.25}, "rotary_pct"),
+    (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+    (LLAMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    (LLAMA, {"num_local_experts": 4}, "num_local_experts"),
+    (QWEN3_MOE, {"num_experts": 8, "num_local_experts": 4}, "the same number, got 8 and 4"),
+    (QWEN3_MOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
+    (QWEN3_MOE, {"scoring_func": "sigmoid"}, "scoring_func"),
+    (QWEN3_MOE, {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+    (QWEN3_MOE, {"n_group": 4}, "n_group"),
+    (QWEN3, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    (MIXTRAL, {"norm_topk_prob": False}, "norm_topk_prob of a MixtralForCausalLM must be"),
+    (MIXTRAL, {"sliding_window": 4096, "use_sliding_window": False}, "sliding_window"),
+    (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "got 'sliding_attention'"),
+    (QWEN2, {"head_dim": 32}, "must be hidden_size / num_attention_heads = 16, as rollout servers"),
+    (QWEN2_MOE, {"head_dim": 32}, "got 32"),
+    (LLAMA, {"rope_parameters": {"mrope_section": [1]}}, "mrope_section in rope_parameters is not"),
+    (QWEN2, {"rope_parameters": {"factor": 2.0}}, "factor in rope_parameters is not computed with"),
+    (QWEN3, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention in"),
+    (LLAMA, {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 2.0}}, "which differ"),
+    (LLAMA, {"rope_parameters": LLAMA3, "rope_theta": 1e4}, "rope_theta is 10000.0 in config.json"),
+    (LLAMA, {"rope_parameters": without(LLAMA3, "factor")}, "needs factor in rope_parameters"),
+    (
+        QWEN2,
+        {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
+        "the rope_type 'llama3' needs original_max_position_embeddings",
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "change", "message"), REFUSED)
+def test_fields_that_are_not_computed_alike_are_refused(
+    architecture: str, change: dict[str, Any], message: str
+) -> None:
+    values = {"architectures": [architecture], **SIZES, **change}
+    (found,) = field_problems(values)
+    assert message in found
+    assert unknown_fields(values) == []
+
+
+# What changes nothing, or is computed with everywhere.
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    *((one, {"rope_parameters": LLAMA3}) for one in ARCHITECTURES),
+    *(
+        (one, {"rope_scaling": without(LLAMA3, "rope_theta"), "rope_theta": 5e5})
+        for one in (LLAMA,)
+    ),
+    (LLAMA, {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "bias": None}),
+    # As SmolLM2 and a distilled Qwen2 were published.
+    (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
+    (QWEN2, {"use_mrope": False, "sliding_window": 4096, "use_sliding_window": False}),
+    (LLAMA, {"head_dim": 32, "rope_scaling": None, "rope_theta": 1e6, "pretraining_tp": 2}),
+    (QWEN2, {"attention_bias": True, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
+    (QWEN2, {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}),
+    (QWEN3_MOE, {"num_experts": 8, "num_local_experts": 8, "norm_topk_prob": False}),
+    (QWEN2_MOE, {"qkv_bias": True, "shared_expert_intermediate_size": 8}),
+    (MIXTRAL, {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.02, "sliding_window": None}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "change"), ACCEPTED)
+def test_fields_that_are_computed_alike_are_accepted(
+    architecture: str, change: dict[str, Any]
+) -> None:
+    values = {"architectures": [architecture], **SIZES, **change}
+    assert list(field_problems(values)) == []
+    assert unknown_fields(values) == []
+
+
+def test_no_field_is_of_two_kinds() -> None:
+    assert HONOURED.isdisjoint(HARMLESS)
+    assert ONE_VALUE.keys().isdisjoint(HONOURED | HARMLESS)
+    assert ONE_VALUE_OF.keys() == set(ARCHITECTURES)
+
+
+def test_every_field_with_one_value_is_refused_with_another() -> None:
+    for name, allowed in ONE_VALUE.items():
+        values = {"architectures": [QWEN3], name: "another"}
+        assert "another" not in allowed
+        assert name in next(field_problems(values))
+
+
+def folder_with(tmp_path: Path, **fields: object) -> Path:
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 64}
+    table = {"architectures": [LLAMA], **SIZES, **sizes, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    write_loadable_files(tmp_path)
+    return tmp_path
+
+
+def settings_of(model: Path) -> dict[str, Any]:
+    return {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(model)},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 16},
+    }
+
+
+def test_a_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = parse_config(settings_of(folder_with(tmp_path, mlp_bias=True)), source="test")
+    with pytest.raises(ConfigError, match=r"^model\.path: mlp_bias of a LlamaForCausalLM must be"):
+        check_model(config)
+
+
+def test_a_reference_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "other").mkdir()
+    table = settings_of(folder_with(tmp_path / "policy"))
+    table["reference"] = {"path": str(folder_with(tmp_path / "other", logit_scale=0.5))}
+    table["algorithm"]["kl"] = {"coefficient": 0.1}
+    with pytest.raises(ConfigError, match=r"^reference\.path: logit_scale of a Llama"):
+        check_model(parse_config(table, source="test"))
+
+
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    model = folder_with(tmp_path, attention_multiplier=0.5, torch_dtype="float32", auto_map={})
+    config = parse_config(settings_of(model), source="test")
+    check_model(config)
+    (warning,) = model_warnings(config)
+    assert "not known here: attention_multiplier, auto_map;" in warning

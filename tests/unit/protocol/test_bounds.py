@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from slipstream.protocol.bounds import (
+    bound_of,
+    check_bounds,
+    decode,
+    max_message_bytes,
+    unbounded_fields,
+)
+from slipstream.protocol.errors import ProtocolError
+from slipstream.v1 import (
+    bounds_pb2,
+    environment_pb2,
+    fleet_pb2,
+    status_pb2,
+    trainer_pb2,
+    trajectory_pb2,
+    weights_pb2,
+)
+
+FILES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2, weights_pb2)
+TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+
+
+def messages() -> list[Descriptor]:
+    return [message for file in FILES for message in file.DESCRIPTOR.message_types_by_name.values()]
+
+
+def bounded_fields() -> Iterator[tuple[Descriptor, FieldDescriptor]]:
+    for message in messages():
+        for field in message.fields:
+            bound = bound_of(field)
+            # The size of the whole message ends longer ones first.
+            if bound is not None and bound.max_items <= 1 << 17:
+                yield message, field
+
+
+def test_every_field_of_every_message_states_a_bound() -> None:
+    assert sum(len(message.fields) for message in messages()) > 250
+    assert unbounded_fields(messages()) == []
+
+
+def test_a_field_without_a_bound_is_found() -> None:
+    file = descriptor_pb2.FileDescriptorProto(name="a.proto", package="a", syntax="proto3")
+    message = file.message_type.add(name="New")
+    kinds = ("TYPE_STRING", "TYPE_BYTES", "TYPE_UINT32", "TYPE_DOUBLE", "TYPE_BOOL")
+    for number, kind in enumerate(kinds, start=1):
+        field = message.field.add(name=f"field_{number}", number=number, label="LABEL_OPTIONAL")
+        field.type = descriptor_pb2.FieldDescriptorProto.Type.Value(kind)
+    repeated = message.field.add(name="many", number=9, label="LABEL_REPEATED")
+    repeated.type = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
+    repeated.options.Extensions[bounds_pb2.bound].max_bytes = 9
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = unbounded_fields([pool.FindMessageTypeByName("a.New")])
+    assert found == [
+        "a.New.field_1",
+        "a.New.field_2",
+        "a.New.field_3",
+        "a.New.field_4",
+        "a.New.many",
+    ]
+
+
+def test_every_request_of_a_service_states_its_largest_size() -> None:
+    requests = [
+        method.input_type
+        for file in FILES
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+    assert len(requests) > 15
+    for request in requests:
+        assert 0 < max_message_bytes(request) <= 64 << 20
+
+
+def beyond(message: Message, field: FieldDescriptor, bound: bounds_pb2.Bound) -> bool:
+    """Puts a value outside of its bound into the field; False when no value is outside."""
+    values = getattr(message, field.name)
+    is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+    if is_map:
+        key = "k" * (bound.max_bytes + 1)
+        values[key] = "" if field.message_type.fields_by_name["value"].type in TEXTS else 0.0
+    elif field.is_repeated and field.message_type is not None:
+        for _ in range(bound.max_items + 1):
+            values.add()
+    elif field.is_repeated:
+        values.extend(
+            [b"" if field.type == FieldDescriptor.TYPE_BYTES else "" if field.type in TEXTS else 0]
+            * (bound.max_items + 1)
+        )
+    elif field.type == FieldDescriptor.TYPE_STRING:
+        setattr(message, field.name, "a" * (bound.max_bytes + 1))
+    elif field.type == FieldDescriptor.TYPE_BYTES:
+        setattr(message, field.name, b"a" * (bound.max_bytes + 1))
+    elif bound.any:
+        return False
+    elif field.type == FieldDescriptor.TYPE_DOUBLE:
+        setattr(message, field.name, float("nan"))
+    else:
+        largest = 2**32 - 1 if field.type == FieldDescriptor.TYPE_UINT32 else 2**64 - 1
+        if bound.max >= largest:
+            return False
+        setattr(message, field.name, largest)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("message", "field"), [pytest.param(m, f, id=f.full_name[14:]) for m, f in bounded_fields()]
+)
+def test_a_value_beyond_the_bound_of_a_field_is_refused_by_name(
+    message: Descriptor, field: FieldDescriptor
+) -> None:
+    made, bound = message_factory.GetMessageClass(message)(), bound_of(field)
+    assert bound is not None
+    if not beyond(made, field, bound):
+        check_bounds(made)
+        return
+    with pytest.raises(ProtocolError, match=rf"^{message.name}\.{field.name}[^ ]* must "):
+        check_bounds(made)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (
+            trajectory_pb2.Trajectory(group_id="a\nb"),
+            "Trajectory.group_id must hold ASCII letters, digits and ._:/+-, got 'a\\nb'",
+        ),
+        (
+            trajectory_pb2.Trajectory(metrics={"a\x1b[2J": 1.0}),
+            "Trajectory.metrics['a\\x1b[2J'] must hold one line without control characters, "
+            "got 'a\\x1b[2J'",
+        ),
+        (
+            trajectory_pb2.Trajectory(metrics={"loss": float("inf")}),
+            "Trajectory.metrics['loss'] must be between -1e+18 and 1e+18, got inf",
+        ),
+        (
+            trajectory_pb2.Trajectory(status=17),
+            "Trajectory.status must be a value of EpisodeStatus, got 17",
+        ),
+        (
+            trajectory_pb2.Trajectory(attempt=2**32 - 1),
+            "Trajectory.attempt must be between 0 and 1e+06, got 4294967295",
+        ),
+        (
+            fleet_pb2.ServerMessage(
+                heartbeat=fleet_pb2.ServerReport(
+                    busy_intervals=[fleet_pb2.BusyInterval(), fleet_pb2.BusyInterval(end_s=-1)]
+                )
+            ),
+            "ServerMessage.heartbeat.busy_intervals[1].end_s must be between 0 and 1e+11, got -1.0",
+        ),
+        (
+            trajectory_pb2.Failure(message="ä" * 4097),
+            "Failure.message must have at most 8192 bytes, got 8194",
+        ),
+    ],
+)
+def test_what_is_out_of_bounds_is_named_with_value_and_rule(message: Message, line: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        check_bounds(message)
+    assert str(caught.value) == line
+
+
+def test_what_lies_on_its_bound_passes() -> None:
+    check_bounds(trajectory_pb2.Failure(message="ä" * 4096))
+    check_bounds(trajectory_pb2.Trajectory(reward=-1e6, attempt=1_000_000, member=65_535))
+    check_bounds(environment_pb2.ChatMessage(role="ユーザー", content="a\n\x1b"))
+
+
+def test_a_message_too_large_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(ProtocolError, match="StopRunRequest must have at most 16384 bytes, got 2"):
+        decode(status_pb2.StopRunRequest, bytes(20_000))
+
+
+def test_millions_of_empty_elements_cost_no_more_than_their_decoding() -> None:
+    data = trajectory_pb2.Trajectory(
+        version_spans=[trajectory_pb2.VersionSpan()] * 1_000_000
+    ).SerializeToString()
+    message = trajectory_pb2.Trajectory.FromString(data)
+    started_s = time.process_time()
+    with pytest.raises(ProtocolError, match="at most 4096 elements, got 1000000"):
+        check_bounds(message)
+    assert time.process_time() - started_s < 0.05

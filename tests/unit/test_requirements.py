@@ -1,0 +1,58 @@
+"""The pinned lists, installed without their dependencies, are complete on every Python."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+# Debian 12 has 3.11.2; redis-py's needs change with 3.11.3, those of others with 3.12.
+PYTHONS = ("3.11.0", "3.11.2", "3.11.7", "3.12.0", "3.12.12")
+
+
+def names_of(name: str) -> set[str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(Requirement(pin).name) for pin in pins}
+
+
+def needs(package: str, python: str) -> set[str]:
+    """What an installed package demands on a version of Python; nothing if it is not installed."""
+    environment = {
+        **default_environment(),
+        "python_version": ".".join(python.split(".")[:2]),
+        "python_full_version": python,
+        "extra": "",
+    }
+    try:
+        requires = distribution(package).requires or []
+    except PackageNotFoundError:
+        return set()
+    found = map(Requirement, requires)
+    return {
+        canonicalize_name(each.name)
+        for each in found
+        if each.marker is None or each.marker.evaluate(environment)
+    }
+
+
+def test_the_versions_of_python_are_all_supported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert all(python in SpecifierSet(project["requires-python"]) for python in PYTHONS)
+
+
+def test_what_a_package_needs_on_some_versions_of_python_alone_is_pinned() -> None:
+    listed = names_of("cpu.txt")
+    missing = set()
+    for package in listed:
+        demanded = [needs(package, python) for python in PYTHONS]
+        sometimes = set.union(*demanded) - set.intersection(*demanded)
+        missing |= {(package, name) for name in sometimes - listed}
+    assert missing == set()
+    assert "async-timeout" in needs("redis", "3.11.2")
