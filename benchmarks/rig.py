@@ -21,7 +21,8 @@ import grpc.aio
 from google.protobuf.message import Message
 from measure import visible
 from slipstream.client.children import Child, start_child
-from slipstream.client.session import ROLLOUT_SERVER, write_config
+from slipstream.client.run_folder import write_config
+from slipstream.client.session import ROLLOUT_SERVER
 from slipstream.client.trainer_ranks import TRAINER, rank_environments
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal

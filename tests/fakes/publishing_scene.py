@@ -28,7 +28,7 @@ def nothing(*_: object) -> None:
     pass
 
 
-def progress_of(**sections: dict[str, Any]) -> RunProgress:
+def progress_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> RunProgress:
     """Of a run with a learner on this host; `sections` go beside the settings that all need.
 
     Limits may be shorter than settings can be.
@@ -39,8 +39,12 @@ def progress_of(**sections: dict[str, Any]) -> RunProgress:
         "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
     }
-    given, limits = {}, {}
+    given: dict[str, Any] = {}
+    limits = {}
     for name, section in sections.items():
+        if isinstance(section, list):
+            given[name] = section
+            continue
         limits[name] = {key: value for key, value in section.items() if key.endswith("_s")}
         given[name] = {key: value for key, value in section.items() if not key.endswith("_s")}
     config = parse_config(values | given, source="test")

@@ -123,7 +123,8 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(
         "--dry-run",
         cwd=tmp_path,
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1
+    assert "the settings are right, but nothing can start here: " in result.stderr
     assert tomllib.loads(result.stdout)["run"]["name"] == name
     lines = result.stdout.splitlines()
     assert f"# {sizes}" in lines
@@ -143,7 +144,7 @@ def test_nodes_are_told_apart_by_the_environment_as_well(
         return run_command("learner", config, "--dry-run", *tables, *overrides, cwd=tmp_path)
 
     def master(result: subprocess.CompletedProcess[str]) -> str:
-        assert result.returncode == 0, result.stderr
+        assert result.returncode == 1, result.stderr
         found: str = tomllib.loads(result.stdout)["learner"]["master"]
         return found
 

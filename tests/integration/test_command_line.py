@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import os
@@ -11,11 +12,14 @@ import subprocess
 import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from run_processes import copy_environments, run_command, write_config
+from run_processes import address_of, command, copy_environments, run_command, write_config
 from slipstream.client.cli import parse
+from slipstream.client.placement import uses_gpus
+from slipstream.client.preflight import free_port
 from slipstream.protocol.settings.config_file import load_config
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
@@ -142,8 +146,17 @@ COMMANDS = {
     "far address": (["status", "--controller", "example.com:1"], "not loopback"),
     "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
     "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
-    "replay of nothing": (["replay", "nowhere"], "nowhere", "no such file"),
-    "export of nothing": (["export", "nowhere"], "nowhere", "no such file"),
+    "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
+    "export of nothing": (["export", "nowhere"], "nowhere: no such folder"),
+    "replay of all runs": (
+        ["replay", ".."],
+        ".. is no run's folder: it has no config.toml; runs there are ../work",
+    ),
+    "replay of a folder": (["replay", "used"], "used is no run's folder: it has no config.toml"),
+    "one setting without a value": (
+        ["run", "config.toml", "--dry-run", "run.name=x", "algorithm.learning_rate"],
+        "slipstream: unrecognized arguments: algorithm.learning_rate; a setting is section.key=v",
+    ),
     "export without checkpoints": (["export", "."], "has no checkpoints"),
     "replay of no run": (["replay", "."], "has no journal"),
     "node rank": (["learner", "config.toml", "--node-rank", "1"], "must be 0 to 0, got 1"),
@@ -192,6 +205,22 @@ def test_a_port_in_use_is_refused(folder: Path) -> None:
             override = f'controller.address="{address}"'
             result = run_command(command, "config.toml", override, cwd=folder)
             check_refused(result, f"cannot listen on {address}", "in use; another run may have it")
+
+
+def test_a_wrong_setting_is_told_before_a_port_in_use(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f'controller.address="127.0.0.1:{taken.getsockname()[1]}"'
+        wrong = "rollout_server.engine={blok_size=16}"
+        result = run_command("run", "config.toml", address, wrong, cwd=folder)
+    check_refused(result, "unknown key rollout_server.engine.blok_size")
+
+
+@pytest.mark.skipif(uses_gpus(), reason="the GPUs may be there")
+def test_a_dry_run_whose_devices_are_not_there_says_so_by_its_exit_code(folder: Path) -> None:
+    result = run_command("run", "config.toml", 'weights.transport="nccl"', "--dry-run", cwd=folder)
+    assert result.returncode == 1
+    assert "nothing can start here: " in result.stderr
+    assert "# The GPUs here do not fit: " in result.stdout
 
 
 def test_an_environment_that_hangs_is_refused_after_its_limit(folder: Path) -> None:
@@ -255,7 +284,11 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
     result = run_command(
         command, "config.toml", override, 'model.path="weightless"', "--dry-run", cwd=folder
     )
-    assert result.returncode == 0, result.stderr
+    lacking = "model.path must hold safetensors weights, but weightless has none"
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"slipstream: the settings are right, but nothing can start here: {lacking}\n"
+    )
     assert tomllib.loads(result.stdout)["learner"]["world_size"] == 4
     notes = [line for line in result.stdout.splitlines() if line.startswith("#")]
     assert notes == [
@@ -269,7 +302,7 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
         *(["# weights travel by gloo"] if command == "run" else []),
         "#",
         "# Only sizes were checked. Before a run can start:",
-        "# model.path must hold safetensors weights, but weightless has none",
+        f"# {lacking}",
     ]
 
 
@@ -292,6 +325,34 @@ def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
     check_refused(run_command("run", "config.toml", override, "run.name=again", cwd=folder))
     result = run_command("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
     assert result.returncode == 0, result.stderr
+
+
+async def test_of_two_commands_that_start_one_run_together_one_goes_on(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    write_config(copy_environments(tmp_path), tiny_model)
+    addresses = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        runs = [
+            await stack.enter_async_context(
+                command(
+                    *(tmp_path / address[-5:], "run", "config.toml"),
+                    f"controller.address={address}",
+                    cwd=tmp_path,
+                )
+            )
+            for address in addresses
+        ]
+        ends = {asyncio.ensure_future(run.wait(120.0)): run for run in runs}
+        done, waiting = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        refused = ends[done.pop()]
+        for end in waiting:
+            end.cancel()
+        (other,) = [a for a, run in zip(addresses, runs, strict=True) if run is not refused]
+        assert refused.process.returncode == 2
+        assert "run is written by a run that goes on; wait for its end" in refused.err
+        assert refused.out == ""
+        assert address_of(tmp_path / "run" / "config.toml") == other
 
 
 def test_overrides_may_stand_among_the_options():

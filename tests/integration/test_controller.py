@@ -562,10 +562,10 @@ async def test_a_step_that_is_reported_twice_counts_once_and_is_answered_alike(t
     steps = [r["step"] for r in read_records(config.run_dir / "journal") if r["kind"] == "step"]
     assert steps == [0, 1]
     different, unknown = trainer.refusals[:2]
-    assert different.startswith("step 0 was reported as version 1 with digest ")
+    assert different.startswith("step 1 was reported as version 1 with digest ")
     assert different.endswith(f"digest {b'other'.hex()} from batch b000000")
     assert unknown == (
-        "a report of batch b000000 of step 5, but the batch that the trainer was given is none"
+        "a report of batch b000000 of step 6, but the batch that the trainer was given is none"
     )
 
 

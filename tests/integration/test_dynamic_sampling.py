@@ -9,8 +9,7 @@ import pytest
 from controller_runs import evaluation_rows, make_config, play, with_evaluations
 from fake_server import FakeServer
 from fake_trainer import FakeTrainer
-from slipstream.client.preflight import check_run_folder
-from slipstream.client.session import write_config
+from slipstream.client.run_folder import check_run_folder, write_config
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import parse_config
@@ -45,7 +44,7 @@ async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(tmp_path):
     assert (summary["code"], summary["solved"]) == (1, False)
     limit = 2 * config.algorithm.groups_per_step
     assert summary["cause"].startswith(
-        f"{limit} groups were filtered for their equal rewards while the batch of step 0 was formed"
+        f"{limit} groups were filtered for their equal rewards while the batch of step 1 was formed"
     )
     assert f"(e: 0 of {limit} solved, mean reward 0.25)" in summary["cause"]
     assert summary["ledger"]["difference"] == 0

@@ -91,7 +91,7 @@ def check_whole_run(run: Path, steps: int, limit_s: float = 300.0) -> None:
     assert len(trajectories) == len(set(trajectories)) == steps * 16
     versions = [record["version"] for record in records if record["kind"] == "step"]
     assert versions == [[0, step + 1] for step in range(steps)]
-    assert [row["step"] for row in rows_of(run) if "step" in row] == list(range(steps))
+    assert [row["step"] for row in rows_of(run) if "step" in row] == list(range(1, steps + 1))
     summary = summary_of(run)
     assert summary["steps"] == steps
     assert summary["state"] == "finished"

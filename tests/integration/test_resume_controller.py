@@ -91,7 +91,7 @@ def check_run(config: Config, summary: dict) -> list[dict]:
     assert len(set(dealt)) == len(dealt)
     assert len({r["run_id"] for r in records if r["kind"] == "start"}) == 1
     rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "step" in row] == list(range(STEPS))
+    assert [row["step"] for row in rows if "step" in row] == list(range(1, STEPS + 1))
     assert (summary["code"], summary["state"], summary["steps"]) == (0, "finished", STEPS)
     assert summary["ledger"]["difference"] == 0
     assert summary["ledger"]["trained"] == STEPS * GROUPS * MEMBERS * 5

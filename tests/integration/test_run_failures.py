@@ -289,7 +289,9 @@ async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
         assert await run.wait(RUN_LIMIT_S) == 1
     assert config.is_file()
     assert run.out.count("! server-0 exited with code 3: ") == 1
-    assert re.search(r"!! the run failed: server-0 exited with code 3: ValueError: ", run.out)
+    # Once, when it comes.
+    assert re.fullmatch(r"slipstream: server-0 exited with code 3: ValueError: .*\n", run.err)
+    assert "the run failed" not in run.out
 
 
 async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Path) -> None:

@@ -143,7 +143,7 @@ def test_servers_and_learner_agree_on_the_log_probabilities(summary: dict) -> No
 def test_every_step_has_a_line_of_metrics(run: Path) -> None:
     rows = rows_of(run)
     steps = [row for row in rows if "step" in row]
-    assert [row["step"] for row in steps] == list(range(STEPS))
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     for name in ("loss", "reward_mean", "grad_norm", "entropy", "lag_max", "queued_tokens"):
         assert all(math.isfinite(row[name]) for row in steps)
     assert all(row["ledger_difference"] == 0 for row in steps)
@@ -185,7 +185,7 @@ def test_the_curves_are_drawn(run: Path) -> None:
 
 def test_sampled_trajectories_can_be_read(run: Path) -> None:
     lines = [json.loads(x) for x in (run / "trajectories.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in lines} == {0, 5, 10}
+    assert {line["step"] for line in lines} == {1, 6, 11}
     assert {line["environment"] for line in lines} <= {"echo", "repeat"}
     for line in lines:
         assert line["prompt"]

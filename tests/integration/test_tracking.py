@@ -68,7 +68,7 @@ async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path
 
     client = MlflowClient(tracking_uri=f"sqlite:///{config.run_dir}/mlflow.db")
     rewards = client.get_metric_history(run_ids["mlflow"], "reward_mean")
-    assert [metric.step for metric in rewards] == [0, 1, 2]
+    assert [metric.step for metric in rewards] == [1, 2, 3]
     heldout = client.get_metric_history(run_ids["mlflow"], "held/pass_at_1")
     assert [metric.step for metric in heldout] == [0, 3]
     (offline,) = (config.run_dir / "wandb").glob(f"offline-run-*-{run_ids['wandb']}/*.wandb")

@@ -234,7 +234,7 @@ def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
     tmp_path: Path, model: Path
 ) -> None:
     digests, metrics = [], {}
-    profiled = {"profile": {"start_step": 1}, "peak_tflops": 0.5}
+    profiled = {"profile": {"start_step": 2}, "peak_tflops": 0.5}
     for name, learner in (("plain", {}), ("profiled", profiled)):
         folder = tmp_path / name
         folder.mkdir()
@@ -249,7 +249,7 @@ def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
     assert digests[0] == digests[1]
     assert not (tmp_path / "plain" / "program" / "profile").exists()
     (trace,) = (tmp_path / "profiled" / "program" / "profile").iterdir()
-    assert trace.name == "rank-0-steps-1-1.json"
+    assert trace.name == "rank-0-steps-2-2.json"
     assert str(trace) in (tmp_path / "profiled" / "rank-0.log").read_text()
     check_cost(model, metrics["plain"], metrics["profiled"])
 
@@ -367,7 +367,7 @@ def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path) ->
     with FakeController(orders) as controller:
         assert finish(start_trainer(tmp_path, model, controller.address), tmp_path) == [3]
     assert len(controller.steps) == 2
-    assert "StalenessError: step 2" in controller.failures[0].message
+    assert "StalenessError: step 3" in controller.failures[0].message
     assert controller.failures[0].final
     assert "a lag of 2" in controller.failures[0].message
 

@@ -27,6 +27,9 @@ OUR_PREFIXES = ("slipstream: ", "rollout server: ")
 NO_CAUSE = re.compile(r'(\[rank\d+\]:\s*)?([\s^~]*$|File ")')
 SEE_ABOVE = "See root cause above"
 EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
+TRACEBACK = "Traceback (most recent call last):"
+# A line of a log that is newer than a traceback above it.
+NEW_ERROR = re.compile(r"\S.* (ERROR|CRITICAL) ")
 
 
 @dataclass(eq=False)
@@ -144,9 +147,10 @@ async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
 
 
 def last_complaint(path: Path, start: int = 0) -> str:
-    """The last line of a log, from byte `start` on, that may be a cause; empty: none is.
+    """The line of a log, from byte `start` on, that is most likely the cause; empty: none is.
 
-    One that we wrote for people to read goes before all others.
+    One that we wrote for people to read goes before all others, then the exception of the last
+    traceback, then the last line.
     """
     try:
         with path.open("rb") as file:
@@ -160,9 +164,29 @@ def last_complaint(path: Path, start: int = 0) -> str:
     spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]
     chosen = spoken or [line for line in lines if " INFO " not in line and not NO_CAUSE.match(line)]
     said = chosen[-1] if chosen else ""
+    if not spoken:
+        said = _raised(text.splitlines()) or said
     if SEE_ABOVE in said:
         causes = [line for line in chosen if EXCEPTION.match(line) and SEE_ABOVE not in line]
         said = causes[-1] if causes else said
     for prefix in OUR_PREFIXES:
         said = said.removeprefix(prefix)
     return said
+
+
+def _raised(lines: Sequence[str]) -> str:
+    """The first line of the exception that the last traceback ends with; empty without one.
+
+    Its text may have more lines, which say less; so does most of what is logged while a process
+    ends, but for a new error.
+    """
+    begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
+    if not begins:
+        return ""
+    # What a logger or torchrun puts before each line of it.
+    prefix = lines[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
+    below = [line.removeprefix(prefix) for line in lines[begins[-1] + 1 :]]
+    ends = [number for number, line in enumerate(below) if line[:1].strip(" |+-")]
+    if not ends or any(NEW_ERROR.match(line) for line in below[ends[0] + 1 :]):
+        return ""
+    return below[ends[0]].strip()

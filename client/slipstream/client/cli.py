@@ -14,6 +14,7 @@ from typing import NoReturn
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 the run failed, 2 the command or its configuration cannot work.
 
+    1 of a dry run: the settings are right, but nothing could start on this machine.
     128 and its number when a signal ended a run before its last step.
     """
     arguments = parse(argv)
@@ -63,9 +64,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = [text for text in rest if "=" in text and not text.startswith("-")]
-    if rest and (overrides != rest or "overrides" not in arguments):
-        hint = "; a setting is section.key=value" if "overrides" in arguments else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    takes_settings = "overrides" in arguments
+    unknown = [text for text in rest if text not in overrides] if takes_settings else rest
+    if unknown:
+        hint = "; a setting is section.key=value" if takes_settings else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *overrides]
     return arguments
@@ -185,7 +188,9 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print it, start nothing"
+        *("--dry-run",),
+        action="store_true",
+        help="check everything, print it, start nothing; exit code 1: not possible on this machine",
     )
 
 

@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
+from slipstream.client.patience import Patience
 from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
 from slipstream.client.status import (
     EnvironmentStatus,
@@ -50,10 +51,8 @@ CALL_TIMEOUT_S = 15.0
 # Rollout servers load a submitted environment and reset its first task before it is accepted; the
 # environment's own limit comes on top.
 SUBMIT_TIMEOUT_S = 150.0
-# A lost controller may take so long to come back.
-RECONNECT_TIMEOUT_S = 120.0
-FIRST_BACKOFF_S = 0.2
-MAX_BACKOFF_S = 5.0
+# How often a controller that is not there yet is looked for.
+LOOK_S = 0.5
 
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 REFUSED = (
@@ -160,11 +159,13 @@ class Client:
         episodes: int = 64,
         weight: float = 1.0,
         timeout_s: float = 60.0,
+        connect_timeout_s: float = 60.0,
     ) -> None:
         """Runs the episodes of `environment` in this process until the run ends.
 
-        At most `episodes` are open at one time. A lost controller is waited for: its open episodes
-        begin again. Cancel the call to leave earlier.
+        At most `episodes` are open at one time. A controller that does not listen yet is waited for
+        up to `connect_timeout_s`, a lost one too: its open episodes begin again. Cancel the call to
+        leave earlier.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -178,8 +179,8 @@ class Client:
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
         )
         # Tells a wrong address from a controller that is lost later.
-        await self.status()
-        patience = _Patience()
+        await self._wait_for_controller(connect_timeout_s)
+        patience = Patience()
         while True:
             lost = await self._serve_once(host, hello, patience)
             if lost is None:
@@ -218,18 +219,22 @@ class Client:
                 metadata=self._metadata,
             )
 
-    async def drain(self, server_id: str, reason: str) -> None:
-        """Asks one rollout server to end or hand back what it runs, and to leave the run."""
+    async def drain(self, server_id: str, reason: str) -> str:
+        """Asks one rollout server to end or hand back what it runs, and to leave the run.
+
+        Returns what the run lacks without it; empty: nothing.
+        """
         with self._mapped_errors():
-            await self._status.DrainServer(
+            response = await self._status.DrainServer(
                 status_pb2.DrainServerRequest(server_id=server_id, reason=reason),
                 timeout=CALL_TIMEOUT_S,
                 metadata=self._metadata,
             )
+        return str(response.warning)
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """All events with a larger number than `after`, as they happen; ends with the run."""
-        patience = _Patience()
+        patience = Patience()
         while True:
             call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
             lost = (grpc.StatusCode.UNAVAILABLE, "the stream ended")
@@ -248,7 +253,7 @@ class Client:
                 raise self._mapped(*lost)
 
     async def _serve_once(
-        self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: _Patience
+        self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: Patience
     ) -> tuple[grpc.StatusCode, str] | None:
         """Serves one stream; returns how it was lost, None when the controller ended it."""
         open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
@@ -270,6 +275,28 @@ class Client:
             call.cancel()
         return None
 
+    @property
+    def _no_answer(self) -> str:
+        return f"no controller answers at {self._address}"
+
+    async def _wait_for_controller(self, limit_s: float) -> None:
+        """Waits for a run that is still loading; ConfigError when it cannot be served."""
+        loop = asyncio.get_running_loop()
+        began_s, is_told = loop.time(), False
+        while True:
+            try:
+                await self.status()
+                return
+            except ConfigError as error:
+                if str(error) != self._no_answer:
+                    raise
+                if loop.time() - began_s >= limit_s:
+                    raise ConfigError(f"{self._no_answer} within {limit_s:g} s") from None
+            if not is_told:
+                logger.warning("%s yet; it is waited for, up to %g s", self._no_answer, limit_s)
+                is_told = True
+            await asyncio.sleep(min(LOOK_S, limit_s))
+
     async def _is_over(self) -> bool:
         try:
             return (await self.status()).is_over
@@ -281,7 +308,8 @@ class Client:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise self._mapped(error.code(), error.details() or "") from error
+            # The status of gRPC says nothing more.
+            raise self._mapped(error.code(), error.details() or "") from None
 
     def _mapped(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
         """Our error for a status of gRPC."""
@@ -290,7 +318,7 @@ class Client:
                 return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
             if "Socket closed" in details and self._credentials.ca is None:
                 return ConfigError(f"{self._address} hung up: does it want TLS (tls_ca)?")
-            return ConfigError(f"no controller answers at {self._address}")
+            return ConfigError(self._no_answer)
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ConfigError(f"what answers at {self._address} is no controller of this version")
         if code in REFUSED:
@@ -298,29 +326,3 @@ class Client:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return SlipstreamError(f"the controller at {self._address} gave no answer in time")
         return SlipstreamError(f"the controller at {self._address} failed: {details or code.name}")
-
-
-class _Patience:
-    """How long a lost controller is waited for."""
-
-    def __init__(self) -> None:
-        self.served = False
-        self._backoff_s = FIRST_BACKOFF_S
-        self._lost_at_s: float | None = None
-
-    def succeeded(self) -> None:
-        """The controller answered."""
-        self.served = True
-        self._backoff_s = FIRST_BACKOFF_S
-        self._lost_at_s = None
-
-    async def wait(self, cause: str) -> bool:
-        """Waits before the next attempt; False when there were enough."""
-        now_s = asyncio.get_running_loop().time()
-        self._lost_at_s = self._lost_at_s or now_s
-        if now_s + self._backoff_s > self._lost_at_s + RECONNECT_TIMEOUT_S:
-            return False
-        logger.warning("the controller was lost (%s); again in %.1f s", cause, self._backoff_s)
-        await asyncio.sleep(self._backoff_s)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-        return True

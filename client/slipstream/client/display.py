@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from slipstream.client.terminal import plain
+from slipstream.client.terminal import counted, plain
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
 
@@ -17,21 +17,28 @@ FILES = (
     *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
     *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "quarantine/", "logs/"),
 )
+# How the controller's event of a failure begins.
+FAILED = "the run failed: "
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
 
 class Display:
     """Writes to `out`; keeps what the exit code and the table need."""
 
-    def __init__(self, config: Config, out: TextIO | None = None) -> None:
+    def __init__(
+        self, config: Config, out: TextIO | None = None, err: TextIO | None = None
+    ) -> None:
         self._config = config
         self._out = out or sys.stdout
+        self._err = err or sys.stderr
         self._started_s = time.monotonic()
         # When a line was shown last.
         self.spoke_s = self._started_s
         self.last_event = 0
         self.is_over = False
         self.failure = ""
+        # The cause of a failure that was shown already, at once and to `err` alone.
+        self.told_failure = ""
         # Set by `summary`: the run was stopped.
         self.is_stopped = False
 
@@ -43,7 +50,10 @@ class Display:
             if event.final_state == status_pb2.RUN_STATE_FAILED:
                 self.failure = event.text
             return
-        if event.metrics:
+        if event.text.startswith(FAILED):
+            self.told_failure = event.text.removeprefix(FAILED)
+            self.fail(self.told_failure)
+        elif event.metrics:
             self._line(step_line(event, self._config.run.steps))
         else:
             self._line(SEVERITY_MARKS.get(event.severity, "") + event.text)
@@ -61,6 +71,13 @@ class Display:
         """A warning of the command itself."""
         self._line("! " + text)
 
+    def fail(self, cause: str) -> None:
+        """The cause with which the run fails, as the command's last words have it."""
+        self.spoke_s = time.monotonic()
+        self._out.flush()
+        self._err.write(plain(f"slipstream: {cause}") + "\n")
+        self._err.flush()
+
     def summary(self) -> None:
         """The table at the end, from summary.json, and how to go on when there is more to do."""
         folder = self._config.run_dir
@@ -72,7 +89,11 @@ class Display:
             self._table(summary, folder)
         self.is_stopped = summary["state"] == "stopped"
         if summary["state"] != "finished":
-            how = "" if self._config.run.resume == "never" else "; the same command goes on"
+            how = "; the same command goes on"
+            if summary["state"] == "failed":
+                how = "; when the cause is mended the same command goes on from there"
+            if self._config.run.resume == "never":
+                how = ""
             self._out.write(
                 f"\n  {summary['state']} at version {summary['steps']} of "
                 f"{self._config.run.steps}{how}\n"
@@ -98,11 +119,11 @@ class Display:
 
 def loading_line(config: Config, num_servers: int) -> str:
     """What goes on before the first step; `num_servers`: those that the same command starts."""
-    into = _counted(config.learner.world_size, "trainer rank")
+    into = counted(config.learner.world_size, "trainer rank")
     if not num_servers:
         then = f"rollout servers join at {config.controller.address}"
         return f"loading {config.model.path} into {into}; {then}"
-    servers = _counted(num_servers, "rollout server")
+    servers = counted(num_servers, "rollout server")
     return f"loading {config.model.path} into {into} and {servers}; that takes a while"
 
 
@@ -138,7 +159,10 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     ]
     if summary["reward_heldout"] is not None:
         first, last = summary["reward_heldout_first"], summary["reward_heldout"]
-        rows.append(("reward held out", f"{_number(first)} first, {_number(last)} last"))
+        begun, ended = summary["reward_heldout_first_step"], summary["reward_heldout_step"]
+        # One round has nothing to be compared with.
+        earlier = f"{_number(first)} at version {begun}, " if begun != ended else ""
+        rows.append(("reward held out", f"{earlier}{_number(last)} at version {ended}"))
     rows += [("suspended", f"{name}: {cause}") for name, cause in suspended.items()]
     return [
         *rows,
@@ -164,10 +188,6 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         ("busy", ", ".join(f"{name} {share:.0%}" for name, share in busy.items())),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
     ]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _number(value: object, form: str = ".3f") -> str:

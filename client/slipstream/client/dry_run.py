@@ -1,8 +1,9 @@
-"""What `--dry-run` prints: the resolved settings, and the trainer's parallel groups."""
+"""What `--dry-run` prints: the resolved settings, the trainer's parallel groups, what lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slipstream.client.engine_checks import describe_engine
 from slipstream.client.placement import (
@@ -12,8 +13,9 @@ from slipstream.client.placement import (
     share_memory,
     uses_gpus,
 )
+from slipstream.client.terminal import say
 from slipstream.protocol.access.security import without_password
-from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_sizes, dump_config, model_warnings
 from slipstream.protocol.settings.model_sizes import read_model_sizes
@@ -21,14 +23,31 @@ from slipstream.protocol.settings.rank_layout import RankLayout
 from slipstream.protocol.settings.roles import role_settings
 
 
-def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> str:
-    """TOML that `load_config` reads back, but for a password; what is no setting is a comment.
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run found; the settings themselves are right."""
 
-    `ranks` and `servers` would start here. The model's config.json is read, nothing else of it.
-    ConfigError as of `check_sizes`.
+    # TOML that `load_config` reads back, but for a password; what is no setting is a comment.
+    text: str
+    # What has to change on this machine before anything can start here.
+    obstacles: tuple[str, ...]
+
+    def show(self) -> int:
+        """Prints the text; 0 when everything could start, SlipstreamError with what it lacks."""
+        say(self.text.rstrip("\n"))
+        if self.obstacles:
+            lacking = "; ".join(self.obstacles)
+            raise SlipstreamError(f"the settings are right, but nothing can start here: {lacking}")
+        return 0
+
+
+def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
+    """The dry run of a command that would start so many `ranks` and `servers` here.
+
+    The model's config.json is read, nothing else of it. ConfigError as of `check_sizes`.
     """
     missing = check_sizes(config)
-    config, gpus = place_dry(config, ranks=ranks, servers=servers)
+    config, gpus, misfit = place_dry(config, ranks=ranks, servers=servers)
     has_experts = read_model_sizes(config.model.path).experts > 0
     layout = RankLayout.of(config.learner.parallel, config.learner.world_size)
     notes = ["The trainer's ranks:", *layout.describe(has_experts=has_experts).splitlines()]
@@ -45,10 +64,18 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> str:
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
-    return f"{dump_config(without_password(config))}\n{as_comments(notes)}"
+    return DryRun(_toml(config, notes), (*missing, *misfit))
 
 
-def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Config, list[str]]:
+def describe_server(config: Config) -> DryRun:
+    """The dry run of the command that would start one rollout server here."""
+    config, gpus, misfit = place_dry(config, ranks=0, servers=1)
+    return DryRun(_toml(config, gpus), misfit)
+
+
+def place_dry(
+    config: Config, *, ranks: int, servers: int
+) -> tuple[Config, list[str], tuple[str, ...]]:
     """Which GPU each process would have here, or why it does not fit: a dry run needs none.
 
     With the settings as sharing a GPU makes them.
@@ -61,10 +88,10 @@ def place_dry(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Conf
         if ranks and servers:
             sharing.append(f"weights travel by {check_transport(config, placement)}")
     except ConfigError as error:
-        return config, [f"The GPUs here do not fit: {error}", *engine]
-    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing, *engine]
+        return config, [f"The GPUs here do not fit: {error}", *engine], (str(error),)
+    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing, *engine], ()
 
 
-def as_comments(notes: Sequence[str]) -> str:
-    """Lines of TOML that say nothing to a program."""
-    return "".join(f"# {note}".rstrip() + "\n" for note in notes)
+def _toml(config: Config, notes: Sequence[str]) -> str:
+    comments = "".join(f"# {note}".rstrip() + "\n" for note in notes)
+    return f"{dump_config(without_password(config))}\n{comments}"

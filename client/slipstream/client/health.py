@@ -30,7 +30,8 @@ def find_fault(run: RunStatus, server_id: str | None) -> str | None:
         return f"the controller does not know rollout server {server_id}"
     # A server that came back has an entry for each of its lives.
     if not set(states) & set(WORKING):
-        return f"rollout server {server_id} is {states[-1]}"
+        verb = "has" if states[-1] == "left" else "is"
+        return f"rollout server {server_id} {verb} {states[-1]}"
     return None
 
 

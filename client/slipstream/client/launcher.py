@@ -11,30 +11,29 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from slipstream.client.children import first_failed, show_lines, start_child
-from slipstream.client.dry_run import as_comments, describe_dry_run, place_dry
+from slipstream.client.dry_run import describe_dry_run, describe_server
 from slipstream.client.engine_checks import check_cache, check_compiler
-from slipstream.client.placement import check_transport, place_here, share_memory
+from slipstream.client.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.preflight import (
     check_controller,
     check_environments,
     check_installed,
     check_passed_settings,
     check_port,
-    check_run_folder,
     check_settings,
     check_weights_host,
-    make_run_folder,
 )
-from slipstream.client.session import (
-    GRACE_S,
-    ROLLOUT_SERVER,
-    Session,
-    stop_signal,
+from slipstream.client.run_folder import (
+    check_run_folder,
+    hold_folder,
+    hold_run_folder,
+    make_run_folder,
+    settings_of,
     write_config,
 )
-from slipstream.client.terminal import say
+from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, Session
+from slipstream.client.stopping import stop_signal
 from slipstream.client.trainer_ranks import rank_environments
-from slipstream.protocol.access.security import without_password
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.names import check_server_id
@@ -42,7 +41,7 @@ from slipstream.protocol.process import raise_open_files
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
 from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_file import dump_config, load_config, parse_config
+from slipstream.protocol.settings.config_file import load_config, parse_config
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.tracking import check_trackers
 from slipstream.protocol.settings.vllm_source import check_engine
@@ -59,24 +58,23 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     credentials = check_settings(config, dry_run=dry_run, queue_ends=ends)
     check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
     check_trackers(config.tracking)
+    check_engine(config)
+    check_cache(config)
+    check_compiler(config)
+    await check_passed_settings(config)
+    # Settings first: what is in use now may be free when they are right.
     check_run_folder(config)
     check_port(config.controller.address)
     check_weights_host(config)
-    check_cache(config)
-    check_compiler(config)
-    check_engine(config)
-    await check_passed_settings(config)
     local = {"ranks": config.learner.world_size, "servers": config.rollout_server.count}
     if dry_run:
-        say(describe_dry_run(config, **local).rstrip("\n"))
-        return 0
+        return describe_dry_run(config, **local).show()
     placement = place_here(config, **local)
     config = share_memory(config, placement)
     check_transport(config, placement)
-    make_run_folder(config)
-    logs = config.run_dir / "logs"
-    await check_environments(config, logs / "preflight.log")
+    await check_environments(config)
     async with AsyncExitStack() as stack:
+        stack.enter_context(hold_run_folder(config))
         queue = await _start_queue(stack, config)
         if queue is not None:
             config = _with_queue(config, queue)
@@ -115,21 +113,22 @@ async def run_learner(
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if has_controller:
         check_trackers(config.tracking)
-        check_run_folder(config)
-        check_port(config.controller.address)
     check_engine(config)
     if dry_run or has_controller:
         await check_passed_settings(config)
+    if has_controller:
+        check_run_folder(config)
+        check_port(config.controller.address)
     if dry_run:
-        say(describe_dry_run(config, ranks=per_node).rstrip("\n"))
-        return 0
+        return describe_dry_run(config, ranks=per_node).show()
     placement = place_here(config, ranks=per_node)
     if has_controller:
         check_weights_host(config)
-    make_run_folder(config)
-    if has_controller:
-        await check_environments(config, config.run_dir / "logs" / "preflight.log")
-    async with Session(config, credentials, placement, node_rank=node_rank) as session:
+        await check_environments(config)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(hold_run_folder(config, node_rank=node_rank))
+        session = Session(config, credentials, placement, node_rank=node_rank)
+        await stack.enter_async_context(session)
         if has_controller:
             session.start_controller(num_servers=0)
         await session.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
@@ -158,14 +157,18 @@ async def run_rollout_server(
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
-        config, gpus = place_dry(config, servers=1)
-        say((dump_config(without_password(config)) + as_comments(gpus)).rstrip("\n"))
-        return 0
+        return describe_server(config).show()
     placement = place_here(config, servers=1)
     await check_controller(config.controller.address, credentials, connect_timeout_s)
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     make_run_folder(config)
     folder = config.run_dir / "servers" / name
+    refusal = f"rollout server {name} runs already in {folder}; choose another --server-id"
+    with hold_folder(folder, refusal=refusal):
+        return await _run_server(config, name, folder, placement)
+
+
+async def _run_server(config: Config, name: str, folder: Path, placement: Placement) -> int:
     resolved = write_config(config, folder)
     arguments = ["--config", str(resolved), "--controller", config.controller.address]
     child = await start_child(
@@ -190,7 +193,7 @@ async def run_rollout_server(
 
 async def run_replay(folder: Path) -> int:
     """`slipstream replay`: the trainer ranks alone train the journaled batches again."""
-    path = folder / "config.toml"
+    path = settings_of(folder)
     config = load_config(path)
     check_settings(config)
     check_installed("torch", "megatron.core")
@@ -220,7 +223,7 @@ async def run_replay(folder: Path) -> int:
 
 async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     """`slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder."""
-    path = folder / "config.toml"
+    path = settings_of(folder)
     config = load_config(path)
     check_settings(config)
     check_installed("torch", "megatron.core")

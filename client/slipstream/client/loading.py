@@ -29,6 +29,9 @@ def environment_failed(cause: str) -> EnvironmentFailed:
 def describe(error: BaseException) -> str:
     """Type, message and place of an exception, in one line."""
     text = str(error).split("\n", 1)[0]
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        # Python stopped where it reads modules, not where the mistake is.
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or is_ours(frames[-1].filename):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import importlib.util
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from slipstream.client.programs import run_module
+from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.protocol.access.exposure import check_private
 from slipstream.protocol.access.security import (
     Credentials,
@@ -32,13 +32,7 @@ from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.process import open_variables
 from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_changes import check_resumable
-from slipstream.protocol.settings.config_file import (
-    check_model,
-    check_sizes,
-    dump_config,
-    load_config,
-)
+from slipstream.protocol.settings.config_file import check_model, check_sizes, dump_config
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.roles import role_settings
 from slipstream.protocol.settings.sections import SecuritySection
@@ -116,77 +110,6 @@ def check_weights_host(config: Config) -> None:
             f"weights.host must be an address of this machine, where trainer rank 0 starts, "
             f"got {host}: {error.strerror}"
         ) from error
-
-
-def check_run_folder(config: Config) -> bool:
-    """Whether the folder holds a run that goes on now; ConfigError when it may not."""
-    folder, resume = config.run_dir, config.run.resume
-    journal = folder / "journal" / "journal.log"
-    if not journal.exists():
-        if resume == "must":
-            raise ConfigError(f"run.resume is must, but {folder} holds no run to go on with")
-        return False
-    _check_not_written(journal, folder)
-    if resume == "never":
-        raise ConfigError(
-            f"{folder} holds a run already; choose another run.name or remove the folder"
-        )
-    check_resumable(load_config(folder / "config.toml"), config)
-    _check_unfinished(folder, config)
-    return True
-
-
-def _check_unfinished(folder: Path, config: Config) -> None:
-    """ConfigError when the run has done all that `config` asks for, the exported model included."""
-    summary = folder / "summary.json"
-    if not summary.is_file():
-        return
-    values = json.loads(summary.read_text())
-    lacks_model = config.learner.export_final and not (folder / "checkpoints" / "final").is_dir()
-    if values["state"] != "finished" or lacks_model:
-        return
-    if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
-        raise ConfigError(
-            f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
-            "another run.name, or set algorithm.dynamic_sampling.enabled = false to go on"
-        )
-    if values["steps"] >= config.run.steps:
-        raise ConfigError(
-            f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "
-            "choose another run.name"
-        )
-
-
-def _check_not_written(journal: Path, folder: Path) -> None:
-    """ConfigError while a controller has the journal: it and its ranks read this folder's settings.
-
-    The controller's own lock decides; this one is given back at once.
-    """
-    with journal.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{folder} is written by a run that goes on; wait for its end, or choose another "
-                "run.name"
-            ) from None
-
-
-def make_run_folder(config: Config) -> None:
-    """Makes the run's folder for its owner's eyes; ConfigError. One that is there stays as it is.
-
-    It will hold prompts, replies and weights.
-    """
-    make_folder(config.run_dir, mode=0o700)
-
-
-def make_folder(path: Path, *, mode: int = 0o777) -> Path:
-    """`path` with all above it; ConfigError when it cannot be made."""
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=mode)
-    except OSError as error:
-        raise ConfigError(f"run.dir: cannot make {path}: {error.strerror}") from error
-    return path
 
 
 def check_port(address: str) -> None:
@@ -272,34 +195,43 @@ def passes_to_megatron(config: Config) -> bool:
     return any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
 
 
-async def check_environments(config: Config, log_path: Path) -> None:
+async def check_environments(config: Config) -> None:
     """Loads every environment in a process of its own and resets its first task; ConfigError.
 
-    The log begins anew, and holds the last of what each environment printed meanwhile.
+    The run's preflight.log begins anew, and holds the last of what each environment printed. A
+    refusal makes no folder for it, unless an environment has printed something.
     """
     sections = [(e.name, e.reference, e.args, e.timeout_s) for e in config.environments]
     sections += [(e.name, e.reference, e.args, e.timeout_s) for e in config.evaluations]
-    make_folder(log_path.parent)
-    with log_path.open("w", encoding="utf-8") as log:
-        for name, reference, args, timeout_s in sections:
-            arguments = ["slipstream.client.worker", "--check", reference]
-            arguments += ["--args", json.dumps(args), "--search-path", os.getcwd()]
-            with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
-                checked = await run_module(
-                    [*arguments, "--timeout-s", str(timeout_s)],
-                    # The worker says itself where it hangs, if it still can.
-                    limit_s=timeout_s + WORKER_GRACE_S,
-                    # As in a worker beside a rollout server.
-                    environ=open_variables(os.environ),
-                )
-            print(f"environment {name}:", *checked.lines, sep="\n", file=log)
-            if checked.code is None:
-                raise ConfigError(f"environment {name}: no answer within {timeout_s:g} s")
-            if checked.code != 0:
+    printed: list[str] = []
+    for name, reference, args, timeout_s in sections:
+        arguments = ["slipstream.client.worker", "--check", reference]
+        arguments += ["--args", json.dumps(args), "--search-path", os.getcwd()]
+        with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
+            checked = await run_module(
+                [*arguments, "--timeout-s", str(timeout_s)],
+                # The worker says itself where it hangs, if it still can.
+                limit_s=timeout_s + WORKER_GRACE_S,
+                # As in a worker beside a rollout server.
+                environ=open_variables(os.environ),
+            )
+        printed += [f"environment {name}:", *checked.lines]
+        if checked.code != 0:
+            said = f"no answer within {timeout_s:g} s"
+            if checked.code is not None:
                 said = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
-                raise ConfigError(
-                    f"environment {name}: {said.removeprefix(f'environment {reference}: ')}"
-                )
+                said = said.removeprefix(f"environment {reference}: ")
+            # The cause stands alone where nobody printed anything.
+            log = f" (log: {_keep_printed(config, printed)})" if len(checked.lines) > 1 else ""
+            raise ConfigError(f"environment {name}: {said}{log}")
+    _keep_printed(config, printed)
+
+
+def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
+    make_run_folder(config)
+    path = make_folder(config.run_dir / "logs") / "preflight.log"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
 
 
 @contextlib.contextmanager

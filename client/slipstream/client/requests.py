@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
-from slipstream.client.terminal import plain, say
+from slipstream.client.terminal import counted, plain, say
 from slipstream.protocol.errors import ConfigError
 
 _RATE = "pass_at_"
@@ -39,9 +39,7 @@ async def submit(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout_s,
             num_workers=arguments.num_workers,
         )
-    tasks = "1 task" if status.num_tasks == 1 else f"{status.num_tasks:,} tasks"
-    if not status.num_tasks:
-        tasks = "tasks without end"
+    tasks = counted(status.num_tasks, "task") if status.num_tasks else "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
     say(plain(f"environment {status.name} is {status.state}: {detail}"))
     return 0
@@ -77,8 +75,10 @@ async def stop(arguments: argparse.Namespace) -> int:
 async def drain(arguments: argparse.Namespace) -> int:
     """`slipstream drain`."""
     async with connect(arguments) as client:
-        await client.drain(arguments.server_id, arguments.reason)
+        warning = await client.drain(arguments.server_id, arguments.reason)
     say(f"rollout server {arguments.server_id} drains")
+    if warning:
+        say(plain(f"! {warning}"))
     return 0
 
 

@@ -16,22 +16,35 @@ ANSWER_LIMIT_S = 5.0
 class RunCalls:
     """Calls of the controller at `address`; one that does not answer is no error."""
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
+    def __init__(
+        self, address: str, credentials: Credentials, *, stop_limit_s: float = STOP_LIMIT_S
+    ) -> None:
+        """`stop_limit_s`: the limit of asking the controller to stop."""
         self._address, self._credentials = address, credentials
+        self._stop_limit_s = stop_limit_s
         self.metadata = call_metadata(credentials)
 
     def channel(self) -> grpc.aio.Channel:
         """A new connection; close it after use."""
         return open_channel(self._address, self._credentials)
 
-    async def stop(self, reason: str, *, failed: bool) -> None:
-        """Ends the run in order, or as failed; waits for a controller that does not listen yet."""
+    async def stop(self, reason: str, *, failed: bool) -> str:
+        """Ends the run in order, or as failed; waits for a controller that does not listen yet.
+
+        Returns the name of gRPC's status when the controller gave no answer; empty: it did.
+        """
         request = status_pb2.StopRunRequest(reason=reason, failed=failed)
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        try:
             async with self.channel() as channel:
                 await status_pb2_grpc.StatusServiceStub(channel).StopRun(
-                    request, metadata=self.metadata, timeout=STOP_LIMIT_S, wait_for_ready=True
+                    request,
+                    metadata=self.metadata,
+                    timeout=self._stop_limit_s,
+                    wait_for_ready=True,
                 )
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return ""
 
     async def milestones(self) -> Milestones | None:
         """How far the run is; None when the controller does not answer."""

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from pathlib import Path
 
 import grpc.aio
 from slipstream.client.children import Child, start_child, with_full_disk
 from slipstream.client.display import Display, loading_line
 from slipstream.client.placement import Placement, describe_sharing
-from slipstream.client.preflight import make_folder
-from slipstream.client.run_calls import RunCalls
+from slipstream.client.run_calls import STOP_LIMIT_S, RunCalls
+from slipstream.client.run_folder import node_folder, write_config
+from slipstream.client.stopping import stop_signal
 from slipstream.client.trainer_ranks import TrainerRanks
 from slipstream.client.waits import tell_waits
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import dump_config, model_warnings
+from slipstream.protocol.settings.config_file import model_warnings
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 CONTROLLER = "slipstream.learner.controller"
@@ -38,9 +37,13 @@ GRACE_S = 30.0
 HURRIED_GRACE_S = 1.0
 # How often the controller is asked whether the run still stops.
 LOOK_S = 2.0
+# The last events may need so long to come after the controller is gone.
+EVENTS_LIMIT_S = 5.0
 # What a run leaves may need so long to end after the controller is gone.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
+# Exit code of a command whose run has failed.
+FAILED = 1
 # A rollout server that lived so long may die as often as a new one.
 FORGIVEN_S = 600.0
 # Exit codes of a rollout server: it cannot work as it was asked to; its engine did not start.
@@ -59,15 +62,14 @@ class Session:
         placement: Placement,
         *,
         node_rank: int = 0,
+        stop_limit_s: float = STOP_LIMIT_S,
     ) -> None:
+        """`stop_limit_s`: the limit of asking the controller to stop; then it is ended."""
         self._config, self._placement = config, placement
         self._credentials = credentials
-        self._calls = RunCalls(config.controller.address, credentials)
-        self._node_rank = node_rank
+        self._calls = RunCalls(config.controller.address, credentials, stop_limit_s=stop_limit_s)
         self._logs = config.run_dir / "logs"
-        self._resolved = write_config(
-            config, config.run_dir / f"node-{node_rank}" if node_rank else config.run_dir
-        )
+        self._resolved = write_config(config, node_folder(config, node_rank))
         self._children: list[Child] = []
         self._controller: asyncio.Task[Child] | None = None
         self._trainers: TrainerRanks | None = None
@@ -76,6 +78,8 @@ class Session:
         self._over = False
         # The trainer rank that was killed; the others only say that they lost it.
         self._killed = ""
+        # What a controller that gave no answer was asked before it was ended.
+        self._unanswered: status_pb2.StopRunRequest | None = None
         self._stopping: asyncio.Task[signal.Signals] | None = None
 
     async def __aenter__(self) -> Session:
@@ -142,7 +146,8 @@ class Session:
     async def wait(self) -> int:
         """Shows progress until the run is over; RunFailed with the cause when it failed.
 
-        0 when it is done; 128 and the signal's number when one ended it before.
+        0 when it is done, 128 and the signal's number when one ended it before, 1 when it failed
+        with a cause that was shown already.
         """
         if self._controller is None:
             return await self._wait_for_trainers()
@@ -158,21 +163,29 @@ class Session:
             # Without a controller nobody is started again, however the ranks end.
             keep_trainers.cancel()
             waits.cancel()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5.0):
-                    await show
+            if self._unanswered is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EVENTS_LIMIT_S):
+                        await show
             if self._display.is_over:
                 await self._let_leave()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if self._unanswered is not None and self._unanswered.failed:
+            raise RunFailed(with_full_disk(self._unanswered.reason, self._logs))
         if controller.process.returncode == 0:
             self._display.summary()
             return self._signalled if self._display.is_stopped else 0
+        if self._unanswered is not None:
+            return self._signalled
         if self._display.failure:
             self._display.summary()
-            raise RunFailed(with_full_disk(self._killed or self._display.failure, self._logs))
+            cause = with_full_disk(self._killed or self._display.failure, self._logs)
+            if cause == self._display.told_failure:
+                return FAILED
+            raise RunFailed(cause)
         raise RunFailed(with_full_disk(controller.describe_end(), self._logs))
 
     @property
@@ -222,7 +235,7 @@ class Session:
         try:
             await keeping
         except OSError as error:
-            await self._calls.stop(f"{name} cannot be started: {error.strerror}", failed=True)
+            await self._stop_run(f"{name} cannot be started: {error.strerror}", failed=True)
 
     async def _keep_queue(self, server: EmbeddedServer) -> None:
         for _ in range(MAX_QUEUE_RESTARTS):
@@ -231,9 +244,9 @@ class Session:
             try:
                 await server.start()
             except QueueError as error:
-                await self._calls.stop(str(error), failed=True)
+                await self._stop_run(str(error), failed=True)
                 return
-        await self._calls.stop(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
+        await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
     async def _keep(self, name: str, environ: Mapping[str, str]) -> None:
         settings = self._config.rollout_server
@@ -255,7 +268,7 @@ class Session:
             failed_starts = failed_starts + 1 if code == NOT_STARTED else 0
             is_final = code == USAGE_ERROR or failed_starts == MAX_FAILED_STARTS
             if is_final or restarts > settings.max_restarts:
-                await self._calls.stop(child.describe_end(), failed=True)
+                await self._stop_run(child.describe_end(), failed=True)
                 return
             self._display.warn(f"{child.describe_end()}; start {restarts + 1}")
             await asyncio.sleep(min(2.0**restarts / 2, 30.0))
@@ -267,7 +280,7 @@ class Session:
         if failed is not None and not self._over:
             if failed.was_killed:
                 self._killed = failed.describe_end()
-            await self._calls.stop(failed.describe_end(), failed=True)
+            await self._stop_run(failed.describe_end(), failed=True)
 
     async def _wait_for_trainers(self) -> int:
         assert self._trainers is not None
@@ -290,7 +303,19 @@ class Session:
         assert self._stopping is not None
         number = await self._stopping
         self._display.warn(f"{number.name}: the run is stopped in order; once more ends it at once")
-        await self._calls.stop(f"the user sent {number.name}", failed=False)
+        await self._stop_run(f"the user sent {number.name}", failed=False)
+
+    async def _stop_run(self, reason: str, *, failed: bool) -> None:
+        """Asks the controller to end the run; ends the controller when it gives no answer."""
+        problem = await self._calls.stop(reason, failed=failed)
+        if not problem:
+            return
+        controller = await self._controller if self._controller is not None else None
+        if controller is None or not controller.is_running or self._display.is_over:
+            return
+        self._display.warn(f"the controller does not answer, {problem}; it is ended")
+        self._unanswered = status_pb2.StopRunRequest(reason=reason, failed=failed)
+        await controller.stop(GRACE_S)
 
     async def _show_events(self) -> None:
         async with self._calls.channel() as channel:
@@ -320,29 +345,3 @@ async def end_in_order(
     until_s = time.monotonic() + grace_s
     while not ends.done() and (time.monotonic() < until_s or await calls.is_stopping()):
         await asyncio.wait((ends,), timeout=look_s)
-
-
-async def stop_signal() -> signal.Signals:
-    """Waits for the first SIGINT or SIGTERM; the next one has its usual effect."""
-    loop = asyncio.get_running_loop()
-    came: asyncio.Future[signal.Signals] = loop.create_future()
-
-    def note(number: signal.Signals) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(each)
-        if not came.done():
-            came.set_result(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, note, number)
-    return await came
-
-
-def write_config(config: Config, folder: Path) -> Path:
-    """Writes the resolved settings to `folder`/config.toml; only the owner may read them."""
-    path = make_folder(folder) / "config.toml"
-    # It may hold the password of the queue.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(dump_config(config))
-    return path

@@ -25,6 +25,11 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def counted(number: int, what: str) -> str:
+    """`number` of things: 1 task, 2 tasks."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def _visible(line: str) -> str:
     if line.isprintable():
         return line

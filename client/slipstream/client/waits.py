@@ -46,7 +46,13 @@ async def tell_waits(display: Display, address: str, credentials: Credentials) -
 
 def wait_line(run: RunStatus) -> str:
     """What a run waits for, in one line."""
-    busy = [f"{s.server_id} is {s.state}" for s in run.servers if s.state != "serving"]
+    busy = [
+        f"{s.server_id} {'has left' if s.state == 'left' else f'is {s.state}'}"
+        for s in run.servers
+        if s.state != "serving"
+    ]
     servers = "; ".join(busy) if run.servers else "no rollout server has joined yet"
+    if run.servers and all(s.state in ("left", "dead") for s in run.servers):
+        servers += "; no rollout server is connected"
     waits = f"waits for {run.waiting_for}" if run.waiting_for else f"the run is {run.state}"
     return waits + (f"; {servers}" if servers else "")

@@ -117,6 +117,7 @@ def _check(
     reference: str, args_json: str, search_path: str, timeout_s: float, report: int
 ) -> NoReturn:
     from slipstream.client.serving import EpisodeHost
+    from slipstream.client.terminal import counted
     from slipstream.client.witness import running_place
     from slipstream.v1 import environment_pb2 as pb
 
@@ -150,7 +151,8 @@ def _check(
             if answer.WhichOneof("message") == "failure":
                 fail(answer.failure.message)
             num_tasks = max(num_tasks, answer.loaded.num_tasks)
-        os.write(report, f"{num_tasks}\n".encode())
+        tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
+        os.write(report, f"environment {reference} is ready: {tasks}\n".encode())
 
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True

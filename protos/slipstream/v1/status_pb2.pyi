@@ -188,5 +188,7 @@ class DrainServerRequest(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DrainServerResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("warning",)
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    warning: str
+    def __init__(self, warning: _Optional[str] = ...) -> None: ...

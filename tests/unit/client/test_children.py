@@ -55,6 +55,34 @@ def test_a_missing_log_has_no_cause(tmp_path: Path) -> None:
     assert last_complaint(tmp_path / "none") == ""
 
 
+REFUSED = (
+    "2026-01-01 12:00:00 rank 0 ERROR x: rank 0 failed",
+    "Traceback (most recent call last):",
+    '  File "train.py", line 1, in step',
+    "    torch._foreach_add_(denominators, eps)",
+    "TypeError: _foreach_add_() received an invalid combination - got (tuple, str)",
+    " * (tuple of Tensors self, Number scalar)",
+    " * (tuple of Tensors self, tuple of Tensors other, *, Number alpha = 1)",
+    "",
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: ", "(EngineCore pid=7) ERROR 11-21 [core.py:1] "])
+def test_the_exception_is_the_cause_and_not_the_end_of_its_text(
+    prefix: str, tmp_path: Path
+) -> None:
+    first, *traceback = REFUSED
+    lines = [first, *(f"{prefix}{line}" for line in traceback)]
+    noise = "2026-01-01 12:00:01 rank 0 WARNING x: the failure could not be reported: UNAVAILABLE"
+    log = write(tmp_path / "log", *lines, noise)
+    assert last_complaint(log).startswith("TypeError: _foreach_add_() received")
+
+
+def test_an_error_that_is_newer_than_a_traceback_is_the_cause(tmp_path: Path) -> None:
+    newer = "2026-01-01 12:00:01 rank 0 ERROR x: the disk is gone"
+    assert last_complaint(write(tmp_path / "log", *REFUSED, newer)) == newer
+
+
 async def test_the_end_of_several_errors_at_once_is_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RAISE_TWO)
     log = tmp_path / "log"

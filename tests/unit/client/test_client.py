@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 from fake_workers import Empty, Good
-from slipstream.client import Client
-from slipstream.client import client as client_module
+from slipstream.client import Client, patience
 from slipstream.client.cli import parse
+from slipstream.client.preflight import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.v1 import (
@@ -63,6 +63,8 @@ class Controller(
         self.status = status_pb2.RunStatus(state=status_pb2.RUN_STATE_RUNNING)
         self.stopped: list[str] = []
         self.drained: list[tuple[str, str]] = []
+        # What the run lacks without the server that drains.
+        self.lacking = ""
         # What each stream of ServeEpisodes does, one after the other.
         self.streams: list[Stream] = []
         # Events of each Watch stream, and whether it breaks after them.
@@ -101,7 +103,7 @@ class Controller(
 
     async def DrainServer(self, request, context):  # noqa: N802
         self.drained.append((request.server_id, request.reason))
-        return status_pb2.DrainServerResponse()
+        return status_pb2.DrainServerResponse(warning=self.lacking)
 
     async def StopRun(self, request, context):  # noqa: N802
         self.stopped.append(request.reason)
@@ -109,13 +111,15 @@ class Controller(
 
 
 @asynccontextmanager
-async def listening(controller: Controller | None, token: str | None = None) -> AsyncIterator[str]:
+async def listening(
+    controller: Controller | None, token: str | None = None, address: str = "127.0.0.1:0"
+) -> AsyncIterator[str]:
     credentials = Credentials(certificate=None, key=None, ca=None, token=token)
     server = create_server(credentials)
     if controller is not None:
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(controller, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
-    port = bind(server, "127.0.0.1:0", credentials)
+    port = bind(server, address, credentials)
     await server.start()
     yield f"127.0.0.1:{port}"
     await server.stop(None)
@@ -183,7 +187,7 @@ async def test_a_refusal_becomes_an_error_of_ours_in_one_line(
 ) -> None:
     controller.refusal = code, "weight must be above 0, got -1"
     with pytest.raises(error, match=message) as caught:
-        await client.submit("m:C", weight=-1)
+        await client.submit("m:C")
     assert "\n" not in str(caught.value)
 
 
@@ -194,7 +198,8 @@ async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(clien
 
 async def test_an_address_without_a_controller_is_named() -> None:
     async with Client("127.0.0.1:9") as client:
-        for call in (client.status(), client.stop("x"), client.serve(Good())):
+        serving = client.serve(Good(), connect_timeout_s=0.1)
+        for call in (client.status(), client.stop("x"), serving):
             with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9"):
                 await call
         with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9"):
@@ -265,7 +270,7 @@ async def test_stop_hands_the_reason_on(client: Client, controller: Controller) 
 async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(
     client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
     controller.events = [
         [status_pb2.Event(number=n, text=f"event {n}") for n in (4, 5)],
         [],
@@ -316,7 +321,7 @@ async def test_serve_answers_the_controller_until_it_ends_the_stream(
 async def test_serve_comes_back_to_a_controller_that_was_lost(
     client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
     answers = []
 
     async def breaking(call: Call) -> None:
@@ -344,7 +349,7 @@ async def test_serve_comes_back_to_a_controller_that_was_lost(
 async def test_serve_ends_when_the_run_was_over_before_it_came_back(
     client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
 
     async def breaking(call: Call) -> None:
         await call.read()
@@ -363,8 +368,8 @@ async def test_serve_ends_when_the_run_was_over_before_it_came_back(
 async def test_serve_gives_up_a_controller_that_stays_lost(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(client_module, "RECONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(patience, "RECONNECT_TIMEOUT_S", 0.1)
     attached = asyncio.Event()
 
     async def waiting(call: Call) -> None:
@@ -426,5 +431,40 @@ async def test_the_command_drains_the_server_that_it_names(capsys) -> None:
     async with listening(controller) as address:
         arguments = parse(["drain", "server-1", "--reason", "new driver", "--controller", address])
         assert await arguments.execute(arguments) == 0
-    assert controller.drained == [("server-1", "new driver")]
-    assert capsys.readouterr().out == "rollout server server-1 drains\n"
+        assert capsys.readouterr().out == "rollout server server-1 drains\n"
+        controller.lacking = "no rollout server stays"
+        assert await arguments.execute(arguments) == 0
+    drains = "rollout server server-1 drains\n! no rollout server stays\n"
+    assert capsys.readouterr().out == drains
+    assert controller.drained == [("server-1", "new driver")] * 2
+
+
+async def test_an_error_of_a_call_has_no_traceback_of_grpc_before_it() -> None:
+    async with Client("127.0.0.1:9") as client:
+        for call in (client.status(), client.serve(Good(), connect_timeout_s=0.1)):
+            with pytest.raises(ConfigError, match=r"no controller answers at 127\.0\.0\.1:9") as e:
+                await call
+            assert e.value.__suppress_context__
+            assert e.value.__cause__ is None
+
+
+async def test_a_controller_that_does_not_listen_yet_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    controller, served = Controller(), asyncio.Event()
+
+    async def serve(call: Call) -> None:
+        served.set()
+        await call.context.abort(grpc.StatusCode.UNIMPLEMENTED, "enough")
+
+    controller.streams = [serve]
+    async with asyncio.timeout(LIMIT_S), Client(address) as client:
+        serving = asyncio.ensure_future(client.serve(Good()))
+        while "no controller answers" not in caplog.text:
+            await asyncio.sleep(0.01)
+        async with listening(controller, address=address):
+            await served.wait()
+            with pytest.raises(ConfigError, match="no controller of this version"):
+                await serving
+    assert f"no controller answers at {address} yet; it is waited for, up to 60 s" in caplog.text

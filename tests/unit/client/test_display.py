@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from slipstream.client.display import Display, loading_line
 from slipstream.protocol.settings.config import Config
+from slipstream.v1 import status_pb2
 from small_configs import config_of
 
+ERROR = status_pb2.SEVERITY_ERROR
 SUMMARY = {
     "state": "finished",
     "solved": False,
@@ -18,6 +20,9 @@ SUMMARY = {
     "reward_first": 0.5,
     "reward_last": 0.75,
     "reward_heldout": None,
+    "reward_heldout_first": None,
+    "reward_heldout_first_step": None,
+    "reward_heldout_step": None,
     "suspended_environments": {},
     "max_lag_seen": 1,
     "max_staleness": 2,
@@ -57,12 +62,15 @@ def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
 def test_a_run_that_ends_early_says_how_it_goes_on(state: str, tmp_path: Path) -> None:
+    # What has failed would fail again as it is.
+    how = "when the cause is mended the same command goes on from there"
+    how = how if state == "failed" else "the same command goes on"
     display, text = shown(config_of(tmp_path), state=state)
     assert display.is_stopped == (state == "stopped")
-    assert text.endswith(f"\n  {state} at version 3 of 10; the same command goes on\n")
+    assert text.endswith(f"\n  {state} at version 3 of 10; {how}\n")
     # Before the first step there is nothing for a table.
     _, text = shown(config_of(tmp_path), state=state, steps=0)
-    assert text == f"\n  {state} at version 0 of 10; the same command goes on\n"
+    assert text == f"\n  {state} at version 0 of 10; {how}\n"
 
 
 def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
@@ -91,3 +99,23 @@ def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_p
     begin = "loading model into 1 trainer rank"
     assert loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
     assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:7070"
+
+
+def test_one_round_of_evaluation_is_no_progress(tmp_path: Path) -> None:
+    first = {"reward_heldout_first": 0.25, "reward_heldout_first_step": 0}
+    _, text = shown(config_of(tmp_path), reward_heldout=0.25, reward_heldout_step=0, **first)
+    assert "reward held out      0.250 at version 0\n" in text
+    _, text = shown(config_of(tmp_path), reward_heldout=0.375, reward_heldout_step=10, **first)
+    assert "reward held out      0.250 at version 0, 0.375 at version 10\n" in text
+
+
+def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    display = Display(config_of(tmp_path), out, err)
+    display.show(status_pb2.Event(number=1, text="the run failed: no server", severity=ERROR))
+    assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")
+    display.show(
+        status_pb2.Event(number=2, text="no server", final_state=status_pb2.RUN_STATE_FAILED)
+    )
+    assert display.failure == display.told_failure == "no server"
+    assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")

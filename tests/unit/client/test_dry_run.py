@@ -33,7 +33,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "learner": {"world_size": 2, "parallel": {"tp": 2}},
         "critic": {"learning_rate": 1e-3, "parallel": {"pp": 2}},
     }
-    text = describe_dry_run(parse_config(table, source="test"), ranks=2, servers=1)
+    text = describe_dry_run(parse_config(table, source="test"), ranks=2, servers=1).text
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
     assert notes[:16] == [

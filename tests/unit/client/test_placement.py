@@ -24,6 +24,10 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config, parse_config
 
 CONFIGS = Path(__file__).parents[3] / "deploy" / "configs"
+ENGINE_LINE = (
+    "vLLM runs the model with torch.compile and CUDA graphs: rollout_server.enforce_eager is "
+    "false by default on GPUs"
+)
 CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(8))
 
 
@@ -210,22 +214,26 @@ def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them
 
 def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
+    monkeypatch.setattr(dry_run, "uses_gpus", lambda: True)
     monkeypatch.setattr(placement, "list_gpus", lambda: CARDS[:3])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    _, lines = dry_run.place_dry(config_of(), ranks=1, servers=1)
+    _, lines, obstacles = dry_run.place_dry(config_of(), ranks=1, servers=1)
+    assert not obstacles
     assert lines == [
         "The GPUs of what starts here:",
         "trainer rank 0: GPU 2",
         "rollout server 0: GPU 1",
         "weights travel by nccl",
+        ENGINE_LINE,
     ]
-    _, (line,) = dry_run.place_dry(config_of(), ranks=1, servers=2)
+    _, (line, engine), (obstacle,) = dry_run.place_dry(config_of(), ranks=1, servers=2)
     assert line.startswith("The GPUs here do not fit: 3 GPUs are needed here")
+    assert (line.endswith(obstacle), engine) == (True, ENGINE_LINE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    config, lines = dry_run.place_dry(config_of(), ranks=1, servers=1)
+    config, lines, _ = dry_run.place_dry(config_of(), ranks=1, servers=1)
     assert config.rollout_server.gpu_memory_utilization == 0.4
-    assert lines[-2].startswith("the learner and 1 rollout server share GPU 2; ")
-    assert lines[-1] == "weights travel by ipc"
+    assert lines[-3].startswith("the learner and 1 rollout server share GPU 2; ")
+    assert lines[-2] == "weights travel by ipc"
 
 
 def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,11 @@ from slipstream.client.placement import uses_gpus
 from slipstream.client.preflight import (
     check_environments,
     check_port,
-    check_run_folder,
     check_settings,
     check_weights_host,
     free_port,
-    make_run_folder,
 )
-from slipstream.client.session import write_config
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.settings.config import Config, EnvironmentSection, SecuritySection
 from small_configs import config_of
 
@@ -169,7 +165,8 @@ async def test_only_the_controllers_node_needs_the_password_of_the_queue(
         with pytest.raises(ConfigError, match="queue.redis_password_file"):
             await run
     else:
-        assert await run == 0
+        with pytest.raises(SlipstreamError, match="nothing can start here: model.path must hold"):
+            await run
         assert "# 2 ranks" in capsys.readouterr().out
 
 
@@ -194,19 +191,10 @@ async def test_an_environment_sees_no_secrets_when_it_is_checked(
     spy = EnvironmentSection(name="spy", reference="spy:Spy")
     config = config_of(tmp_path).model_copy(update={"environments": (spy,)})
     with pytest.raises(ConfigError) as caught:
-        await check_environments(config, tmp_path / "logs" / "preflight.log")
+        await check_environments(config)
     # Python sets the last one itself.
     seen = str(caught.value).partition("it sees ")[2].partition(".")[0].split()
     assert set(seen) <= {"LC_CTYPE"}, caught.value
-
-
-def test_the_folder_of_a_run_is_for_its_owner_alone(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "runs")
-    make_run_folder(config)
-    assert config.run_dir.stat().st_mode & 0o777 == 0o700
-    config.run_dir.chmod(0o750)
-    make_run_folder(config)
-    assert config.run_dir.stat().st_mode & 0o777 == 0o750
 
 
 HANGING = """
@@ -239,7 +227,7 @@ async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
 ) -> None:
     config = hanging(tmp_path, monkeypatch, "Leaving")
     async with asyncio.timeout(60):
-        await check_environments(config, tmp_path / "logs" / "preflight.log")
+        await check_environments(config)
     helper = int((tmp_path / "helper").read_text())
     async with asyncio.timeout(10):
         # Its parent is gone; whoever adopts it has to notice.
@@ -267,9 +255,9 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
     monkeypatch.chdir(tmp_path)
     section = EnvironmentSection(name="e", reference="printing:Printing", timeout_s=20.0)
     config = config_of(tmp_path).model_copy(update={"environments": (section,)})
-    path = tmp_path / "logs" / "preflight.log"
+    path = config.run_dir / "logs" / "preflight.log"
     for _ in range(2):
-        await check_environments(config, path)
+        await check_environments(config)
         # The first one that is kept may be a part of a line.
         title, _, *lines = path.read_text().splitlines()
         assert title == "environment e:"
@@ -285,42 +273,23 @@ async def test_an_environment_that_holds_its_process_is_given_up(
     config = hanging(tmp_path, monkeypatch, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(60):
-            await check_environments(config, tmp_path / "logs" / "preflight.log")
+            await check_environments(config)
 
 
-def test_a_folder_that_another_command_writes_is_refused_until_that_ends(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    with Journal(config.run_dir / "journal"):
-        write_config(config, config.run_dir)
-        with pytest.raises(ConfigError, match="is written by a run that goes on"):
-            check_run_folder(config)
-    assert check_run_folder(config)
-
-
-@pytest.mark.parametrize(
-    ("state", "steps", "has_model", "goes_on"),
-    [
-        ("finished", 10, True, False),
-        ("finished", 10, False, True),
-        ("finished", 3, True, True),
-        ("stopped", 10, True, True),
-        ("failed", 10, True, True),
-    ],
-)
-def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
-    tmp_path: Path, state: str, steps: int, *, has_model: bool, goes_on: bool
+async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(tmp_path)
-    folder = config.run_dir
-    (folder / "journal").mkdir(parents=True)
-    (folder / "journal" / "journal.log").touch()
-    write_config(config, folder)
-    summary = {"state": state, "steps": steps, "solved": False, "cause": "all steps are done"}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    if has_model:
-        (folder / "checkpoints" / "final").mkdir(parents=True)
-    if goes_on:
-        assert check_run_folder(config)
-    else:
-        with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
-            check_run_folder(config)
+    loud = "raise RuntimeError('no data')\n"
+    (tmp_path / "quiet.py").write_text(loud)
+    (tmp_path / "loud.py").write_text(f"print('looking for data')\n{loud}")
+    monkeypatch.chdir(tmp_path)
+    for name in ("quiet", "loud"):
+        section = EnvironmentSection(name="e", reference=f"{name}:E", timeout_s=20.0)
+        config = config_of(tmp_path, name=name)
+        config = config.model_copy(update={"environments": (section,)})
+        with pytest.raises(ConfigError, match="RuntimeError: no data") as caught:
+            await check_environments(config)
+        log = config.run_dir / "logs" / "preflight.log"
+        assert config.run_dir.exists() == log.exists() == (name == "loud")
+    assert str(caught.value).endswith(f"(log: {log})")
+    assert "looking for data\n" in log.read_text()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from slipstream.client.children import Child
 from slipstream.client.placement import Placement
+from slipstream.client.preflight import free_port
 from slipstream.client.run_calls import RunCalls
 from slipstream.client.session import Session, end_in_order
 from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from small_configs import config_of
 
@@ -51,6 +57,50 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
         await grpc_server.stop(None)
     cause = "rollout server server-0 cannot be started: No such file or directory"
     assert (request.reason, request.failed) == (cause, True)
+
+
+def deaf_config(tmp_path: Path) -> Config:
+    config = config_of(tmp_path)
+    there = config.controller.model_copy(update={"address": f"127.0.0.1:{free_port('127.0.0.1')}"})
+    # The command reads it before the controller starts.
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    model = config.model.model_copy(update={"path": tmp_path})
+    return config.model_copy(update={"controller": there, "model": model})
+
+
+async def run_with_a_deaf_controller(tmp_path: Path, session: Session) -> int:
+    """Starts a controller that listens where nobody asks, and waits for its end."""
+    path = tmp_path / "test" / "config.toml"
+    asked = tomllib.loads(path.read_text())["controller"]["address"]
+    path.write_text(path.read_text().replace(asked, f"127.0.0.1:{free_port('127.0.0.1')}"))
+    session.start_controller(num_servers=0)
+    return await session.wait()
+
+
+async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = deaf_config(tmp_path)
+    async with asyncio.timeout(60), Session(config, OPEN, Placement(), stop_limit_s=0.5) as session:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await run_with_a_deaf_controller(tmp_path, session) == 128 + signal.SIGINT
+    out = capsys.readouterr().out
+    assert "! the controller does not answer, DEADLINE_EXCEEDED; it is ended" in out
+
+
+async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = deaf_config(tmp_path)
+    async with asyncio.timeout(60), Session(config, OPEN, Placement(), stop_limit_s=0.5) as session:
+        running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, session))
+        # Its process is there before the executable is not.
+        while not (tmp_path / "test" / "logs" / "controller.log").exists():
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(sys, "executable", "/missing/python")
+        session.keep_rollout_server(0)
+        with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
+            await running
 
 
 class Stopping(Listening):

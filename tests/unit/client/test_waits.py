@@ -44,6 +44,12 @@ def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve() -> No
     assert wait_line(run_from_pb(run)) == "waits for the trainer; b is loading"
     run = status_pb2.RunStatus(state=status_pb2.RUN_STATE_STOPPING, servers=run.servers)
     assert wait_line(run_from_pb(run)) == "the run is stopping; b is loading"
+    run = status_pb2.RunStatus(waiting_for="groups")
+    run.servers.add(server_id="a", state=fleet_pb2.SERVER_STATE_LEFT)
+    away = "waits for groups; a has left; no rollout server is connected"
+    assert wait_line(run_from_pb(run)) == away
+    run.servers.add(server_id="b", state=fleet_pb2.SERVER_STATE_SERVING)
+    assert wait_line(run_from_pb(run)) == "waits for groups; a has left"
 
 
 async def test_silence_is_broken_again_and_again_less_often(

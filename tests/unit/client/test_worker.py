@@ -124,7 +124,8 @@ async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: P
 
 
 async def test_a_check_prints_the_number_of_tasks() -> None:
-    assert await check("slipstream.client.builtin.echo:Echo") == (0, "106\n", "")
+    echo = "slipstream.client.builtin.echo:Echo"
+    assert await check(echo) == (0, f"environment {echo} is ready: 106 tasks\n", "")
 
 
 WAITS = """
@@ -140,7 +141,8 @@ class Waits(Environment):
 
 async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None:
     code, out, errors = await check("fake_workers:Plain", "--search-path", FAKES)
-    assert (code, out, errors) == (0, "0\n", "printed by the environment")
+    ready = "environment fake_workers:Plain is ready: tasks without end\n"
+    assert (code, out, errors) == (0, ready, "printed by the environment")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,11 @@ async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None
             ["waits:Waits", "--timeout-s", "5"],
             "environment waits:Waits: no answer within 5 s (it awaits something that does not",
         ),
+        (
+            ["mistyped:X"],
+            "environment mistyped:X: import of mistyped failed: "
+            "SyntaxError: expected ':' (mistyped.py:2)",
+        ),
         (["broken:X"], "environment broken:X: import of broken failed: SystemExit: 4 (broken.py:1"),
     ],
 )
@@ -165,6 +172,7 @@ async def test_a_failed_check_says_why_in_one_line(
 ) -> None:
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(3600)\n")
     (tmp_path / "waits.py").write_text(WAITS)
+    (tmp_path / "mistyped.py").write_text("class X:\n    def y(self) return 1\n")
     (tmp_path / "broken.py").write_text("raise SystemExit(4)\n")
     code, out, error = await check(*arguments, "--search-path", str(tmp_path))
     assert (code, out) == (2, "")

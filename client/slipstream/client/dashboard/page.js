@@ -194,7 +194,7 @@ async function tick() {
   const hasFailed = line.state === "failed", hasSteps = run.series.size > 0;
   state.className = isLive ? "live" : hasFailed ? "bad" : "";
   const steps = run.series.get("reward_mean")?.at(-1)?.[0];
-  const at = steps === undefined ? "" : `, version ${number(steps + 1)}`;
+  const at = steps === undefined ? "" : `, version ${number(steps)}`;
   state.textContent = (line.state || (isLive ? (steps === undefined ? "is starting" : "is training") : "has not written for a while")) + at;
   byId("waiting").hidden = hasSteps || Boolean(line.state);
   byId("stepless").hidden = hasSteps || !line.state;

@@ -258,7 +258,7 @@ class Controller:
     def _stepped(self, journal: Journal, trained: Trained, report: trainer_pb2.StepReport) -> None:
         journal_servers(journal, self._ledger)
         batch, now = trained.batch, time.time()
-        if trained.again and self._recorder.has_row(batch.step):
+        if trained.again and self._recorder.has_row(batch.version):
             self._progress.events.add(f"version {trained.version}, trained again")
             return
         snapshot = self._ledger.snapshot()
@@ -304,8 +304,7 @@ class Controller:
         self._progress.waiting_for = "" if self._failed else "rollout servers to drain"
         for session in list(self._fleet.sessions.values()):
             self._fleet.order_drain(session, self._progress.cause, finish=False)
-        groups = list(self._book.groups.values())
-        self._intake.withdraw(groups, "the run is over")
+        self._intake.withdraw(list(self._book.groups.values()), "the run is over")
         sessions = list(self._fleet.sessions.values())
         until_s, waiting = clock.now_s() + DRAIN_LIMIT_S, sessions
         while waiting and clock.now_s() < until_s:

@@ -20,10 +20,15 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
-from slipstream.learner.controller.trajectories.batches import Batch, BatchFormer, Trained, header
+from slipstream.learner.controller.trajectories.batches import (
+    Batch,
+    BatchFormer,
+    Trained,
+    chunks,
+    header,
+)
 from slipstream.protocol.codec import (
     TRAINER_EPOCH,
-    trajectory_to_pb,
     version_from_pb,
     version_to_pb,
 )
@@ -34,7 +39,6 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # The longest answer of `Next`; the trainer asks again.
 NEXT_LIMIT_S = 5.0
-CHUNK_BYTES = 16 << 20
 # What changes within this time is looked at together.
 GATHER_S = 0.005
 
@@ -82,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         elif version.step > self._progress.version.step:
             problem = f"the run is at version {self._progress.version}"
         elif missing is not None:
-            problem = f"the batch of step {missing} was removed"
+            problem = f"the batch of step {missing + 1} was removed"
         if problem:
             await abort(
                 context,
@@ -133,7 +137,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             yield order
             return
         yield trainer_pb2.Directive(batch=header(order))
-        for chunk in await asyncio.to_thread(_chunks, order):
+        for chunk in await asyncio.to_thread(chunks, order):
             yield trainer_pb2.Directive(chunk=chunk)
 
     async def ReportStep(  # noqa: N802
@@ -152,11 +156,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return trainer_pb2.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
         self._trainer_version = trained.version
+        if not self._progress.is_over:
+            # Until it asks for more: what it was waited for is there.
+            self._progress.waiting_for = "the trainer to ask for its next batch"
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
             self._progress.events.add(
-                f"step {request.step} came out different when it was trained again: "
+                f"step {request.step + 1} came out different when it was trained again: "
                 f"its weights are version {trained.version} now, and are sent again",
                 Severity.WARNING,
             )
@@ -288,12 +295,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 if progress.pace is not None:
                     # Its groups were there: writing it is no wait for them.
                     progress.pace.batch_given(asked_s)
-                progress.waiting_for = f"the trainer to make version {batch.step + 1}"
+                progress.waiting_for = f"the trainer to make version {batch.version}"
                 self.batch_started_s = time.time()
                 progress.moved()
                 # While the trainer makes it the servers can answer.
                 version = progress.version
-                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.step + 1))
+                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch
             progress.waiting_for = self._describe_wait()
             return None
@@ -310,15 +317,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if due:
             members = sum(len(group.missing) for group in due)
             return (
-                f"{members} episodes that step {self._book.step} cannot leave for later, the first "
-                f"of group {due[0].group_id}"
+                f"{members} episodes that step {self._book.step + 1} cannot leave for later, "
+                f"the first of group {due[0].group_id}"
             )
         training = self._book.training_groups()
         if not training:
             return "a rollout server that serves, with an environment that is loaded"
         complete = sum(group.is_complete for group in training)
         return (
-            f"groups for step {self._book.step}: {complete} of "
+            f"groups for step {self._book.step + 1}: {complete} of "
             f"{self._book.groups_per_step} are complete, {len(training)} are leased"
         )
 
@@ -340,16 +347,3 @@ def _impossible(hello: trainer_pb2.TrainerHello) -> str:
 def _epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
     return str(metadata.get(TRAINER_EPOCH, ""))
-
-
-def _chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
-    chunks = [trainer_pb2.TrajectoryChunk()]
-    size = 0
-    for trajectory in batch.trajectories:
-        message = trajectory_to_pb(trajectory)
-        if size + message.ByteSize() > CHUNK_BYTES:
-            chunks.append(trainer_pb2.TrajectoryChunk())
-            size = 0
-        chunks[-1].trajectories.append(message)
-        size += message.ByteSize()
-    return chunks

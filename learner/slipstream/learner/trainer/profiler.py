@@ -27,7 +27,7 @@ class ProfileWindow:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around all that step does; the trace is written after the last step of the window."""
+        """Surrounds all that a step does, counted from 1; the last one of the window is traced."""
         first = self._section.start_step
         if first is None or self._rank not in self._section.ranks:
             yield

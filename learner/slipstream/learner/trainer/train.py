@@ -95,7 +95,7 @@ class Trainer:
             with self._stages.measure("checkpoint"):
                 self._tell(self._checkpointer.poll())
             if isinstance(order, Batch):
-                with self._profile.step(order.step):
+                with self._profile.step(order.step + 1):
                     self._train(order)
             elif isinstance(order, Stop):
                 self._finish(order)
@@ -159,7 +159,7 @@ class Trainer:
     def _train(self, batch: Batch) -> None:
         if batch.step != self._version.step:
             raise RunFailed(
-                f"batch {batch.batch_id} is for step {batch.step}, "
+                f"batch {batch.batch_id} is for step {batch.step + 1}, "
                 f"but the weights are of version {self._version}"
             )
         with self._policy.memory.resident(Part.PARAMETERS):

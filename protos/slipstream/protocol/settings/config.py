@@ -292,9 +292,9 @@ def check_measurement(config: Config) -> None:
                 f"max_reply_tokens of evaluation {evaluation.name}, "
                 f"got {sampling.max_episode_tokens} and {evaluation.max_reply_tokens}"
             )
-    if profile.start_step is not None and profile.start_step >= config.run.steps:
+    if profile.start_step is not None and profile.start_step > config.run.steps:
         raise ValueError(
-            f"learner.profile.start_step must be below run.steps, "
+            f"learner.profile.start_step must be at most run.steps, "
             f"got {profile.start_step} and {config.run.steps}"
         )
     if max(profile.ranks, default=0) >= config.learner.world_size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import tomllib
 import types
 import typing
@@ -47,7 +46,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     try:
         # Some editors begin a file with a byte order mark.
-        table: Table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        table: Table = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
@@ -64,7 +64,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
-        source = _source(path, first, overrides)
+        in_file = _problems(tomllib.loads(text)) if overrides else [_describe(first)]
+        source = _source(path, first, overrides, in_file)
         raise ConfigError(f"{source}: {_describe(first)}") from None
 
 
@@ -229,21 +230,29 @@ def _apply_override(table: Table, override: str) -> None:
         raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
 
 
-def _source(path: Path, error: ErrorDetails, overrides: Sequence[str]) -> str:
-    """Where people should look: at the file, at an override, or at both."""
+def _source(
+    path: Path, error: ErrorDetails, overrides: Sequence[str], in_file: Sequence[str]
+) -> str:
+    """Where people should look: at the file, at an override, or at both.
+
+    `in_file` are the problems that the file has by itself.
+    """
+    if _describe(error) in in_file:
+        return str(path)
     where = [str(part) for part in error["loc"]]
     for override in overrides:
-        name = override.partition("=")[0].strip().removeprefix("--")
-        key = name.split(".")
-        if not where and re.search(rf"\b{re.escape(name)}\b", error["msg"]):
-            # A rule between sections.
-            return f"{path} and command line"
+        key = override.partition("=")[0].strip().removeprefix("--").split(".")
         if where[: len(key)] == key:
             return "command line"
-        if where and key[: len(where)] == where:
-            # A rule of a whole section.
-            return f"{path} and command line"
-    return str(path)
+    return f"{path} and command line"
+
+
+def _problems(table: Table) -> list[str]:
+    try:
+        Config.model_validate(table)
+    except ValidationError as error:
+        return [_describe(problem) for problem in error.errors()]
+    return []
 
 
 def _describe(error: ErrorDetails) -> str:

@@ -89,8 +89,8 @@ class TrackingSection(Section):
 class ProfileSection(Section):
     """A window of steps under torch's profiler: a Chrome trace of each rank in `RUN/profile`."""
 
-    # The first step of the window; none: nothing is profiled.
-    start_step: int | None = Field(None, ge=0)
+    # The first step of the window, counted from 1 as on the screen; none: nothing is profiled.
+    start_step: int | None = Field(None, ge=1)
     # Steps of the window. A trace has some hundred thousand lines for each.
     num_steps: Positive = 1
     # Trainer ranks that are profiled.

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.engine_table import SECTION
+from slipstream.protocol.settings.engine_table import OWNED, SECTION
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
 
 _MODULE, _CLASS = "vllm.engine.arg_utils", "AsyncEngineArgs"
@@ -74,7 +74,12 @@ def check_engine(config: Config) -> None:
 def unknown_name(name: str, known: Iterable[str], *, section: str = SECTION) -> str:
     """What is said to a name that vLLM does not have."""
     near = near_names(name, known)
-    hint = f"; {did_you_mean(near)}" if near else ""
+    owned = OWNED if section == SECTION else {}
+    hint = ""
+    if near and near[0] in owned:
+        hint = f"; {near[0]!r} cannot be passed through: {owned[near[0]]}"
+    elif near:
+        hint = f"; {did_you_mean(other for other in near if other not in owned)}"
     return f"unknown key {section}.{name}{hint}"
 
 

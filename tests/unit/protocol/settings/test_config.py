@@ -340,10 +340,21 @@ def test_an_error_says_whether_to_look_at_the_file_or_the_command_line(tmp_path:
 
     assert said("run.seed=1", "run.stepz=3").startswith("command line: unknown key 'run.stepz'")
     assert said("algorithm.kl=0.1") == "command line: algorithm.kl is a table of settings, got 0.1"
+    # A rule between settings that names them in parts, or only their table.
+    for override in (
+        "algorithm.mini_batches=3",
+        "sampling.max_reply_tokens=64",
+        "critic.learning_rate=1e-4",
+        "reference.path=model",
+    ):
+        assert said(override).startswith(f"{file} and command line: ")
     # A rule of a whole section is about all of its settings.
     assert said("algorithm.group_size=1").startswith(f"{file} and command line: algorithm: ")
     file.write_text(file.read_text().replace("[run]", "[run]\nstepz = 3", 1))
     assert said("algorithm.group_size=4").startswith(f"{file}: unknown key 'run.stepz'")
+    wrong = dump_config(parse_config(SMALLEST, source="x")) + "\n[critic]\nlearning_rate = 1e-4\n"
+    file.write_text(wrong)
+    assert said("run.name=steps").startswith(f"{file}: the table critic has no effect")
 
 
 def test_a_table_in_place_of_a_list_of_tables_is_told_in_plain_words() -> None:

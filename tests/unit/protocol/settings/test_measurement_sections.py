@@ -69,11 +69,11 @@ def test_an_evaluation_may_sample_longer_replies_than_training() -> None:
     ("profile", "message"),
     [
         (
-            {"start_step": 10},
-            "learner.profile.start_step must be below run.steps, got 10 and 10",
+            {"start_step": 11},
+            "learner.profile.start_step must be at most run.steps, got 11 and 10",
         ),
         (
-            {"start_step": 0, "ranks": [0, 1]},
+            {"start_step": 1, "ranks": [0, 1]},
             "learner.profile.ranks must be below learner.world_size, got 1 and 1",
         ),
     ],

@@ -138,8 +138,8 @@ class Scheduler:
         self._give_up(group)
         self._again.append(group)
         self._progress.events.add(
-            f"group {group.group_id} is leased afresh: step {self._book.step} waits for "
-            f"it, and no server is new enough to finish it by step {group.deadline_step}"
+            f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
+            f"for it, and no server can finish it by step {group.deadline_step + 1}"
         )
 
     def _lease_new(self, limit: int) -> list[Grant]:

@@ -228,7 +228,7 @@ class RunHistory:
         step = record["step"]
         if step != self.next_step:
             raise ProtocolError(
-                f"the journal holds the batch of step {step} after that of {self.next_step - 1}"
+                f"the journal holds the batch of step {step + 1} after that of {self.next_step}"
             )
         self.filtered.clear()
         if step >= self.solved_step:
@@ -239,7 +239,7 @@ class RunHistory:
             group_id = GroupId(name)
             group = self.open_groups.pop(group_id, None)
             if group is None:
-                raise ProtocolError(f"the batch of step {step} holds {name}, which is not open")
+                raise ProtocolError(f"the batch of step {step + 1} holds {name}, which is not open")
             self.trained_in.add(group_id, step)
             self._environment(group.environment).accepted += 1
         for name, epoch, tokens in record["tokens"]:
@@ -249,7 +249,7 @@ class RunHistory:
     def _step(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
         if step not in self.batches:
-            raise ProtocolError(f"the journal holds step {step} without its batch")
+            raise ProtocolError(f"the journal holds step {step + 1} without its batch")
         if step not in self.steps:
             self.ends[End.TRAINED] += self.batch_tokens[step]
             self.lags.update(dict(record["lags"]))

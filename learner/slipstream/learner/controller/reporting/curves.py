@@ -34,7 +34,7 @@ def draw_curves(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps = [step + 1 for step in columns["step"]]
+    steps = columns["step"]
     figure = Figure(figsize=(8, 8))
     rewards, lags, speeds = figure.subplots(3, 1, sharex=True)
     # Looking for the best margins takes longer than drawing.

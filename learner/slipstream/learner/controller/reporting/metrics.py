@@ -115,7 +115,7 @@ class RunRecorder:
         self.facts = RunFacts()
         # The line of the newest step.
         self.newest: dict[str, float] = {}
-        # A byte for each step, 1 when its line is written.
+        # A byte for each version, 1 when the line of the step that makes it is written.
         self._written = bytearray()
         # Time goes on where the last row of an earlier start has it.
         self._started_s = time.time() - self._read_rows()
@@ -133,9 +133,9 @@ class RunRecorder:
         return wall_s
 
     def _note_row(self, row: dict[str, float]) -> None:
-        step = int(row["step"])
-        self._written.extend(bytes(max(0, step + 1 - len(self._written))))
-        self._written[step] = 1
+        version = int(row["step"])
+        self._written.extend(bytes(max(0, version + 1 - len(self._written))))
+        self._written[version] = 1
         self.newest = row
         self.facts.resources.add(row)
 
@@ -152,9 +152,9 @@ class RunRecorder:
                 facts.count_reward(row["reward_mean"])
                 self._count_gap(row)
 
-    def has_row(self, step: int) -> bool:
-        """Whether the line of a step is written already."""
-        return step < len(self._written) and self._written[step] == 1
+    def has_row(self, version: int) -> bool:
+        """Whether the line of the step that makes `version` is written already."""
+        return version < len(self._written) and self._written[version] == 1
 
     def close(self) -> None:
         """Flushes all files; blocks until the trackers are done."""
@@ -190,7 +190,7 @@ class RunRecorder:
         elapsed = max(now - self._last_step_s, 1e-9)
         self._last_step_s = now
         row = {
-            "step": float(batch.step),
+            "step": float(batch.version),
             "wall_s": now - self._started_s,
             **batch_statistics(batch.trajectories),
             **metrics,
@@ -207,7 +207,7 @@ class RunRecorder:
         for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
         self._metrics.write(json.dumps(_finite(row)) + "\n")
-        self._trackers.log(batch.step, row)
+        self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._sample(batch)
         return row
@@ -255,6 +255,7 @@ class RunRecorder:
             "reward_last": _mean(facts.last_rewards),
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
+            "reward_heldout_first_step": evaluations[0].step if evaluations else None,
             "reward_heldout_step": evaluations[-1].step if evaluations else None,
             "evaluations": (
                 {name: _finite(values) for name, values in evaluations[-1].evaluations.items()}
@@ -306,7 +307,7 @@ class RunRecorder:
     def _sample(self, batch: Batch) -> None:
         for group in sampled_groups(batch.groups):
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
-                line = readable(batch.step, trajectory, self._texts)
+                line = readable(batch.version, trajectory, self._texts)
                 self._samples.write(json.dumps(line) + "\n")
 
 

@@ -103,7 +103,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             )
         reason = request.reason or "a client asked for it"
         self._fleet.order_drain(session, reason, finish=True)
-        return status_pb2.DrainServerResponse()
+        return status_pb2.DrainServerResponse(warning=self._fleet.warn_without(session))
 
     @staticmethod
     def _server(

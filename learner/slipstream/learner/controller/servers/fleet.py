@@ -216,9 +216,24 @@ class Fleet:
         session.on(ServerEvent.DRAIN)
         session.cause = reason
         self._tell(f"rollout server {session.name} drains: {reason}")
+        warning = self.warn_without(session)
+        if warning:
+            self._progress.events.add(warning, Severity.WARNING)
         assert self.handlers is not None
         self.handlers.draining(session)
         self._progress.signal.notify()
+
+    def warn_without(self, session: ServerSession) -> str:
+        """What the run lacks when a server that drains is gone; empty where others stay."""
+        others = [other for other in self.sessions.values() if not other.is_leaving]
+        if others or self._progress.is_over:
+            return ""
+        limit_s = self._progress.config.controller.fleet_timeout_s
+        return (
+            f"no rollout server stays when {session.name} has left: the run waits for another one "
+            f"(slipstream rollout-server), and fails after {limit_s:g} s without "
+            "(controller.fleet_timeout_s)"
+        )
 
     def order_drain(self, session: ServerSession, reason: str, *, finish: bool) -> None:
         """Tells a server to leave; `finish`: what runs may end first."""

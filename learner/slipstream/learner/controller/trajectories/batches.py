@@ -26,14 +26,23 @@ from slipstream.protocol.staleness import lag
 from slipstream.protocol.types import GroupId, PolicyVersion, Trajectory
 from slipstream.v1 import trainer_pb2
 
+# Trajectories of a batch travel in messages of about this size.
+CHUNK_BYTES = 16 << 20
+
 
 @dataclass(frozen=True)
 class Batch:
     """The groups of one step, whole, in the order of their leases."""
 
+    # The version that it starts from, as in the journal and the protocol.
     step: int
     batch_id: str
     groups: tuple[Group, ...]
+
+    @property
+    def version(self) -> int:
+        """The version that the step makes: its number in all that people read."""
+        return self.step + 1
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -166,14 +175,14 @@ class BatchFormer:
                 return version
             if earlier.step == report.step:
                 raise ProtocolError(
-                    f"step {report.step} was reported as {_describe(earlier)}, "
+                    f"step {report.step + 1} was reported as {_describe(earlier)}, "
                     f"and now as {_describe(report)}"
                 )
         given = "none"
         if self.training is not None:
-            given = f"{self.training.batch_id} of step {self.training.step}"
+            given = f"{self.training.batch_id} of step {self.training.version}"
         raise ProtocolError(
-            f"a report of batch {report.batch_id} of step {report.step}, "
+            f"a report of batch {report.batch_id} of step {report.step + 1}, "
             f"but the batch that the trainer was given is {given}"
         )
 
@@ -304,3 +313,17 @@ def with_several_versions(batch: Batch) -> int:
         len({span.version for span in trajectory.version_spans}) > 1
         for trajectory in batch.trajectories
     )
+
+
+def chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
+    """The trajectories in messages of bounded size."""
+    parts = [trainer_pb2.TrajectoryChunk()]
+    size = 0
+    for trajectory in batch.trajectories:
+        message = trajectory_to_pb(trajectory)
+        if size + message.ByteSize() > CHUNK_BYTES:
+            parts.append(trainer_pb2.TrajectoryChunk())
+            size = 0
+        parts[-1].trajectories.append(message)
+        size += message.ByteSize()
+    return parts

@@ -236,7 +236,7 @@ class Intake:
             return
         count = (
             f"{filtered.total} groups were filtered for their equal rewards while the batch of "
-            f"step {step} was formed ({filtered.describe()})"
+            f"step {step + 1} was formed ({filtered.describe()})"
         )
         if verdict is Verdict.STUCK:
             self._progress.fail(

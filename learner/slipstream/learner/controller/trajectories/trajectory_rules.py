@@ -82,7 +82,7 @@ def _misfit(trajectory: Trajectory, group: Group, max_staleness: int) -> str:
         return ""
     if group.deadline_step - oldest > max_staleness:
         return (
-            f"version {oldest} sampled a token that step {group.deadline_step} may train, "
+            f"version {oldest} sampled a token that step {group.deadline_step + 1} may train, "
             f"max_staleness is {max_staleness}"
         )
     return ""

@@ -43,7 +43,7 @@ class Batch:
                 found = lag(self.step, span.version.step)
                 if span.length and not 0 <= found <= max_staleness:
                     raise StalenessError(
-                        f"step {self.step}: {trajectory.trajectory_id} has tokens of version "
+                        f"step {self.step + 1}: {trajectory.trajectory_id} has tokens of version "
                         f"{span.version}, a lag of {found}, but it must be between 0 and "
                         f"max_staleness {max_staleness}"
                     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import enum
+import json
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from pydantic import JsonValue
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
 
@@ -70,24 +73,57 @@ def passed_through(
 ) -> dict[str, object]:
     """The values of `settings` for the dataclass (or instance) `target`.
 
-    ConfigError for a key that it does not have, with the nearest ones, and for a key that the
-    trainer decides itself. Names of torch's element types become the types.
+    ConfigError for a key that it does not have, with the nearest ones, for a key that the trainer
+    decides itself, and for a value of another type than the field's. Names of torch's element types
+    and of an enum's members become these.
     """
-    fields = {field.name: field for field in dataclasses.fields(target) if field.init}
+    hints = typing.get_type_hints(target if isinstance(target, type) else type(target))
+    fields = [field.name for field in dataclasses.fields(target) if field.init]
     values: dict[str, object] = {}
     for key, value in settings.items():
         if key not in fields:
-            near = near_names(key, fields)
-            hint = f"; {did_you_mean(near)}" if near else ""
-            raise ConfigError(f"unknown key {section}.{key}{hint}")
+            raise ConfigError(f"unknown key {section}.{key}{_hint(key, fields)}")
         if key in OWNED:
-            ours = OWNED[key]
-            rule = f"set {ours} instead" if ours else "the trainer depends on its value"
-            raise ConfigError(f"{section}.{key} cannot be passed through: {rule}")
-        # Not every name with "dtype" in it is of that type: moe_router_dtype is a text.
-        is_dtype = "torch.dtype" in str(fields[key].type)
-        values[key] = _dtype(value) if is_dtype and isinstance(value, str) else value
+            raise ConfigError(f"{section}.{key} cannot be passed through: {_rule(key)}")
+        values[key] = _typed(value, hints[key], f"{section}.{key}")
     return values
+
+
+def _rule(key: str) -> str:
+    ours = OWNED[key]
+    return f"set {ours} instead" if ours else "the trainer depends on its value"
+
+
+def _hint(key: str, fields: Sequence[str]) -> str:
+    near = near_names(key, fields)
+    if near and near[0] in OWNED:
+        return f"; {near[0]!r} cannot be passed through: {_rule(near[0])}"
+    near = [name for name in near if name not in OWNED]
+    return f"; {did_you_mean(near)}" if near else ""
+
+
+def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
+    """`value` as a field of type `hint` takes it: a dataclass itself would take anything."""
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        if value not in hint.__members__:
+            raise ConfigError(
+                f"{where} must be one of {', '.join(hint.__members__)}, got {value!r}"
+            )
+        return hint[str(value)]
+    # Not every name with "dtype" in it is of that type: moe_router_dtype is a text.
+    if "torch.dtype" in str(hint):
+        found = vars(torch).get(value) if isinstance(value, str) else None
+        if not isinstance(found, torch.dtype):
+            raise ConfigError(f"{where}: {value!r} is no element type of torch")
+        return found
+    adapter = TypeAdapter[object](hint, config=ConfigDict(arbitrary_types_allowed=True))
+    try:
+        # As of JSON, where a list may be a tuple.
+        adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        rules = dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors())
+        raise ConfigError(f"{where} must be {' or '.join(rules)}, got {value!r}") from None
+    return value
 
 
 @contextlib.contextmanager
@@ -100,10 +136,3 @@ def refusals_of(section: str) -> Iterator[None]:
             raise
         said = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{section}: Megatron refuses it: {said}") from error
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: object = vars(torch).get(name)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"{name!r} is no element type of torch")
-    return found

@@ -277,13 +277,13 @@ def test_the_newest_record_of_a_step_counts_and_its_timeline_is_the_runs():
     [
         ([lease("g000000")], "older version"),
         ([start(format=2)], "format 2"),
-        ([start(), lease("g000000"), batch(1, "g000000")], "step 1 after that of -1"),
+        ([start(), lease("g000000"), batch(1, "g000000")], "step 2 after that of 0"),
         ([start(), batch(0, "g000000")], "g000000, which is not open"),
         (
             [start(), lease("g000000"), batch(0, "g000000"), batch(1, "g000000")],
             "g000000, which is not open",
         ),
-        ([start(), step(0, 0, "a")], "step 0 without its batch"),
+        ([start(), step(0, 0, "a")], "step 1 without its batch"),
     ],
 )
 def test_records_that_cannot_be_of_one_run_are_refused(records, cause):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from publishing_scene import joined, nothing, progress_of
-from slipstream.learner.controller.servers.fleet import LARGEST_COUNT, Fleet, FleetHandlers
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
 
@@ -44,16 +44,26 @@ def test_a_server_has_left_only_if_it_said_goodbye(
     assert not fleet.departed
 
 
-def test_a_server_that_counts_what_cannot_be_leaves_the_run() -> None:
-    fleet = Fleet(progress_of())
+def test_the_last_server_does_not_leave_without_a_warning() -> None:
+    progress = progress_of(controller={"fleet_timeout_s": 90.0})
+    fleet = Fleet(progress)
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    first, last = joined(fleet, "a"), joined(fleet, "b")
+    fleet.order_drain(first, "new driver", finish=True)
+    assert fleet.warn_without(first) == ""
+    fleet.drains(last, "SIGTERM")
+    warning = fleet.warn_without(last)
+    assert warning.startswith("no rollout server stays when b has left: the run waits for another")
+    assert "fails after 90 s without (controller.fleet_timeout_s)" in warning
+    told = [event.text for event in progress.events._events if event.text == warning]
+    assert told == [warning]
+
+
+def test_servers_that_leave_at_the_end_of_a_run_are_missed_by_nobody() -> None:
+    progress = progress_of()
+    fleet = Fleet(progress)
     fleet.handlers = FleetHandlers(*[nothing] * 7)
     session = joined(fleet, "a")
-    report = fleet_pb2.ServerReport(queued_bytes=LARGEST_COUNT)
-    fleet.receive(session, fleet_pb2.ServerMessage(heartbeat=report))
-    assert fleet.queued_bytes == LARGEST_COUNT
-    report = fleet_pb2.ServerReport(generated_tokens=2**64 - 1)
-    fleet.receive(session, fleet_pb2.ServerMessage(heartbeat=report))
-    gone = fleet.departed[session.key.server_id]
-    assert gone.state == DEAD
-    assert gone.cause == f"it reports {2**64 - 1} generated_tokens, at most {LARGEST_COUNT}"
-    assert fleet.queued_bytes == 0
+    progress.stop("enough")
+    fleet.order_drain(session, "enough", finish=False)
+    assert fleet.warn_without(session) == ""

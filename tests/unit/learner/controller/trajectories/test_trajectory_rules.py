@@ -74,7 +74,7 @@ def test_nothing_speaks_against_a_good_trajectory() -> None:
         ({"member": 2}, "g has 2 members, not a member 2"),
         (
             {"version_spans": (VersionSpan(2, PolicyVersion(1, 5)),)},
-            "version 5 sampled a token that step 8 may train, max_staleness is 2",
+            "version 5 sampled a token that step 9 may train, max_staleness is 2",
         ),
     ],
 )

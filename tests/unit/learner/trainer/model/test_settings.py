@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
+from pydantic import JsonValue
 from slipstream.learner.trainer.model.settings import passed_through
 from slipstream.protocol.errors import ConfigError
+
+
+class Backend(enum.Enum):
+    flash = 1
+    auto = 5
 
 
 @dataclass
@@ -15,6 +24,13 @@ class Settings:
     main_params_dtype: torch.dtype = torch.float32
     tensor_model_parallel_size: int = 1
     average_in_collective: bool = False
+    adam_eps: float = 1e-8
+    lr: float | None = None
+    recompute_granularity: Literal["full", "selective"] | None = None
+    window_size: tuple[int, int] | None = None
+    moe_layer_freq: int | list[int] = 1
+    activation_func: Callable[[], None] | None = None
+    attention_backend: Backend = Backend.auto
 
 
 def test_known_keys_pass_through_by_name() -> None:
@@ -46,3 +62,44 @@ def test_size_of_a_parallel_group_is_refused_with_the_setting_to_use() -> None:
 def test_value_that_the_trainer_depends_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="the trainer depends on its value"):
         passed_through(Settings, {"average_in_collective": True}, section="learner.ddp")
+
+
+def test_a_name_that_is_nearly_one_of_ours_is_told_the_setting_to_use() -> None:
+    with pytest.raises(ConfigError) as caught:
+        passed_through(Settings, {"lrr": 0.1}, section="learner.optimizer")
+    assert str(caught.value) == (
+        "unknown key learner.optimizer.lrr; 'lr' cannot be passed through: "
+        "set algorithm.learning_rate instead"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("adam_eps", "abc", "must be a valid number, got 'abc'"),
+        ("bucket_size", 1.5, "must be a valid integer, got 1.5"),
+        ("bucket_size", True, "must be a valid integer, got True"),
+        ("overlap_grad_reduce", "yes", "must be a valid boolean, got 'yes'"),
+        ("recompute_granularity", "half", "must be 'full' or 'selective', got 'half'"),
+        ("window_size", [1, "b"], "must be a valid integer, got [1, 'b']"),
+        ("moe_layer_freq", "x", "must be a valid integer or a valid array, got 'x'"),
+        ("main_params_dtype", 32, "32 is no element type of torch"),
+        ("activation_func", "gelu", "must be callable, got 'gelu'"),
+        ("attention_backend", "flsh", "must be one of flash, auto, got 'flsh'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_type(
+    key: str, value: JsonValue, rule: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        passed_through(Settings, {key: value}, section="learner.ddp")
+    assert f"learner.ddp.{key}" in str(caught.value)
+    assert str(caught.value).endswith(rule)
+
+
+def test_values_of_the_right_type_pass_as_they_are() -> None:
+    settings = {"adam_eps": 1, "window_size": [1, 2], "moe_layer_freq": [0, 1]}
+    assert passed_through(Settings, settings, section="learner.ddp") == settings
+    enum_name = {"attention_backend": "flash"}
+    found = passed_through(Settings(), enum_name, section="learner.transformer")
+    assert found == {"attention_backend": Backend.flash}

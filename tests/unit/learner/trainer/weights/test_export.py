@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -44,6 +45,17 @@ def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Pa
         "dtype": "bfloat16",
         "hidden_size": 4,
     }
+
+
+def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "in", tmp_path / "out", 1 << 20)
+        (tmp_path / "other").touch()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == (tmp_path / "other").stat().st_mode & 0o777 == 0o640
 
 
 def test_large_model_is_several_files_with_an_index(tmp_path: Path) -> None:

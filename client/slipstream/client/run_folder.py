@@ -1,0 +1,156 @@
+"""The folder of a run: whether a run may begin or go on there, and which command writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_changes import check_resumable
+from slipstream.protocol.settings.config_file import dump_config, load_config
+
+LOCK = "command.lock"
+
+
+def check_run_folder(config: Config) -> bool:
+    """Whether the folder holds a run that goes on now; ConfigError when it may not."""
+    # Another command may still be on its way to a journal.
+    _check_not_held(config.run_dir / LOCK, config.run_dir)
+    return _check_contents(config)
+
+
+def _check_contents(config: Config) -> bool:
+    folder, resume = config.run_dir, config.run.resume
+    journal = folder / "journal" / "journal.log"
+    if not journal.exists():
+        if resume == "must":
+            raise ConfigError(f"run.resume is must, but {folder} holds no run to go on with")
+        return False
+    _check_not_held(journal, folder)
+    if resume == "never":
+        raise ConfigError(
+            f"{folder} holds a run already; choose another run.name or remove the folder"
+        )
+    check_resumable(load_config(folder / "config.toml"), config)
+    _check_unfinished(folder, config)
+    return True
+
+
+def _check_unfinished(folder: Path, config: Config) -> None:
+    """ConfigError when the run has done all that `config` asks for, the exported model included."""
+    summary = folder / "summary.json"
+    if not summary.is_file():
+        return
+    values = json.loads(summary.read_text())
+    lacks_model = config.learner.export_final and not (folder / "checkpoints" / "final").is_dir()
+    if values["state"] != "finished" or lacks_model:
+        return
+    if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
+        raise ConfigError(
+            f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
+            "another run.name, or set algorithm.dynamic_sampling.enabled = false to go on"
+        )
+    if values["steps"] >= config.run.steps:
+        raise ConfigError(
+            f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "
+            "choose another run.name"
+        )
+
+
+def _check_not_held(path: Path, folder: Path) -> None:
+    """ConfigError while a process has the lock of the file `path`, if there is one.
+
+    A lock that is free is given back at once: whoever writes the folder takes it again.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(_held(folder)) from None
+
+
+def _held(folder: Path) -> str:
+    return (
+        f"{folder} is written by a run that goes on; wait for its end, or choose another run.name"
+    )
+
+
+def settings_of(folder: Path) -> Path:
+    """The settings file in the folder of a run; ConfigError where there is none."""
+    path = folder / "config.toml"
+    if path.is_file():
+        return path
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
+    runs = sorted(str(found.parent) for found in folder.glob("*/config.toml"))
+    hint = f"; runs there are {', '.join(runs)}" if runs else ""
+    raise ConfigError(f"{folder} is no run's folder: it has no config.toml{hint}")
+
+
+def node_folder(config: Config, node_rank: int) -> Path:
+    """The folder that the command on this node writes its settings to: the run's own on node 0."""
+    return config.run_dir / f"node-{node_rank}" if node_rank else config.run_dir
+
+
+@contextlib.contextmanager
+def hold_run_folder(config: Config, *, node_rank: int = 0) -> Iterator[None]:
+    """Makes the run's folder; no other command of this node writes it while the block runs.
+
+    ConfigError while another one does, or when the run may not begin or go on there by now.
+    """
+    make_run_folder(config)
+    with hold_folder(node_folder(config, node_rank), refusal=_held(config.run_dir)):
+        if node_rank == 0:
+            _check_contents(config)
+        yield
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
+    """Makes `folder` and holds its lock while the block runs; ConfigError(`refusal`) if taken.
+
+    The lock ends with this process at the latest: children do not inherit it.
+    """
+    path = make_folder(folder) / LOCK
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(refusal) from None
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot lock {path}: {error.strerror}") from error
+        yield
+
+
+def make_run_folder(config: Config) -> None:
+    """Makes the run's folder for its owner's eyes; ConfigError. One that is there stays as it is.
+
+    It will hold prompts, replies and weights.
+    """
+    make_folder(config.run_dir, mode=0o700)
+
+
+def make_folder(path: Path, *, mode: int = 0o777) -> Path:
+    """`path` with all above it; ConfigError when it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=mode)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot make {path}: {error.strerror}") from error
+    return path
+
+
+def write_config(config: Config, folder: Path) -> Path:
+    """Writes the resolved settings to `folder`/config.toml; only the owner may read them."""
+    path = make_folder(folder) / "config.toml"
+    # It may hold the password of the queue.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(dump_config(config))
+    return path

@@ -1,0 +1,140 @@
+"""The folder of a run, and which command writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream.client.run_folder import (
+    check_run_folder,
+    hold_folder,
+    hold_run_folder,
+    make_run_folder,
+    write_config,
+)
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.protocol.errors import ConfigError
+from small_configs import config_of
+
+
+def test_the_folder_of_a_run_is_for_its_owner_alone(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "runs")
+    make_run_folder(config)
+    assert config.run_dir.stat().st_mode & 0o777 == 0o700
+    config.run_dir.chmod(0o750)
+    make_run_folder(config)
+    assert config.run_dir.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_folder_that_another_command_writes_is_refused_until_that_ends(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with Journal(config.run_dir / "journal"):
+        write_config(config, config.run_dir)
+        with pytest.raises(ConfigError, match="is written by a run that goes on"):
+            check_run_folder(config)
+    assert check_run_folder(config)
+
+
+def test_a_folder_is_refused_before_the_other_command_has_a_journal(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    goes_on = "is written by a run that goes on; wait for its end"
+    with hold_run_folder(config):
+        with pytest.raises(ConfigError, match=goes_on):
+            check_run_folder(config)
+        with pytest.raises(ConfigError, match=goes_on), hold_run_folder(config):
+            pass
+    with hold_run_folder(config):
+        pass
+    assert not check_run_folder(config)
+
+
+def test_each_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with (
+        hold_run_folder(config),
+        hold_run_folder(config, node_rank=1),
+        pytest.raises(ConfigError, match="goes on"),
+        hold_run_folder(config, node_rank=1),
+    ):
+        pass
+    assert config.run_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_another_run_left_since_the_check_is_looked_at_again(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert not check_run_folder(config)
+    other = config.algorithm.model_copy(update={"group_size": 4})
+    write_config(config.model_copy(update={"algorithm": other}), config.run_dir)
+    with Journal(config.run_dir / "journal"):
+        pass
+    message = "algorithm.group_size must stay 4"
+    with pytest.raises(ConfigError, match=message), hold_run_folder(config):
+        pass
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from slipstream.client.run_folder import hold_folder
+with hold_folder(Path(sys.argv[1]), refusal=""):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+async def test_a_command_that_is_killed_leaves_its_folder_free(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOLD, str(tmp_path), stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="taken"), hold_folder(tmp_path, refusal="taken"):
+            pass
+    finally:
+        process.kill()
+        await process.wait()
+    with hold_folder(tmp_path, refusal="taken"):
+        pass
+
+
+def test_a_folder_that_cannot_be_locked_is_told_with_the_cause(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (config.run_dir / "command.lock").mkdir(parents=True)
+    message = r"cannot lock .*command\.lock: Is a directory"
+    with pytest.raises(ConfigError, match=message), hold_run_folder(config):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "has_model", "goes_on"),
+    [
+        ("finished", 10, True, False),
+        ("finished", 10, False, True),
+        ("finished", 3, True, True),
+        ("stopped", 10, True, True),
+        ("failed", 10, True, True),
+    ],
+)
+def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
+    tmp_path: Path, state: str, steps: int, *, has_model: bool, goes_on: bool
+) -> None:
+    config = config_of(tmp_path)
+    folder = config.run_dir
+    (folder / "journal").mkdir(parents=True)
+    (folder / "journal" / "journal.log").touch()
+    write_config(config, folder)
+    summary = {"state": state, "steps": steps, "solved": False, "cause": "all steps are done"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    if has_model:
+        (folder / "checkpoints" / "final").mkdir(parents=True)
+    if goes_on:
+        assert check_run_folder(config)
+    else:
+        with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
+            check_run_folder(config)
