@@ -55,7 +55,7 @@ def check_bounds(message: Message) -> None:
 
 def decode(kind: type[M], data: bytes) -> M:
     """The message of type `kind` in `data`; ProtocolError when it is none, or out of its bounds."""
-    largest = max_message_bytes(kind.DESCRIPTOR)
+    largest = max_message_bytes(kind)
     if len(data) > largest:
         raise ProtocolError(
             f"{kind.DESCRIPTOR.name} must have at most {largest} bytes, got {len(data)}"
@@ -68,16 +68,18 @@ def decode(kind: type[M], data: bytes) -> M:
     return message
 
 
-def max_message_bytes(descriptor: Descriptor) -> int:
+def max_message_bytes(kind: type[Message]) -> int:
     """The largest size of an encoded message that is read from outside; it must state one."""
-    size: int = descriptor.GetOptions().Extensions[bounds_pb2.max_message_bytes]
-    assert size, f"{descriptor.full_name} states no max_message_bytes"
+    options: Any = kind.DESCRIPTOR.GetOptions()
+    size: int = options.Extensions[bounds_pb2.max_message_bytes]
+    assert size, f"{kind.DESCRIPTOR.full_name} states no max_message_bytes"
     return size
 
 
 def bound_of(field: FieldDescriptor) -> bounds_pb2.Bound | None:
     """The bound that a field states; None when it states none."""
-    options = field.GetOptions()
+    # The generated stubs do not know the type of an extension.
+    options: Any = field.GetOptions()
     if not options.HasExtension(bounds_pb2.bound):
         return None
     bound: bounds_pb2.Bound = options.Extensions[bounds_pb2.bound]
@@ -118,7 +120,9 @@ def _list_check(field: FieldDescriptor, one: _Check | None) -> _Check:
 
     def check(values: Sequence[object]) -> None:
         _count(len(values), most)
-        for index, value in enumerate(values if one is not None else ()):
+        if one is None:
+            return
+        for index, value in enumerate(values):
             try:
                 one(value)
             except _OutOfBounds as broken:
@@ -230,7 +234,7 @@ def unbounded_fields(descriptors: Iterable[Descriptor]) -> list[str]:
 def _is_bounded(field: FieldDescriptor) -> bool:
     bound, entry = bound_of(field), field.message_type
     is_map = entry is not None and entry.GetOptions().map_entry
-    parts = [field] if not is_map else list(entry.fields)
+    parts = list(entry.fields) if entry is not None and is_map else [field]
     if field.is_repeated and (bound is None or not bound.max_items):
         return False
     for part in parts:

@@ -87,7 +87,7 @@ def _checked(handler: Handler, method: str) -> Handler:
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        inner = handler.stream_stream if handler.response_streaming else handler.stream_unary
+        inner: Any = handler.stream_stream if handler.response_streaming else handler.stream_unary
         behavior = _guarded(_with_checked_stream(inner), method)
     else:
         make = (

@@ -7,7 +7,7 @@ Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -42,7 +42,7 @@ class FleetServicer:
         self,
         requests: AsyncIterator[fleet_pb2.ServerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
+    ) -> AsyncGenerator[fleet_pb2.ControllerMessage, None]:
         """One server, from its hello to the end of its stream."""
         session = await self._greet(requests, context)
         settings = self._progress.config.controller

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class Relay:
         self,
         requests: AsyncIterator[pb.WorkerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[pb.WorkerCommand]:
+    ) -> AsyncGenerator[pb.WorkerCommand, None]:
         """One client, from its hello to the end of its stream."""
         try:
             hello = (await self._clock.within(HELLO_TIMEOUT_S, anext(requests))).hello
@@ -95,7 +95,7 @@ class Relay:
 
     async def call_environments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
-    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
+    ) -> AsyncGenerator[fleet_pb2.EnvironmentAnswer, None]:
         """One rollout server's calls, and their answers in the order in which they come."""
         answers = Outbox[fleet_pb2.EnvironmentAnswer]()
         reader = asyncio.create_task(self._read_calls(requests, answers))
