@@ -1,7 +1,8 @@
 """The journal of a run: what was leased and trained, and how it ended. Append-only, one writer.
 
-Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object; the batch of each
-step is a file of its own. What was appended is on disk when `sync` returns, or `durable` is done.
+Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object, which names the
+number of its line, from 1; the batch of each step is a file of its own. What was appended is on
+disk when `sync` returns, or `durable` is done.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from pydantic import JsonValue
 from slipstream.learner.controller.records.history import RunHistory
@@ -27,24 +29,32 @@ from slipstream.v1 import trainer_pb2
 LOG_NAME = "journal.log"
 BATCH_FOLDER = "batches"
 BLOCK_BYTES = 1 << 16
+# The number of a record's line, from 1; journals of earlier versions have none.
+LINE = "line"
+# The checksum of a record and the space behind it.
+CHECKSUM_BYTES = 9
+REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
 
 
 class Journal:
     """The writer; a context manager. Goes on behind the last whole record of an earlier writer.
 
-    ConfigError while another process writes the journal of this folder.
+    ConfigError while another process writes the journal of this folder, or when nobody can.
     """
 
     def __init__(self, folder: Path) -> None:
-        (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._file = (folder / LOG_NAME).open("ab")
+        try:
+            (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
+            self._file = (folder / LOG_NAME).open("a+b")
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
-        self._file.truncate(whole_bytes(folder / LOG_NAME))
+        self._num_lines = _mend_end(self._file)
         # Batches are written by a thread, beside the records of the event loop.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
@@ -69,8 +79,10 @@ class Journal:
 
     def append(self, kind: str, **fields: JsonValue) -> None:
         """Writes one record, which is not durable yet; waits for no sync."""
-        text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
         with self._lock:
+            self._num_lines += 1
+            record = {LINE: self._num_lines, "kind": kind, **fields}
+            text = json.dumps(record, separators=(",", ":")).encode()
             self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
             self._num_appended += 1
 
@@ -192,19 +204,65 @@ def whole_bytes(path: Path) -> int:
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
     """All records in order, without a torn last line; ProtocolError for any other damage.
 
-    None when there is no journal.
+    None when there is no journal. The numbers of the lines are checked and left out.
     """
     path = folder / LOG_NAME
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+            text = _whole_record(line)
+            if text is None and not line.endswith(b"\n"):
                 return
-            checksum, _, text = line[:-1].partition(b" ")
-            if checksum != b"%08x" % zlib.crc32(text):
-                raise ProtocolError(f"{path}: line {number} is damaged")
-            yield json.loads(text)
+            if text is None:
+                raise ProtocolError(f"{path}: line {number} is damaged; {REMEDY}")
+            record = _parse(text)
+            if record is None:
+                raise ProtocolError(f"{path}: line {number} is no record; {REMEDY}")
+            written = record.pop(LINE, number)
+            if written != number:
+                raise ProtocolError(
+                    f"{path}: line {number} was written as line {written}: lines before it are "
+                    f"missing, twice or elsewhere; {REMEDY}"
+                )
+            yield record
+
+
+def _parse(text: bytes) -> dict[str, JsonValue] | None:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str)
+    return record if is_record else None
+
+
+def _whole_record(line: bytes) -> bytes | None:
+    """The JSON text of a line whose checksum is right; None for any other.
+
+    The newline of the last line may be missing or damaged: the checksum tells a whole record.
+    """
+    for end in (line[:-1],) if line.endswith(b"\n") else (line, line[:-1]):
+        checksum, _, text = end.partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(text):
+            return text
+    return None
+
+
+def _mend_end(file: BinaryIO) -> int:
+    """Takes a torn last line away, ends a whole one with its newline; the number of lines."""
+    file.seek(0)
+    num_lines, whole = 0, 0
+    for line in file:
+        if line.endswith(b"\n"):
+            num_lines, whole = num_lines + 1, whole + len(line)
+        elif (text := _whole_record(line)) is not None:
+            file.truncate(whole + CHECKSUM_BYTES + len(text))
+            file.write(b"\n")
+            file.flush()
+            return num_lines + 1
+    file.truncate(whole)
+    return num_lines
 
 
 def read_batch(folder: Path, step: int, crc32: int) -> trainer_pb2.RecordedBatch:

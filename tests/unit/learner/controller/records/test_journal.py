@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 
 import numpy as np
 import pytest
@@ -80,6 +81,66 @@ def test_every_flipped_bit_is_noticed(tmp_path):
             except ProtocolError:
                 continue
             assert records == []
+
+
+def three_lines(folder):
+    with Journal(folder) as journal:
+        for kind in ("a", "b", "c"):
+            journal.append(kind)
+    return folder / "journal.log", (folder / "journal.log").read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("order", "line"), [((0, 2), 2), ((1, 2), 1), ((0, 1, 1, 2), 3), ((0, 2, 1), 2)]
+)
+def test_a_line_that_is_missing_or_twice_or_elsewhere_is_noticed(tmp_path, order, line):
+    path, lines = three_lines(tmp_path)
+    path.write_bytes(b"".join(lines[number] for number in order))
+    with pytest.raises(ProtocolError, match=rf"journal.log: line {line} .*from a copy") as error:
+        list(read_records(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_journal_of_a_version_without_numbers_is_read_and_goes_on_with_them(tmp_path):
+    lines = [b"%08x %s\n" % (zlib.crc32(text), text) for text in (b'{"kind":"a"}', b'{"kind":"b"}')]
+    path = tmp_path / "journal.log"
+    path.write_bytes(b"".join(lines))
+    assert list(read_records(tmp_path)) == [{"kind": "a"}, {"kind": "b"}]
+    with Journal(tmp_path) as journal:
+        journal.append("c")
+    assert list(read_records(tmp_path)) == [{"kind": "a"}, {"kind": "b"}, {"kind": "c"}]
+    path.write_bytes(path.read_bytes().removeprefix(lines[0]))
+    with pytest.raises(ProtocolError, match="line 2 was written as line 3"):
+        list(read_records(tmp_path))
+
+
+@pytest.mark.parametrize("end", [b"", b"\x0b", b"\x8a"])
+def test_a_whole_last_record_without_its_newline_is_kept(tmp_path, end):
+    path, _ = three_lines(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1] + end)
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b", "c"]
+    with Journal(tmp_path) as journal:
+        journal.append("d")
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("text", [b"[1]", b"7", b'"x"', b"{}", b"{", b"\xff", b'{"kind":1}'])
+def test_a_right_checksum_before_what_is_no_record_is_one_line(tmp_path, text):
+    (tmp_path / "journal.log").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    with pytest.raises(ProtocolError, match="journal.log: line 1 is no record") as error:
+        list(read_records(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["journal.log", "batches"])
+def test_what_stands_in_the_place_of_the_journal_is_named(tmp_path, name):
+    if name == "batches":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} cannot be written: ") as error:
+        Journal(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
