@@ -31,6 +31,7 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.process import open_variables
+from slipstream.protocol.run_folder import check_journal_not_lost
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_changes import check_resumable
 from slipstream.protocol.settings.config_file import (
@@ -122,11 +123,16 @@ def check_run_folder(config: Config) -> bool:
     """Whether the folder holds a run that goes on now; ConfigError when it may not."""
     folder, resume = config.run_dir, config.run.resume
     journal = folder / "journal" / "journal.log"
-    if not journal.exists():
+    if journal.exists():
+        try:
+            _check_not_written(journal, folder)
+        except OSError as error:
+            raise ConfigError(f"{journal} cannot be written: {error.strerror}") from error
+    if not journal.exists() or not journal.stat().st_size:
+        check_journal_not_lost(folder)
         if resume == "must":
             raise ConfigError(f"run.resume is must, but {folder} holds no run to go on with")
         return False
-    _check_not_written(journal, folder)
     if resume == "never":
         raise ConfigError(
             f"{folder} holds a run already; choose another run.name or remove the folder"
