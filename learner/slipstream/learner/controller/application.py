@@ -150,7 +150,8 @@ class Controller:
         self._scheduler = Scheduler(
             progress, book, environments, fleet, journal, receiver, self._intake.start_afresh
         )
-        self._watch = RunWatch(progress, book, environments, fleet, self._intake.take_back)
+        take_back = self._intake.take_back
+        self._watch = RunWatch(progress, book, environments, fleet, take_back, journal.trouble)
         self._evaluator = Evaluator(
             progress,
             book,

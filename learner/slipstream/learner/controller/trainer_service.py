@@ -26,7 +26,7 @@ from slipstream.protocol.codec import (
     version_from_pb,
     version_to_pb,
 )
-from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.errors import ProtocolError, RunFailed
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
@@ -248,7 +248,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         while True:
             # Another one may have taken over while this one waited: what it is given would be lost.
             await self._check_epoch(context)
-            order = await self._possible_order(request)
+            try:
+                order = await self._possible_order(request)
+            except RunFailed as failure:
+                self._progress.fail(str(failure))
+                continue
             if order is not None:
                 return order
             remaining = until - time.monotonic()

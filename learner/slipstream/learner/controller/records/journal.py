@@ -8,6 +8,7 @@ disk when `sync` returns, or `durable` is done.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -15,14 +16,15 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from pydantic import JsonValue
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.protocol.types import GroupId, TrajectoryId
 from slipstream.v1 import trainer_pb2
 
@@ -46,7 +48,7 @@ class Journal:
         self._folder = folder
         try:
             (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
-            self._file = (folder / LOG_NAME).open("a+b")
+            self._file = (folder / LOG_NAME).open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
         try:
@@ -54,12 +56,13 @@ class Journal:
         except OSError:
             self._file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
-        self._num_lines = _mend_end(self._file)
+        self._num_lines = _mend_end(folder / LOG_NAME, self._file)
         # Batches are written by a thread, beside the records of the event loop.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
+        self._pending: list[bytes] = []
         # After one the disk may say that all is well, and what it lost stays lost.
-        self._failure: OSError | None = None
+        self._failure: RunFailed | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     def __enter__(self) -> Journal:
@@ -83,50 +86,78 @@ class Journal:
             self._num_lines += 1
             record = {LINE: self._num_lines, "kind": kind, **fields}
             text = json.dumps(record, separators=(",", ":")).encode()
-            self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+            self._pending.append(b"%08x %s\n" % (zlib.crc32(text), text))
             self._num_appended += 1
 
     def sync(self) -> None:
-        """Makes all records durable; waits for the disk. OSError, for ever, when that fails."""
+        """Makes all records durable; waits for the disk. RunFailed, for ever, when that fails."""
         with self._syncing:
             if self._failure is not None:
                 raise self._failure
             try:
                 with self._lock:
-                    self._file.flush()
+                    pending, self._pending = b"".join(self._pending), []
                     num_appended = self._num_appended
+                while pending:
+                    pending = pending[self._file.write(pending) :]
                 if num_appended > self._num_durable:
                     os.fsync(self._file.fileno())
                     self._num_durable = num_appended
             except OSError as error:
-                self._failure = error
-                raise
+                self._failure = _unwritten(self._folder / LOG_NAME, error)
+                raise self._failure from error
 
     def durable(self) -> asyncio.Future[None]:
         """Done when all records that were appended until now are durable; the loop runs meanwhile.
 
-        Who shares it must not cancel it. OSError when the disk fails.
+        Who shares it must not cancel it. It is never done after a failure: `trouble` names that,
+        and whoever watches the journal ends the run.
         """
-        return asyncio.get_running_loop().run_in_executor(self._executor, self.sync)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        synced = loop.run_in_executor(self._executor, self.sync)
+        synced.add_done_callback(partial(_settle, done))
+        return done
+
+    def trouble(self) -> str:
+        """Why nothing can be recorded any more; empty: it can. Looks at the folder."""
+        with self._syncing:
+            if self._failure is None:
+                self._failure = self._vanished()
+            return "" if self._failure is None else str(self._failure)
+
+    def _vanished(self) -> RunFailed | None:
+        path = self._folder / LOG_NAME
+        try:
+            there = os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
+        except OSError:
+            there = False
+        if not there:
+            return RunFailed(f"{path} was removed or replaced while the run wrote it; {REMEDY}")
+        if not (self._folder / BATCH_FOLDER).is_dir():
+            return RunFailed(
+                f"{self._folder / BATCH_FOLDER} was removed while the run wrote it; {REMEDY}"
+            )
+        return None
 
     def write_batch(
         self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()
     ) -> int:
         """Makes the batch of a step durable, file and record, before anyone trains it.
 
-        `tokens`: name, epoch and sampled tokens of each server. Returns the checksum.
+        `tokens`: name, epoch and sampled tokens of each server. Returns the checksum. RunFailed
+        when the disk takes no more, or the folder is gone.
         """
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
         crc32 = zlib.crc32(data)
         path = batch_path(self._folder, step)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        _sync_folder(path.parent)
+        try:
+            _write_durably(path, data)
+        except OSError as error:
+            with self._syncing:
+                self._failure = self._failure or self._vanished() or _unwritten(path, error)
+                raise self._failure from error
         self.append(
             "batch",
             step=step,
@@ -249,33 +280,67 @@ def _whole_record(line: bytes) -> bytes | None:
     return None
 
 
-def _mend_end(file: BinaryIO) -> int:
+def _mend_end(path: Path, file: FileIO) -> int:
     """Takes a torn last line away, ends a whole one with its newline; the number of lines."""
-    file.seek(0)
-    num_lines, whole = 0, 0
-    for line in file:
-        if line.endswith(b"\n"):
-            num_lines, whole = num_lines + 1, whole + len(line)
-        elif (text := _whole_record(line)) is not None:
-            file.truncate(whole + CHECKSUM_BYTES + len(text))
-            file.write(b"\n")
-            file.flush()
-            return num_lines + 1
-    file.truncate(whole)
+    num_lines, num_bytes, last = 0, 0, b""
+    with path.open("rb") as lines:
+        for last in lines:
+            num_lines, num_bytes = num_lines + 1, num_bytes + len(last)
+    if not num_lines or last.endswith(b"\n"):
+        return num_lines
+    text = _whole_record(last)
+    num_bytes -= len(last)
+    if text is None:
+        file.truncate(num_bytes)
+        return num_lines - 1
+    file.truncate(num_bytes + CHECKSUM_BYTES + len(text))
+    file.write(b"\n")
     return num_lines
 
 
 def read_batch(folder: Path, step: int, crc32: int) -> trainer_pb2.RecordedBatch:
     """The recorded batch of a step; ProtocolError when it is not the one that the journal names."""
-    data = batch_path(folder, step).read_bytes()
+    try:
+        data = batch_path(folder, step).read_bytes()
+    except OSError as error:
+        raise ProtocolError(
+            f"{batch_path(folder, step)} cannot be read: {error.strerror}; {REMEDY}"
+        ) from error
     if zlib.crc32(data) != crc32:
-        raise ProtocolError(f"{batch_path(folder, step)} is damaged")
+        raise ProtocolError(f"{batch_path(folder, step)} is damaged; {REMEDY}")
     return trainer_pb2.RecordedBatch.FromString(data)
 
 
 def batch_path(folder: Path, step: int) -> Path:
     """Where the batch of `step` lies."""
     return folder / BATCH_FOLDER / f"step-{step:06d}.pb"
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    _sync_folder(path.parent)
+
+
+def _unwritten(path: Path, error: OSError) -> RunFailed:
+    remedy = "the same command goes on when the disk works again"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "make room: the same command goes on then"
+    return RunFailed(f"{path} cannot be written: {error.strerror}; {remedy}")
+
+
+def _settle(done: asyncio.Future[None], synced: asyncio.Future[None]) -> None:
+    if done.cancelled() or synced.cancelled():
+        return
+    error = synced.exception()
+    if error is None:
+        done.set_result(None)
+    elif not isinstance(error, RunFailed):
+        done.set_exception(error)
 
 
 def _sync_folder(folder: Path) -> None:
