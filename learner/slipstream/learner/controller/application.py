@@ -111,8 +111,7 @@ class Controller:
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
                 self._progress.events.add(f"run {self._progress.run_id} listens")
-                warning = self._config.algorithm.staleness_warning
-                if warning is not None:
+                if (warning := self._config.algorithm.staleness_warning) is not None:
                     self._progress.events.add(warning, Severity.WARNING)
                 background = [
                     tasks.create_task(self._intake.consume(), name="intake"),
@@ -305,8 +304,7 @@ class Controller:
         self._progress.waiting_for = "" if self._failed else "rollout servers to drain"
         for session in list(self._fleet.sessions.values()):
             self._fleet.order_drain(session, self._progress.cause, finish=False)
-        groups = list(self._book.groups.values())
-        self._intake.withdraw(groups, "the run is over")
+        self._intake.withdraw(list(self._book.groups.values()), "the run is over")
         sessions = list(self._fleet.sessions.values())
         until_s, waiting = clock.now_s() + DRAIN_LIMIT_S, sessions
         while waiting and clock.now_s() < until_s:

@@ -122,8 +122,7 @@ class Journal:
     def trouble(self) -> str:
         """Why nothing can be recorded any more; empty: it can. Looks at the folder."""
         with self._syncing:
-            if self._failure is None:
-                self._failure = self._vanished()
+            self._failure = self._failure or self._vanished()
             return "" if self._failure is None else str(self._failure)
 
     def _vanished(self) -> RunFailed | None:
