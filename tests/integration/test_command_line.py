@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     write_config(folder, tiny_model)
     (folder / "broken.toml").write_text("[run\n")
     (folder / "used" / "journal").mkdir(parents=True)
-    (folder / "used" / "journal" / "journal.log").touch()
+    (folder / "used" / "journal" / "journal.log").write_text("a record")
     (folder / "token").write_text("short")
     weightless = folder / "weightless"
     shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.run_folder import check_journal_not_lost
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_changes import check_resumable
 from slipstream.protocol.settings.config_file import dump_config, load_config
@@ -27,11 +28,15 @@ def check_run_folder(config: Config) -> bool:
 def _check_contents(config: Config) -> bool:
     folder, resume = config.run_dir, config.run.resume
     journal = folder / "journal" / "journal.log"
-    if not journal.exists():
+    try:
+        _check_not_held(journal, folder)
+    except OSError as error:
+        raise ConfigError(f"{journal} cannot be written: {error.strerror}") from error
+    if not journal.exists() or not journal.stat().st_size:
+        check_journal_not_lost(folder)
         if resume == "must":
             raise ConfigError(f"run.resume is must, but {folder} holds no run to go on with")
         return False
-    _check_not_held(journal, folder)
     if resume == "never":
         raise ConfigError(
             f"{folder} holds a run already; choose another run.name or remove the folder"

@@ -16,7 +16,10 @@ from slipstream.client.run_folder import (
     make_run_folder,
     write_config,
 )
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.restoration import begin
 from slipstream.protocol.errors import ConfigError
 from small_configs import config_of
 
@@ -32,7 +35,9 @@ def test_the_folder_of_a_run_is_for_its_owner_alone(tmp_path: Path) -> None:
 
 def test_a_folder_that_another_command_writes_is_refused_until_that_ends(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    with Journal(config.run_dir / "journal"):
+    with Journal(config.run_dir / "journal") as journal:
+        journal.append("start")
+        journal.sync()
         write_config(config, config.run_dir)
         with pytest.raises(ConfigError, match="is written by a run that goes on"):
             check_run_folder(config)
@@ -69,8 +74,9 @@ def test_what_another_run_left_since_the_check_is_looked_at_again(tmp_path: Path
     assert not check_run_folder(config)
     other = config.algorithm.model_copy(update={"group_size": 4})
     write_config(config.model_copy(update={"algorithm": other}), config.run_dir)
-    with Journal(config.run_dir / "journal"):
-        pass
+    with Journal(config.run_dir / "journal") as journal:
+        journal.append("start")
+        journal.sync()
     message = "algorithm.group_size must stay 4"
     with pytest.raises(ConfigError, match=message), hold_run_folder(config):
         pass
@@ -127,7 +133,7 @@ def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
     config = config_of(tmp_path)
     folder = config.run_dir
     (folder / "journal").mkdir(parents=True)
-    (folder / "journal" / "journal.log").touch()
+    (folder / "journal" / "journal.log").write_text("a record")
     write_config(config, folder)
     summary = {"state": state, "steps": steps, "solved": False, "cause": "all steps are done"}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -138,3 +144,36 @@ def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
     else:
         with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
             check_run_folder(config)
+
+
+@pytest.mark.parametrize("journal", ["missing", "emptied"])
+@pytest.mark.parametrize(
+    "left", ["checkpoints/step-000010", "journal/batches/step-000003.pb", "metrics.jsonl"]
+)
+def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(
+    tmp_path: Path, journal: str, left: str
+) -> None:
+    config = config_of(tmp_path)
+    folder = config.run_dir
+    (folder / "journal" / "batches").mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    if journal == "emptied":
+        (folder / "journal" / "journal.log").touch()
+    assert not check_run_folder(config)
+    if left.startswith("checkpoints"):
+        (folder / left).mkdir(parents=True)
+    else:
+        (folder / left).write_text("{}\n")
+    progress = RunProgress("r-1", config, EventLog())
+    for start in (
+        lambda: check_run_folder(config),
+        lambda: begin_controller(folder / "journal", progress),
+    ):
+        with pytest.raises(ConfigError, match=rf"journal.log is missing or empty.*{left}") as error:
+            start()
+        assert "\n" not in str(error.value)
+
+
+def begin_controller(folder: Path, progress: RunProgress) -> None:
+    with Journal(folder) as journal:
+        begin(journal, folder, progress)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import uvloop
-from slipstream.protocol.errors import SlipstreamError
+from slipstream.protocol.errors import RunFailed, SlipstreamError
 from slipstream.protocol.settings.config_file import load_config
 
 
@@ -22,6 +22,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return uvloop.run(_serve(arguments.config))
+    except RunFailed as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 1
     except (SlipstreamError, FileExistsError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2

@@ -111,8 +111,7 @@ class Controller:
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
                 self._progress.events.add(f"run {self._progress.run_id} listens")
-                warning = self._config.algorithm.staleness_warning
-                if warning is not None:
+                if (warning := self._config.algorithm.staleness_warning) is not None:
                     self._progress.events.add(warning, Severity.WARNING)
                 background = [
                     tasks.create_task(self._intake.consume(), name="intake"),
@@ -150,7 +149,8 @@ class Controller:
         self._scheduler = Scheduler(
             progress, book, environments, fleet, journal, receiver, self._intake.start_afresh
         )
-        self._watch = RunWatch(progress, book, environments, fleet, self._intake.take_back)
+        take_back = self._intake.take_back
+        self._watch = RunWatch(progress, book, environments, fleet, take_back, journal.trouble)
         self._evaluator = Evaluator(
             progress,
             book,

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.lease_waits import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
@@ -32,7 +33,7 @@ from slipstream.protocol.codec import (
     version_from_pb,
     version_to_pb,
 )
-from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.errors import ProtocolError, RunFailed
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
@@ -262,7 +263,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         while True:
             # Another one may have taken over while this one waited: what it is given would be lost.
             await self._check_epoch(context)
-            order = await self._possible_order(request)
+            try:
+                order = await self._possible_order(request)
+            except (ProtocolError, RunFailed) as failure:
+                self._progress.fail(str(failure))
+                continue
             if order is not None:
                 return order
             remaining = until - time.monotonic()
@@ -302,7 +307,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 version = progress.version
                 self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch
-            progress.waiting_for = self._describe_wait()
+            progress.waiting_for = batch_wait(self._book)
             return None
         if self._evaluations_done():
             reason = progress.solved or "all steps are done"
@@ -311,23 +316,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
         progress.waiting_for = "the last evaluation"
         return None
-
-    def _describe_wait(self) -> str:
-        due = self._book.due()
-        if due:
-            members = sum(len(group.missing) for group in due)
-            return (
-                f"{members} episodes that step {self._book.step + 1} cannot leave for later, "
-                f"the first of group {due[0].group_id}"
-            )
-        training = self._book.training_groups()
-        if not training:
-            return "a rollout server that serves, with an environment that is loaded"
-        complete = sum(group.is_complete for group in training)
-        return (
-            f"groups for step {self._book.step + 1}: {complete} of "
-            f"{self._book.groups_per_step} are complete, {len(training)} are leased"
-        )
 
 
 def _impossible(hello: trainer_pb2.TrainerHello) -> str:

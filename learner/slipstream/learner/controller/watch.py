@@ -34,8 +34,13 @@ class RunWatch:
         environments: EnvironmentBook,
         fleet: Fleet,
         take_back: Callable[[Group, str], None],
+        journal_trouble: Callable[[], str],
     ) -> None:
-        """`take_back` is given leases that make no progress, and why."""
+        """`take_back` is given leases that make no progress, and why.
+
+        `journal_trouble` says why nothing can be recorded any more; empty: it can.
+        """
+        self._journal_trouble = journal_trouble
         self._progress = progress
         self._config = progress.config
         self._environments = environments
@@ -55,7 +60,7 @@ class RunWatch:
                 self._fleet.remove_silent()
                 if not self._progress.is_over:
                     self._look_at_leases()
-                    cause = self._cause_to_fail()
+                    cause = await asyncio.to_thread(self._journal_trouble) or self._cause_to_fail()
                     if cause:
                         self._progress.fail(cause)
         finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from slipstream.learner.controller.leasing.leases import LeaseBook
+
 
 class LeaseWait(IntEnum):
     """What the next lease lacks; of several servers' reasons the largest is told."""
@@ -26,3 +28,22 @@ WORDS = {
     LeaseWait.QUEUE: "room in the queue (queue.max_bytes)",
     LeaseWait.PACE: "the trainer: enough groups are leased to keep it busy (lease_policy)",
 }
+
+
+def batch_wait(book: LeaseBook) -> str:
+    """What the next batch waits for, in words."""
+    due = book.due()
+    if due:
+        members = sum(len(group.missing) for group in due)
+        return (
+            f"{members} episodes that step {book.step + 1} cannot leave for later, "
+            f"the first of group {due[0].group_id}"
+        )
+    training = book.training_groups()
+    if not training:
+        return "a rollout server that serves, with an environment that is loaded"
+    complete = sum(group.is_complete for group in training)
+    return (
+        f"groups for step {book.step + 1}: {complete} of "
+        f"{book.groups_per_step} are complete, {len(training)} are leased"
+    )

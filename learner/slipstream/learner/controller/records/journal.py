@@ -1,12 +1,14 @@
 """The journal of a run: what was leased and trained, and how it ended. Append-only, one writer.
 
-Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object; the batch of each
-step is a file of its own. What was appended is on disk when `sync` returns, or `durable` is done.
+Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object, which names the
+number of its line, from 1; the batch of each step is a file of its own. What was appended is on
+disk when `sync` returns, or `durable` is done.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -14,42 +16,53 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
 from pydantic import JsonValue
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.protocol.types import GroupId, TrajectoryId
 from slipstream.v1 import trainer_pb2
 
 LOG_NAME = "journal.log"
 BATCH_FOLDER = "batches"
 BLOCK_BYTES = 1 << 16
+# The number of a record's line, from 1; journals of earlier versions have none.
+LINE = "line"
+# The checksum of a record and the space behind it.
+CHECKSUM_BYTES = 9
+REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
 
 
 class Journal:
     """The writer; a context manager. Goes on behind the last whole record of an earlier writer.
 
-    ConfigError while another process writes the journal of this folder.
+    ConfigError while another process writes the journal of this folder, or when nobody can.
     """
 
     def __init__(self, folder: Path) -> None:
-        (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._file = (folder / LOG_NAME).open("ab")
+        try:
+            (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
+            self._file = (folder / LOG_NAME).open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
-        self._file.truncate(whole_bytes(folder / LOG_NAME))
+        self._num_lines = _mend_end(folder / LOG_NAME, self._file)
         # Batches are written by a thread, beside the records of the event loop.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
+        self._pending: list[bytes] = []
         # After one the disk may say that all is well, and what it lost stays lost.
-        self._failure: OSError | None = None
+        self._failure: RunFailed | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     def __enter__(self) -> Journal:
@@ -69,52 +82,81 @@ class Journal:
 
     def append(self, kind: str, **fields: JsonValue) -> None:
         """Writes one record, which is not durable yet; waits for no sync."""
-        text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
         with self._lock:
-            self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+            self._num_lines += 1
+            record = {LINE: self._num_lines, "kind": kind, **fields}
+            text = json.dumps(record, separators=(",", ":")).encode()
+            self._pending.append(b"%08x %s\n" % (zlib.crc32(text), text))
             self._num_appended += 1
 
     def sync(self) -> None:
-        """Makes all records durable; waits for the disk. OSError, for ever, when that fails."""
+        """Makes all records durable; waits for the disk. RunFailed, for ever, when that fails."""
         with self._syncing:
             if self._failure is not None:
                 raise self._failure
             try:
                 with self._lock:
-                    self._file.flush()
+                    pending, self._pending = b"".join(self._pending), []
                     num_appended = self._num_appended
+                while pending:
+                    pending = pending[self._file.write(pending) :]
                 if num_appended > self._num_durable:
                     os.fsync(self._file.fileno())
                     self._num_durable = num_appended
             except OSError as error:
-                self._failure = error
-                raise
+                self._failure = _unwritten(self._folder / LOG_NAME, error)
+                raise self._failure from error
 
     def durable(self) -> asyncio.Future[None]:
         """Done when all records that were appended until now are durable; the loop runs meanwhile.
 
-        Who shares it must not cancel it. OSError when the disk fails.
+        Who shares it must not cancel it. It is never done after a failure: `trouble` names that,
+        and whoever watches the journal ends the run.
         """
-        return asyncio.get_running_loop().run_in_executor(self._executor, self.sync)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        synced = loop.run_in_executor(self._executor, self.sync)
+        synced.add_done_callback(partial(_settle, done))
+        return done
+
+    def trouble(self) -> str:
+        """Why nothing can be recorded any more; empty: it can. Looks at the folder."""
+        with self._syncing:
+            self._failure = self._failure or self._vanished()
+            return "" if self._failure is None else str(self._failure)
+
+    def _vanished(self) -> RunFailed | None:
+        path = self._folder / LOG_NAME
+        try:
+            there = os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
+        except OSError:
+            there = False
+        if not there:
+            return RunFailed(f"{path} was removed or replaced while the run wrote it; {REMEDY}")
+        if not (self._folder / BATCH_FOLDER).is_dir():
+            return RunFailed(
+                f"{self._folder / BATCH_FOLDER} was removed while the run wrote it; {REMEDY}"
+            )
+        return None
 
     def write_batch(
         self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()
     ) -> int:
         """Makes the batch of a step durable, file and record, before anyone trains it.
 
-        `tokens`: name, epoch and sampled tokens of each server. Returns the checksum.
+        `tokens`: name, epoch and sampled tokens of each server. Returns the checksum. RunFailed
+        when the disk takes no more, or the folder is gone.
         """
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
         crc32 = zlib.crc32(data)
         path = batch_path(self._folder, step)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        _sync_folder(path.parent)
+        try:
+            _write_durably(path, data)
+        except OSError as error:
+            with self._syncing:
+                self._failure = self._failure or self._vanished() or _unwritten(path, error)
+                raise self._failure from error
         self.append(
             "batch",
             step=step,
@@ -192,32 +234,112 @@ def whole_bytes(path: Path) -> int:
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
     """All records in order, without a torn last line; ProtocolError for any other damage.
 
-    None when there is no journal.
+    None when there is no journal. The numbers of the lines are checked and left out.
     """
     path = folder / LOG_NAME
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+            text = _whole_record(line)
+            if text is None and not line.endswith(b"\n"):
                 return
-            checksum, _, text = line[:-1].partition(b" ")
-            if checksum != b"%08x" % zlib.crc32(text):
-                raise ProtocolError(f"{path}: line {number} is damaged")
-            yield json.loads(text)
+            if text is None:
+                raise ProtocolError(f"{path}: line {number} is damaged; {REMEDY}")
+            record = _parse(text)
+            if record is None:
+                raise ProtocolError(f"{path}: line {number} is no record; {REMEDY}")
+            written = record.pop(LINE, number)
+            if written != number:
+                raise ProtocolError(
+                    f"{path}: line {number} was written as line {written}: lines before it are "
+                    f"missing, twice or elsewhere; {REMEDY}"
+                )
+            yield record
+
+
+def _parse(text: bytes) -> dict[str, JsonValue] | None:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str)
+    return record if is_record else None
+
+
+def _whole_record(line: bytes) -> bytes | None:
+    """The JSON text of a line whose checksum is right; None for any other.
+
+    The newline of the last line may be missing or damaged: the checksum tells a whole record.
+    """
+    for end in (line[:-1],) if line.endswith(b"\n") else (line, line[:-1]):
+        checksum, _, text = end.partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(text):
+            return text
+    return None
+
+
+def _mend_end(path: Path, file: FileIO) -> int:
+    """Takes a torn last line away, ends a whole one with its newline; the number of lines."""
+    num_lines, num_bytes, last = 0, 0, b""
+    with path.open("rb") as lines:
+        for last in lines:
+            num_lines, num_bytes = num_lines + 1, num_bytes + len(last)
+    if not num_lines or last.endswith(b"\n"):
+        return num_lines
+    text = _whole_record(last)
+    num_bytes -= len(last)
+    if text is None:
+        file.truncate(num_bytes)
+        return num_lines - 1
+    file.truncate(num_bytes + CHECKSUM_BYTES + len(text))
+    file.write(b"\n")
+    return num_lines
 
 
 def read_batch(folder: Path, step: int, crc32: int) -> trainer_pb2.RecordedBatch:
     """The recorded batch of a step; ProtocolError when it is not the one that the journal names."""
-    data = batch_path(folder, step).read_bytes()
+    try:
+        data = batch_path(folder, step).read_bytes()
+    except OSError as error:
+        raise ProtocolError(
+            f"{batch_path(folder, step)} cannot be read: {error.strerror}; {REMEDY}"
+        ) from error
     if zlib.crc32(data) != crc32:
-        raise ProtocolError(f"{batch_path(folder, step)} is damaged")
+        raise ProtocolError(f"{batch_path(folder, step)} is damaged; {REMEDY}")
     return trainer_pb2.RecordedBatch.FromString(data)
 
 
 def batch_path(folder: Path, step: int) -> Path:
     """Where the batch of `step` lies."""
     return folder / BATCH_FOLDER / f"step-{step:06d}.pb"
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    _sync_folder(path.parent)
+
+
+def _unwritten(path: Path, error: OSError) -> RunFailed:
+    remedy = "the same command goes on when the disk works again"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "make room: the same command goes on then"
+    return RunFailed(f"{path} cannot be written: {error.strerror}; {remedy}")
+
+
+def _settle(done: asyncio.Future[None], synced: asyncio.Future[None]) -> None:
+    if done.cancelled() or synced.cancelled():
+        return
+    error = synced.exception()
+    if error is None:
+        done.set_result(None)
+    elif not isinstance(error, RunFailed):
+        done.set_exception(error)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -22,6 +22,7 @@ from slipstream.learner.controller.tasks.environment_service import EnvironmentS
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.run_folder import check_journal_not_lost
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
     """The run so far, this start included, which is journaled; its id and version are set."""
     records = read_records(folder)
     first = next(records, None)
-    if first is not None and progress.config.run.resume == "never":
+    if first is None:
+        check_journal_not_lost(folder.parent)
+    elif progress.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
     run_id = progress.run_id if first is None else str(first.get("run_id", ""))
     # One key for the whole life of a run: what waits in its queue stays sealed.

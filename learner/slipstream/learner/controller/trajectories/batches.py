@@ -20,7 +20,7 @@ from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb, version_from_pb
-from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.errors import ProtocolError, RunFailed
 from slipstream.protocol.queue.base import TrajectoryReceiver
 from slipstream.protocol.staleness import lag
 from slipstream.protocol.types import GroupId, PolicyVersion, Trajectory
@@ -83,7 +83,7 @@ class BatchFormer:
         self._tasks = tasks
         self._keep_batches = keep_batches
         # The batch that is being written: a call that breaks off must not leave half of it.
-        self._forming: asyncio.Task[Batch] | None = None
+        self._forming: asyncio.Task[Batch | RunFailed] | None = None
         # Checksum of the batch of each step that is kept.
         self._crc32: dict[int, int] = {}
         self._steps: dict[int, RecordedStep] = {}
@@ -138,7 +138,10 @@ class BatchFormer:
         return self.training
 
     async def form(self) -> Batch | None:
-        """The next batch, durable and acknowledged; None while the rules do not allow one."""
+        """The next batch, durable and acknowledged; None while the rules do not allow one.
+
+        RunFailed when the journal cannot take it.
+        """
         if self._forming is None:
             step = self._book.step
             groups = self._book.take_batch()
@@ -146,15 +149,21 @@ class BatchFormer:
                 return None
             batch = Batch(step, f"b{step:06d}", tuple(groups))
             self._forming = self._tasks.create_task(self._write(batch))
-        batch = await asyncio.shield(self._forming)
+        written = await asyncio.shield(self._forming)
         self._forming = None
-        self.training = batch
-        return batch
+        if isinstance(written, RunFailed):
+            raise written
+        self.training = written
+        return written
 
-    async def _write(self, batch: Batch) -> Batch:
+    async def _write(self, batch: Batch) -> Batch | RunFailed:
         for group in batch.groups:
             self._environments.group_ended(group.environment, cause=None)
-        self._crc32[batch.step] = await asyncio.to_thread(self._write_record, batch)
+        try:
+            self._crc32[batch.step] = await asyncio.to_thread(self._write_record, batch)
+        except RunFailed as failure:
+            # The task belongs to the run, which ends in order.
+            return failure
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
 

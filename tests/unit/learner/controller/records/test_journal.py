@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import signal
+import zlib
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from slipstream.learner.controller.records.journal import (
     read_records,
 )
 from slipstream.protocol.codec import trajectory_to_pb
-from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,
@@ -82,6 +85,126 @@ def test_every_flipped_bit_is_noticed(tmp_path):
             assert records == []
 
 
+def three_lines(folder):
+    with Journal(folder) as journal:
+        for kind in ("a", "b", "c"):
+            journal.append(kind)
+    return folder / "journal.log", (folder / "journal.log").read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("order", "line"), [((0, 2), 2), ((1, 2), 1), ((0, 1, 1, 2), 3), ((0, 2, 1), 2)]
+)
+def test_a_line_that_is_missing_or_twice_or_elsewhere_is_noticed(tmp_path, order, line):
+    path, lines = three_lines(tmp_path)
+    path.write_bytes(b"".join(lines[number] for number in order))
+    with pytest.raises(ProtocolError, match=rf"journal.log: line {line} .*from a copy") as error:
+        list(read_records(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_journal_of_a_version_without_numbers_is_read_and_goes_on_with_them(tmp_path):
+    lines = [b"%08x %s\n" % (zlib.crc32(text), text) for text in (b'{"kind":"a"}', b'{"kind":"b"}')]
+    path = tmp_path / "journal.log"
+    path.write_bytes(b"".join(lines))
+    assert list(read_records(tmp_path)) == [{"kind": "a"}, {"kind": "b"}]
+    with Journal(tmp_path) as journal:
+        journal.append("c")
+    assert list(read_records(tmp_path)) == [{"kind": "a"}, {"kind": "b"}, {"kind": "c"}]
+    path.write_bytes(path.read_bytes().removeprefix(lines[0]))
+    with pytest.raises(ProtocolError, match="line 2 was written as line 3"):
+        list(read_records(tmp_path))
+
+
+@pytest.mark.parametrize("end", [b"", b"\x0b", b"\x8a"])
+def test_a_whole_last_record_without_its_newline_is_kept(tmp_path, end):
+    path, _ = three_lines(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1] + end)
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b", "c"]
+    with Journal(tmp_path) as journal:
+        journal.append("d")
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("text", [b"[1]", b"7", b'"x"', b"{}", b"{", b"\xff", b'{"kind":1}'])
+def test_a_right_checksum_before_what_is_no_record_is_one_line(tmp_path, text):
+    (tmp_path / "journal.log").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    with pytest.raises(ProtocolError, match="journal.log: line 1 is no record") as error:
+        list(read_records(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["journal.log", "batches"])
+def test_what_stands_in_the_place_of_the_journal_is_named(tmp_path, name):
+    if name == "batches":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} cannot be written: ") as error:
+        Journal(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "without batches"])
+def test_a_journal_that_vanishes_while_it_is_written_records_no_more(tmp_path, how):
+    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b0"))
+    journal = Journal(tmp_path)
+    journal.append("a")
+    journal.sync()
+    assert not journal.trouble()
+    if how == "without batches":
+        (tmp_path / "batches").rmdir()
+    else:
+        (tmp_path / "journal.log").rename(tmp_path / "elsewhere")
+    if how == "replaced":
+        (tmp_path / "journal.log").touch()
+    if how == "without batches":
+        with pytest.raises(RunFailed, match="batches was removed while the run wrote it"):
+            journal.write_batch(batch)
+    assert "was removed" in journal.trouble()
+    assert "\n" not in journal.trouble()
+    with pytest.raises(RunFailed, match="was removed"):
+        journal.sync()
+    with pytest.raises(RunFailed), journal:
+        pass
+
+
+def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_path):
+    number = 0
+    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b" * 9000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    journal = Journal(tmp_path)
+    try:
+        journal.append("a")
+        journal.sync()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(
+            RunFailed, match="step-000000.pb cannot be written: .* goes on"
+        ) as error:
+            journal.write_batch(batch)
+        assert "\n" not in str(error.value)
+        journal.append("b")
+        with pytest.raises(RunFailed), journal:
+            pass
+        with Journal(tmp_path) as journal:
+            for number in range(3):
+                journal.append("c", text="x" * 1000, number=number)
+            journal.sync()
+            journal.append("d", text="x" * 4000)
+            with pytest.raises(RunFailed, match="journal.log cannot be written: .* goes on"):
+                journal.sync()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    except RunFailed:
+        pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    with Journal(tmp_path) as journal:
+        journal.append("e")
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "c", "c", "c", "e"]
+
+
 def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
     batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
     with Journal(tmp_path) as journal:
@@ -137,14 +260,17 @@ async def test_what_the_disk_once_did_not_take_is_never_durable(tmp_path, monkey
     journal = Journal(tmp_path)
     journal.append("a")
     disk.fails = True
-    with pytest.raises(OSError, match="Input/output error"):
-        await journal.durable()
+    with pytest.raises(RunFailed, match="Input/output error; the same command goes on"):
+        journal.sync()
     # The system says an error once, and that all is well from then on.
     disk.fails = False
     journal.append("b")
-    with pytest.raises(OSError, match="Input/output error"):
-        await journal.durable()
-    with pytest.raises(OSError, match="Input/output error"), journal:
+    durable = journal.durable()
+    with pytest.raises(RunFailed, match="Input/output error"):
+        await asyncio.to_thread(journal.sync)
+    assert "Input/output error" in journal.trouble()
+    assert not durable.done()
+    with pytest.raises(RunFailed, match="Input/output error"), journal:
         pass
     # It has let go of the folder.
     with Journal(tmp_path):

@@ -1,0 +1,25 @@
+"""What a run leaves in its folder beside its journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.protocol.errors import ConfigError
+
+# A run's first checkpoint, batch or line of metrics comes after its first journal record.
+LEFT_BY_A_RUN = ("checkpoints/step-*", "journal/batches/step-*.pb", "metrics.jsonl")
+
+
+def check_journal_not_lost(folder: Path) -> None:
+    """ConfigError when `folder`, whose journal holds no record, has files of a run.
+
+    A new run must not begin on top of them.
+    """
+    for pattern in LEFT_BY_A_RUN:
+        left = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)
+        if left is not None:
+            raise ConfigError(
+                f"{folder / 'journal' / 'journal.log'} is missing or empty, but the folder holds "
+                f"{left.relative_to(folder)} of a run: put the journal back from a copy, remove "
+                "the folder, or choose another run.name"
+            )
