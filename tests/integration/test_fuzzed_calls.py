@@ -110,7 +110,8 @@ def random_request(kind: Descriptor, draw: random.Random) -> bytes:
 
 async def answer(
     channel: grpc.aio.Channel, method: MethodDescriptor, requests: list[bytes]
-) -> grpc.StatusCode:
+) -> tuple[grpc.StatusCode, str]:
+    """How one call ended, and what it says of that."""
     name = f"/{method.containing_service.full_name}/{method.name}"
     if method.client_streaming:
         call = channel.stream_stream(name)(timeout=0.5)
@@ -122,12 +123,12 @@ async def answer(
                 pass
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass
-        return await call.code()
+        return await call.code(), await call.details()
     if method.server_streaming:
         call = channel.unary_stream(name)(requests[0], timeout=0.5)
     else:
         call = channel.unary_unary(name)(requests[0], timeout=5)
-    return await call.code()
+    return await call.code(), await call.details()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -141,8 +142,8 @@ async def test_random_messages_get_known_answers_and_the_run_goes_on(tmp_path, c
                 [random_request(method.input_type, draw) for _ in range(draw.choice((1, 3)))]
                 for _ in range(MESSAGES_OF_A_METHOD)
             ]
-            codes = await asyncio.gather(*(answer(channel, method, each) for each in many))
-            unknown.extend((method.full_name, code) for code in codes if code not in KNOWN)
+            ends = await asyncio.gather(*(answer(channel, method, each) for each in many))
+            unknown.extend((method.full_name, *end) for end in ends if end[0] not in KNOWN)
 
     await attacked(tmp_path, caplog, attack)
     assert unknown == []
