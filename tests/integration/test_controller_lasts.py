@@ -74,7 +74,7 @@ async def test_the_controller_keeps_next_to_nothing_of_old_steps(tmp_path: Path)
 
 
 async def test_a_loop_that_stands_still_costs_no_server(tmp_path: Path) -> None:
-    config = make_config(tmp_path, run__steps=30, controller__heartbeat_timeout_s=0.8)
+    config = make_config(tmp_path, run__steps=30, controller__heartbeat_timeout_s=1.0)
     trainer = FakeTrainer(config.controller.address)
 
     told: list[str] = []
