@@ -27,7 +27,7 @@ class Watched:
         await scene.serve()
         book = LeaseBook(groups_per_step=1, group_size=2, max_staleness=2, num_steps=100)
         environments = EnvironmentBook(seed=1, max_failed_groups=2)
-        watch = RunWatch(progress, book, environments, scene.fleet, lambda *_: None)
+        watch = RunWatch(progress, book, environments, scene.fleet, lambda *_: None, str)
         return cls(scene, tasks.create_task(watch.watch_forever()))
 
     async def until_over(self) -> None:

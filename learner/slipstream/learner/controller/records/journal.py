@@ -120,10 +120,10 @@ class Journal:
         return done
 
     def trouble(self) -> str:
-        """Why nothing can be recorded any more; empty: it can. Looks at the folder."""
-        with self._syncing:
-            self._failure = self._failure or self._vanished()
-            return "" if self._failure is None else str(self._failure)
+        """Why nothing can be recorded any more; empty: it can. Waits for no sync."""
+        if self._failure is None:
+            self._failure = self._vanished()
+        return "" if self._failure is None else str(self._failure)
 
     def _vanished(self) -> RunFailed | None:
         path = self._folder / LOG_NAME
