@@ -10,6 +10,7 @@ import grpc.aio
 from fake_engine import DIGESTS
 from slipstream.protocol.access.security import CHANNEL_OPTIONS
 from slipstream.protocol.codec import decode_trajectory, version_to_pb
+from slipstream.protocol.queue.seal import SEAL_BYTES
 from slipstream.protocol.types import PolicyVersion, Trajectory
 from slipstream.v1 import (
     environment_pb2,
@@ -200,7 +201,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
     ) -> AsyncIterator[trajectory_pb2.DeliverResponse]:
         async for request in requests:
             async with self._arrived:
-                self.trajectories.append(decode_trajectory(request.trajectory))
+                self.trajectories.append(decode_trajectory(request.trajectory[SEAL_BYTES:]))
                 self._arrived.notify_all()
             if self.acknowledging:
                 yield trajectory_pb2.DeliverResponse(acknowledged_ids=[request.trajectory_id])

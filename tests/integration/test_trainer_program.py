@@ -353,7 +353,8 @@ def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path: Path, mo
     """The same file would fail the same way: nobody needs to start it again."""
     damaged = shutil.copytree(model, tmp_path / "damaged")
     sizes = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps(sizes | {"hidden_act": "none that is known"}))
+    dtype = {"dtype": "none that is known", "torch_dtype": "none that is known"}
+    (damaged / "config.json").write_text(json.dumps(sizes | dtype))
     with FakeController([]) as controller:
         assert finish(start_trainer(tmp_path, damaged, controller.address), tmp_path) == [3]
     (failure,) = controller.failures
