@@ -25,7 +25,7 @@ def test_the_trace_holds_the_steps_of_the_window_alone(tmp_path: Path):
 
 
 def test_other_ranks_and_runs_without_a_window_write_nothing(tmp_path: Path):
-    section = ProfileSection(start_step=0, ranks=(1,))
+    section = ProfileSection(start_step=1, ranks=(1,))
     run_steps(ProfileWindow(section, tmp_path / "profile", rank=0), range(2))
     run_steps(ProfileWindow(ProfileSection(), tmp_path / "profile", rank=0), range(2))
     assert not (tmp_path / "profile").exists()
