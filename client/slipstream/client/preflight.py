@@ -212,7 +212,7 @@ async def check_environments(config: Config) -> None:
                 [*arguments, "--timeout-s", str(timeout_s)],
                 # The worker says itself where it hangs, if it still can.
                 limit_s=timeout_s + WORKER_GRACE_S,
-                # As in a worker beside a rollout server.
+                # A worker beside a rollout server has the same.
                 environ=open_variables(os.environ),
             )
         printed += [f"environment {name}:", *checked.lines]

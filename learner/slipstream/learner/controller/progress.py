@@ -20,7 +20,7 @@ class Owed:
     """The end of a publish, which the trainer was told to send."""
 
     publish_id: str
-    # Of the run's clock.
+    # A moment of the run's clock.
     until_s: float
     limit_s: float
 

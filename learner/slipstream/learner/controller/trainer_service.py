@@ -158,7 +158,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         trained = self._former.trained(request)
         self._trainer_version = trained.version
         if not self._progress.is_over:
-            # Until it asks for more: what it was waited for is there.
+            # The trainer has what it waited for; it will ask for more.
             self._progress.waiting_for = "the trainer to ask for its next batch"
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)

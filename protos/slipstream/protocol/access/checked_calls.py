@@ -75,7 +75,7 @@ def _checked(handler: Handler, method: str) -> Handler:
     kind = message_factory.GetMessageClass(found.input_type)
 
     def deserialize(data: bytes) -> Message | _Refused:
-        # gRPC would answer UNKNOWN to whatever a deserializer raises.
+        # gRPC answers UNKNOWN to whatever a deserializer raises.
         try:
             return decode(kind, data)
         except ProtocolError as error:

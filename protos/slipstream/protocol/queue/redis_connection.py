@@ -62,7 +62,7 @@ class RedisConnection:
         self.mark_key = f"{prefix}:mark"
         # Drawn by the controller; another or none later means that the data are gone.
         self.mark: str | None = None
-        # As they were read last, under this mark.
+        # The counters that were read last, under this mark.
         self.counters = Counters()
         # Why the last call failed, until one succeeds.
         self.trouble: str | None = None

@@ -13,7 +13,7 @@ from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.v1 import fleet_pb2
 
-# Of one server, by publish and phase.
+# The reports of one server, by publish and phase.
 Expectations: TypeAlias = dict[tuple[str, int], asyncio.Future[fleet_pb2.PublishReport]]
 
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED

@@ -322,7 +322,7 @@ class Publisher:
         if not self._was_alone:
             self._holders -= {session.key for session in publish.receivers}
         ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
-        # Of all that take part a server needs to know its own rank alone.
+        # A server needs to know its own rank alone.
         order = weights_pb2.PublishOrder()
         order.CopyFrom(publish.order)
         order.ClearField("receivers")

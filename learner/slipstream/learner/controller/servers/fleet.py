@@ -28,7 +28,7 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
-# Of so many servers that left the last state is told.
+# Largest number of departed servers whose last state is told.
 MAX_DEPARTED = 1000
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
 

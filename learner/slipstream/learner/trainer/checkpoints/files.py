@@ -60,7 +60,7 @@ class SyncedFile(CountedFile):
 
     @property
     def digest(self) -> str:
-        """Of all that was written: BLAKE2b in hexadecimal."""
+        """The BLAKE2b digest of all that was written, in hexadecimal."""
         return self._digest.hexdigest()
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer

@@ -118,7 +118,7 @@ def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
         return found
     adapter = TypeAdapter[object](hint, config=ConfigDict(arbitrary_types_allowed=True))
     try:
-        # As of JSON, where a list may be a tuple.
+        # JSON has no tuples: a list stands for one.
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         rules = dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors())
