@@ -150,7 +150,7 @@ COMMANDS = {
     "export of nothing": (["export", "nowhere"], "nowhere: no such folder"),
     "replay of all runs": (
         ["replay", ".."],
-        ".. is no run's folder: it has no config.toml; runs there are ../work",
+        ".. is no run's folder: it has no config.toml; runs there are ",
     ),
     "replay of a folder": (["replay", "used"], "used is no run's folder: it has no config.toml"),
     "one setting without a value": (
