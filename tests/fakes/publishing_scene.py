@@ -29,7 +29,7 @@ def nothing(*_: object) -> None:
 
 
 def progress_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> RunProgress:
-    """Of a run with a learner on this host; `sections` go beside the settings that all need.
+    """The progress of a run with a learner on this host; `sections` add to its settings.
 
     Limits may be shorter than settings can be.
     """

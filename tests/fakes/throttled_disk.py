@@ -36,7 +36,7 @@ class ThrottledDisk:
         }
 
     def set_rate(self, bytes_per_s: float) -> None:
-        """From now on; 0: reads and writes hang until another rate is set."""
+        """Sets the rate of what follows; at 0 reads and writes hang until another one is set."""
         partial = self._rate_file.with_suffix(".partial")
         partial.write_text(f"{bytes_per_s:g}\n")
         os.replace(partial, self._rate_file)

@@ -14,7 +14,7 @@ from fake_server import FakeServer
 from fake_trainer import FakeTrainer
 from slipstream.learner.controller.application import Controller
 
-# Of a step of two trajectories with some sixty metrics: mostly the text of its event.
+# Bytes kept of a step of two trajectories with some sixty metrics: mostly its event's text.
 MOST_BYTES_A_STEP = 2000
 # What belongs to the program or to the loop, not to the state of a run.
 FOREIGN = (

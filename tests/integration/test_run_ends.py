@@ -193,7 +193,7 @@ async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_pa
         waits.append(trainer.num_waits)
         server.gate.set()
 
-    # As the trainer's client calls: within half of the limit of a collective.
+    # The trainer's client calls like this: within half of the limit of a collective.
     trainer.call_timeout_s = TIMEOUT_S / 2
     summary = await play(config, server, trainer=trainer, during=hold)
     assert (summary["code"], summary["steps"]) == (0, 2)

@@ -274,7 +274,7 @@ def check_cost(model: Path, plain: dict[str, float], with_peak: dict[str, float]
 
 
 def until_idle(controller: FakeController, times: int) -> None:
-    """Until it has asked so often again without an order."""
+    """Waits until the trainer has asked so often again without an order."""
     for _ in range(times):
         controller.asked.clear()
         assert controller.asked.wait(TIMEOUT_S)

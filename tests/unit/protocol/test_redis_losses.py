@@ -268,7 +268,7 @@ async def test_a_sender_delivers_what_it_holds_to_a_controller_that_begins_anew(
             await asyncio.sleep(0)
             assert not waits.done()
             async with administrator.pipeline(transaction=True) as pipeline:
-                # As a controller that begins after a flush, in one moment.
+                # A controller that begins after a flush does this in one moment.
                 pipeline.flushall()
                 pipeline.set(MARK, "1234567890abcdef-0")
                 pipeline.xgroup_create(STREAM, "controller", id="0", mkstream=True)

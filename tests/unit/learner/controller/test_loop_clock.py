@@ -73,7 +73,7 @@ async def test_a_report_that_came_while_the_loop_stood_still_is_not_late() -> No
     waiting = asyncio.create_task(reports.wait("p1", KEY, LOADED, 0.2))
     await asyncio.sleep(0)
     time.sleep(0.4)
-    # As a message that gRPC has, and that takes some turns of the loop.
+    # A message that gRPC has takes some turns of the loop like this.
     asyncio.get_running_loop().call_later(
         0.02, reports.receive, KEY, fleet_pb2.PublishReport(publish_id="p1", phase=LOADED)
     )

@@ -1,4 +1,4 @@
-"""Of which groups of a batch the replies are kept as text."""
+"""The groups of a batch whose replies are kept as text."""
 
 from __future__ import annotations
 
