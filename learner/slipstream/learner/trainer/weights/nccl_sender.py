@@ -1,4 +1,4 @@
-"""Sends buckets from GPU to GPU over NCCL; see `weight_sender.BucketSender`."""
+"""Sends buckets from GPU to GPU over NCCL; see `bucket_sender.BucketSender`."""
 
 from __future__ import annotations
 
