@@ -16,11 +16,11 @@ from slipstream.v1 import status_pb2
 
 
 @dataclass(frozen=True)
-class Owed:
-    """The end of a publish, which the trainer was told to send."""
+class OverduePublish:
+    """The publish that the trainer must end in time."""
 
     publish_id: str
-    # A moment of the run's clock.
+    # The limit of its end, by the run's clock.
     until_s: float
     limit_s: float
 
@@ -58,8 +58,8 @@ class RunProgress:
     started_s: float = field(default_factory=time.monotonic)
     # Time in which a server served, since an episode ended or a step was made last.
     idle: Stopwatch = field(default_factory=Stopwatch)
-    # What the trainer has to say before servers can go on; None: nothing.
-    owed: Owed | None = None
+    # The publish whose end the trainer has yet to report; None: there is none.
+    pending_publish: OverduePublish | None = None
     # The version with which training ends.
     last_step: int = field(init=False)
     # How late groups are leased; None: as early as may be.

@@ -91,9 +91,10 @@ class RunWatch:
         if training and len(unloadable) == len(training):
             causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
             return f"no environment could be loaded: {causes}"
-        owed = self._progress.owed
-        if owed is not None and now > owed.until_s:
-            return f"the trainer did not end publish {owed.publish_id} within {owed.limit_s:.0f} s"
+        pending = self._progress.pending_publish
+        if pending is not None and now > pending.until_s:
+            limit_s = f"{pending.limit_s:.0f} s"
+            return f"the trainer did not end publish {pending.publish_id} within {limit_s}"
         if not self._fleet.sessions:
             empty = now - self._fleet.empty_since_s
             limit_s = settings.fleet_timeout_s

@@ -61,10 +61,10 @@ async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None
     progress = progress_of()
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         watched = await Watched.start(progress, tasks)
-        assert progress.owed is None
+        assert progress.pending_publish is None
         order = await watched.scene.ordered()
-        assert progress.owed is not None
+        assert progress.pending_publish is not None
         watched.scene.publisher.trainer_lost()
-        assert progress.owed is None
+        assert progress.pending_publish is None
         assert order.begun
         watched.watching.cancel()

@@ -1,4 +1,4 @@
-"""One version on its way to one server: the commit, what the server made of it, or its failure.
+"""The delivery of one version to one server: the commit, and the server's success or failure.
 
 Consumes: a server's reports. Produces: commits, verdicts on probes, aborts. Waits for: the end of
 each receiver, with a deadline. Unblocked by: its report, its loss, or a failure of the publish.
@@ -18,6 +18,13 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.membership import Membership
 from slipstream.learner.controller.publishing.phases import PhaseReports
 from slipstream.learner.controller.publishing.probe_gap import check_probe
+from slipstream.learner.controller.publishing.publish_failures import (
+    FailRun,
+    FailureCounts,
+    RetryAfter,
+    SendAway,
+    consequence,
+)
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.servers.server_states import ServerEvent
@@ -25,28 +32,19 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, weights_pb2
 
-MAX_RETRY_S = 30.0
-# Publishes in a row that a server may fail before it is sent away.
-MAX_FAILED_PUBLISHES = 8
-# So many in a row may be those of other members; afterwards it is sent weights alone.
-MAX_JOINT_FAILURES = 2
-# As many while nobody is sent weights with success and nobody serves: then the run stops. By then
-# the server was sent away once, and came back.
-MAX_VAIN_PUBLISHES = 2 * MAX_FAILED_PUBLISHES
-
 
 @dataclass(eq=False)
 class Publish:
-    """One version on its way to some servers."""
+    """The delivery of one version to some servers."""
 
     publish_id: str
     version: PolicyVersion
     verify: bool
     receivers: list[ServerSession]
     order: weights_pb2.PublishOrder
-    # Of its buckets, where the trainer has said beforehand what it sends; else it says it at last.
+    # The digests of its buckets, if the trainer named them beforehand; else they come at the end.
     digests: tuple[bytes, ...] = ()
-    # Its receivers were told to receive.
+    # Whether its receivers were told to receive.
     is_announced: bool = False
     # The servers that hold this trainer's matrices, if adapters are published apart.
     holders: set[ServerKey] = field(default_factory=set)
@@ -55,7 +53,7 @@ class Publish:
 
     @property
     def communicator_id(self) -> str:
-        """What it travels through; a later publish may have another one."""
+        """The communicator of this publish; a later publish may have another one."""
         return self.order.communicator.communicator_id
 
 
@@ -73,18 +71,17 @@ class Deliveries:
         self._tasks, self._reports = tasks, reports
         self.membership = Membership(progress.run_id)
         self.totals = PublishTotals()
-        # By server, whichever life of it, since any of them got to serve.
-        self._vain: Counter[ServerId] = Counter()
-        # The same, since that server itself got to serve.
+        # Failed publishes in a row by server, over all of its epochs: since any server served last,
+        # and since that server served last.
+        self._failed_while_none_served: Counter[ServerId] = Counter()
         self._failed: Counter[ServerId] = Counter()
 
     def together(self, due: Sequence[ServerSession]) -> list[ServerSession]:
-        """Who of them is sent weights in one publish, the others later.
+        """Splits `due`: healthy servers share one publish; one that failed twice comes last, alone.
 
-        One member that fails makes all others stale: who failed again and again has a publish of
-        its own, behind those that can be trusted.
+        A member that fails makes all others stale.
         """
-        sound = [s for s in due if self._failed[s.key.server_id] < MAX_JOINT_FAILURES]
+        sound = [s for s in due if not self._counts(s).needs_own_publish]
         return sound or sorted(due, key=lambda s: self._failed[s.key.server_id])[:1]
 
     def commit(
@@ -94,7 +91,7 @@ class Deliveries:
         digests: Sequence[bytes],
         probe: weights_pb2.Probe | None,
     ) -> None:
-        """Lets a server go on once it has loaded what has these digests."""
+        """Lets a server resume once it has loaded the buckets with these digests."""
         self._reports.expect(publish.publish_id, session.key, SERVING)
         session.send(
             fleet_pb2.ControllerMessage(
@@ -119,7 +116,7 @@ class Deliveries:
         limit_s: float,
     ) -> None:
         if session.key in publish.failed:
-            # Before this task began: nobody would report anything.
+            # It failed before this task began, and no report will come.
             return
         report = await self._reports.wait(publish.publish_id, session.key, SERVING, limit_s)
         if session.key in publish.failed:
@@ -141,14 +138,14 @@ class Deliveries:
             )
         if problem:
             self.membership.forget(publish.communicator_id)
-            # Nobody knows which part was wrong.
+            # The matrices may be wrong as well as the adapters.
             publish.holders.discard(session.key)
             self.make_stale(session, problem)
         else:
             if not publish.order.adapters_alone:
                 publish.holders.add(session.key)
             session.failed_publishes = 0
-            self._vain.clear()
+            self._failed_while_none_served.clear()
             del self._failed[session.key.server_id]
             session.version = publish.version
             if not session.is_leaving:
@@ -158,7 +155,7 @@ class Deliveries:
         self._progress.signal.notify()
 
     def fail(self, publish: Publish, session: ServerSession, cause: str) -> None:
-        """Once for each receiver, whoever notices it first."""
+        """Notes the failure of a receiver; later calls for the same receiver change nothing."""
         if session.key in publish.failed:
             return
         publish.failed.add(session.key)
@@ -167,7 +164,7 @@ class Deliveries:
         self._reports.give_up(publish.publish_id, session.key, cause)
 
     def make_stale(self, session: ServerSession, cause: str, publish_id: str = "") -> None:
-        """It serves nothing until it has a complete version; `publish_id` is aborted there."""
+        """Takes a server out of service until it has a whole version; aborts `publish_id` on it."""
         if publish_id:
             session.send(
                 fleet_pb2.ControllerMessage(
@@ -181,30 +178,45 @@ class Deliveries:
         if session.is_leaving:
             return
         session.cause = cause
-        wait_s = min(0.5 * 2**session.failed_publishes, MAX_RETRY_S)
-        session.retry_publish_s = time.monotonic() + wait_s
         self._progress.events.add(
             f"rollout server {session.name} is stale: {cause}", Severity.WARNING
         )
-        if session.failed_publishes >= MAX_FAILED_PUBLISHES:
-            self._disconnect(session, f"{session.failed_publishes} publishes failed: {cause}")
-        self._note_in_vain(session, cause)
+        match self._note_failure(session, cause):
+            case RetryAfter(wait_s):
+                session.retry_publish_s = time.monotonic() + wait_s
+            case SendAway() | FailRun():
+                self._disconnect(session, f"{session.failed_publishes} publishes failed: {cause}")
 
     def send_away(self, session: ServerSession, cause: str) -> None:
-        """No publish reaches it: what it runs goes on elsewhere, and it may join again."""
+        """Ends the stream of a server that no publish reaches; its leases move to other servers.
+
+        The server may join again.
+        """
         self._disconnect(session, cause)
-        self._note_in_vain(session, cause)
+        self._note_failure(session, cause)
 
     def _disconnect(self, session: ServerSession, cause: str) -> None:
         session.disconnect()
         self._fleet.remove(session, cause)
 
-    def _note_in_vain(self, session: ServerSession, cause: str) -> None:
-        self._vain[session.key.server_id] += 1
+    def _counts(self, session: ServerSession) -> FailureCounts:
+        server_id = session.key.server_id
+        return FailureCounts(
+            in_session=session.failed_publishes,
+            of_server=self._failed[server_id],
+            while_none_served=self._failed_while_none_served[server_id],
+        )
+
+    def _note_failure(self, session: ServerSession, cause: str) -> RetryAfter | SendAway | FailRun:
+        """Counts a failed publish; fails the run where the rule says so."""
+        self._failed_while_none_served[session.key.server_id] += 1
         self._failed[session.key.server_id] += 1
-        times = self._vain[session.key.server_id]
-        if times >= MAX_VAIN_PUBLISHES and not (self._fleet.serving() or self._progress.is_over):
+        counts = self._counts(session)
+        is_any_serving = bool(self._fleet.serving()) or self._progress.is_over
+        found = consequence(counts, is_any_serving=is_any_serving)
+        if isinstance(found, FailRun):
             self._progress.fail(
-                f"no rollout server serves, and {times} publishes in a row to {session.name} "
-                f"failed, the last one: {cause}"
+                f"no rollout server serves, and {counts.while_none_served} publishes in a row to "
+                f"{session.name} failed, the last one: {cause}"
             )
+        return found

@@ -1,4 +1,4 @@
-"""New weights in two phases; no server serves what was not loaded whole and proved.
+"""Publishes new weights in two phases; no server serves weights that were not loaded whole.
 
 Consumes: publish reports of servers, start and result of the trainer. Produces: publish orders.
 Waits for: each phase of each receiver, with a deadline; the trainer only as long as a bucket may
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import ServerKey
-from slipstream.learner.controller.progress import Owed, RunProgress
+from slipstream.learner.controller.progress import OverduePublish, RunProgress
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.publishing.readiness import Readiness
@@ -42,16 +42,16 @@ class Publisher:
         self._membership = self._deliveries.membership
         self._count = 0
         self._current: Publish | None = None
-        # Servers with the matrices of this trainer, proved: they may be sent adapters alone.
+        # Servers that hold the matrices of this trainer: they may be sent adapters alone.
         self._holders: set[ServerKey] = set()
-        # Whether the last publish was of adapters alone: one that begins has the same layout.
+        # Whether the last publish sent adapters alone: one that begins at once has its layout.
         self._was_alone = False
-        # Servers that must not change their version now, because they are evaluated.
+        # Servers that keep their version, because an evaluation runs on them.
         self.pinned: set[ServerKey] = set()
         self.totals = self._deliveries.totals
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
-        """The servers that should be sent a version now: that one, or the newest."""
+        """Returns the servers that should be sent `version` now; None: the newest version."""
         version, every = version or self._progress.version, self._settings.publish_every_steps
         regular = version.step % every == 0 or self._progress.all_steps_done
         return [
@@ -76,63 +76,63 @@ class Publisher:
         return wanted and session.version != version
 
     def trainer_joined(self, num_senders: int) -> None:
-        """A trainer that sends from so many ranks takes the place of the one before."""
+        """Takes over from the trainer before; the new one sends from `num_senders` ranks."""
         self.trainer_lost()
         self._membership.num_senders = num_senders
 
     def trainer_lost(self) -> None:
-        """Gives up the publish under way: nobody sends it any more."""
+        """Abandons the publish under way: its trainer sends no more."""
         if self._current is not None:
-            self._give_up(self._current, "the trainer was lost")
+            self._abandon(self._current, "the trainer was lost")
         self._membership.forget()
         self._holders = set()
 
     def pin(self, session: ServerSession) -> bool:
-        """Lets a server keep its version; False when it has an order for another one by now."""
+        """Lets a server keep its version; False if it already has an order for another one."""
         if self._current is not None and session in self._current.receivers:
             return False
         self.pinned.add(session.key)
         return True
 
     def ask_ahead(self, version: PolicyVersion) -> None:
-        """The trainer makes `version` now: asks the servers that will be due then."""
+        """Asks the servers that will be due once the trainer has made `version`."""
         self._readiness.ask(self.due(version), self._new_id(), version)
 
     async def prepare(
         self, trainer: trainer_pb2.NextRequest | None = None
     ) -> weights_pb2.PublishOrder | None:
-        """Asks the servers that are due if they are ready; the trainer's order, or None.
+        """Asks the servers that are due if they are ready; returns the trainer's order, or None.
 
-        What `trainer` says of itself decides if the publish begins with the order: then the servers
-        are told to receive, and what proves the bytes, before the trainer is told to send.
+        If `trainer` names its digests, the publish begins with the order: the servers are told to
+        receive, and the digests to expect, before the trainer is told to send.
         """
         if self._current is not None:
-            # Its order was lost on the way: the trainer would not ask for another one.
-            self._give_up(self._current, "the trainer does not send")
+            # The trainer never got its order, or it would not ask for another one.
+            self._abandon(self._current, "the trainer does not send")
         trainer = trainer or trainer_pb2.NextRequest()
         targets = self._deliveries.together(self.due())
         if not targets:
             return None
         version, publish_id = self._progress.version, self._new_id()
-        problems = await self._readiness.of(targets, publish_id, version)
+        problems = await self._readiness.answers(targets, publish_id, version)
         answered = [session for session in targets if session.key in problems]
         ready = self._drop(answered, [problems[session.key] for session in answered])
         transport, misfits = choose_for(self._progress, {s.name: s.hello.place for s in ready})
-        # One that began to drain meanwhile need not be waited for.
+        # A server that began to drain meanwhile takes no part.
         ready = [s for s in self._drop(ready, misfits) if not s.is_leaving]
         if not ready:
             return None
         order = self._membership.order_for(ready, transport, trainer_has=trainer.communicator_id)
         order.publish_id = publish_id
         order.version.CopyFrom(version_to_pb(version))
-        order.verify = self._wants_proof(ready)
+        order.verify = self._wants_probe(ready)
         order.adapters_alone = self._may_send_adapters(ready)
         order.bucket_deadline_s = self._settings.bucket_deadline_s
         order.join_deadline_s = self._settings.join_deadline_s
         self._current = publish = Publish(
             publish_id, version, order.verify, ready, order, holders=self._holders
         )
-        # A probe is scored by the learner first, and nobody stands still for that.
+        # The learner scores a probe first, and no engine pauses for that.
         is_known = bool(trainer.bucket_digests) and version_from_pb(trainer.version) == version
         is_known &= order.adapters_alone == self._was_alone
         if is_known and not order.new_communicator and not order.verify:
@@ -143,12 +143,12 @@ class Publisher:
         return order
 
     def _await_end(self, publish: Publish, num_buckets: int) -> None:
-        """The run ends when nothing is heard of the trainer for too long from now on."""
+        """Sets the limit by which the trainer must end this publish, or the run fails."""
         settings = self._settings
         limit_s = 2 * settings.join_deadline_s + num_buckets * settings.bucket_deadline_s
         limit_s += self._progress.config.controller.stall_timeout_s
         until_s = self._progress.clock.now_s() + limit_s
-        self._progress.owed = Owed(publish.publish_id, until_s, limit_s)
+        self._progress.pending_publish = OverduePublish(publish.publish_id, until_s, limit_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         """The trainer can send: tells every receiver that is still there to receive."""
@@ -160,7 +160,7 @@ class Publisher:
         publish.receivers = [s for s in publish.receivers if self._fleet.find(s.key) is s]
         known = {receiver.server_id: receiver for receiver in publish.order.receivers}
         if len(publish.receivers) < len(known):
-            self._give_up(publish, "a receiver was lost")
+            self._abandon(publish, "a receiver was lost")
             return []
         if publish.is_announced:
             # A call that was repeated: a server told twice would join twice.
@@ -172,7 +172,7 @@ class Publisher:
         return list(known.values())
 
     def _still_there(self, publish: Publish) -> list[weights_pb2.Receiver]:
-        """Who of the receivers is neither gone nor has failed."""
+        """Returns the receivers that are neither gone nor failed."""
         there = {
             session.key.server_id
             for session in publish.receivers
@@ -182,22 +182,22 @@ class Publisher:
         return [r for r in publish.order.receivers if r.server_id in there]
 
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
-        """The trainer has sent all or failed: commits where the digests agree, aborts elsewhere.
+        """Takes the trainer's result: commits servers whose digests agree, aborts on the others.
 
-        Answers when all have loaded, or after the time that a bucket may take: who loads for longer
-        is followed to its end while the trainer goes on.
+        Answers when all have loaded, or after the time that a bucket may take. A server that loads
+        for longer is followed to its end while the trainer trains.
         """
         publish, self._current = self._current, None
-        self._progress.owed = None
+        self._progress.pending_publish = None
         if publish is None or publish.publish_id != result.publish_id:
-            # A call that was repeated: its trainer leaves the communicator now.
+            # The call was repeated: its trainer leaves the communicator now.
             self._membership.forget()
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         if result.error:
-            self._give_up(publish, f"the learner could not send: {result.error}")
+            self._abandon(publish, f"the learner could not send: {result.error}")
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         if publish.digests not in ((), tuple(result.bucket_digests)):
-            self._give_up(publish, "the learner sent something else than it had said")
+            self._abandon(publish, "the learner sent something else than it had said")
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         digests = list(result.bucket_digests)
         if not publish.digests:
@@ -210,14 +210,14 @@ class Publisher:
         try:
             await self._progress.clock.wait(loads, self._settings.bucket_deadline_s)
         except asyncio.CancelledError:
-            # The trainer that waited is gone: nobody else would ever take them out of LOADING.
-            self._give_up(publish, "the trainer was lost")
+            # The trainer that waited is gone: the servers would stay in LOADING for ever.
+            self._abandon(publish, "the trainer was lost")
             raise
         self.totals.sent(result)
         return self._receipt(publish, [load.done() for load in loads])
 
     def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
-        """`is_settled`: of each receiver, whether it has loaded or failed by now."""
+        """Returns the receipt; `is_settled` says for each receiver if it has loaded or failed."""
         settled: list[ServerSession] = []
         late: list[ServerSession] = []
         for session, is_done in zip(publish.receivers, is_settled, strict=True):
@@ -241,22 +241,22 @@ class Publisher:
         )
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
-        """Takes a server's report to whoever waits for it."""
+        """Hands a server's report to the part that waits for it."""
         self._reports.receive(session.key, report)
         is_served = session.is_serving and report.publish_id == session.publish_id
         if is_served and report.phase == fleet_pb2.PUBLISH_PHASE_FAILED:
-            # It took the weights back of its own.
+            # The server itself took the weights out of use.
             self._deliveries.make_stale(session, report.message)
 
     def server_lost(self, session: ServerSession) -> None:
-        """Ends every wait for a server that is gone."""
+        """Ends all waits for a server that is gone."""
         self.pinned.discard(session.key)
         self._membership.server_lost(session.key)
         self._holders.discard(session.key)
         self._reports.fail_all(session.key, "the server is gone")
         self._readiness.server_lost(session)
 
-    def _wants_proof(self, targets: Sequence[ServerSession]) -> bool:
+    def _wants_probe(self, targets: Sequence[ServerSession]) -> bool:
         fresh = any(not session.is_serving for session in targets)
         anew = self._apart and not self._may_send_adapters(targets)
         return fresh or anew or self.totals.publishes % self._settings.verify_every == 0
@@ -294,7 +294,7 @@ class Publisher:
         kept = []
         for session, problem in zip(sessions, problems, strict=True):
             if session.is_serving and session.key in self.pinned:
-                # Since it was asked.
+                # It was pinned after it was asked.
                 continue
             if problem:
                 self._deliveries.make_stale(session, problem)
@@ -302,21 +302,21 @@ class Publisher:
                 kept.append(session)
         return kept
 
-    def _give_up(self, publish: Publish, cause: str) -> None:
+    def _abandon(self, publish: Publish, cause: str) -> None:
         if self._current is publish:
-            # One that is being finished may have a successor.
-            self._current = self._progress.owed = None
+            # A publish that is being finished may have a successor.
+            self._current = self._progress.pending_publish = None
         self._membership.forget(publish.communicator_id)
         if not publish.is_announced:
-            # They know nothing of it.
+            # Its receivers know nothing of it.
             return
         for session in publish.receivers:
-            # Who has loaded and proved everything keeps it.
+            # A server that serves this version keeps it.
             if not (session.is_serving and session.version == publish.version):
                 self._deliveries.fail(publish, session, cause)
 
     def _tell_receivers(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
-        """`layout`: None is that of the publish before."""
+        """Tells all receivers to receive; `layout` None is that of the publish before."""
         publish.is_announced = True
         self._was_alone = publish.order.adapters_alone
         if not self._was_alone:
@@ -327,7 +327,7 @@ class Publisher:
         order.CopyFrom(publish.order)
         order.ClearField("receivers")
         for session in publish.receivers:
-            # A server may be done before the learner says so.
+            # A server may have loaded before the learner reports its end.
             self._reports.expect(publish.publish_id, session.key, LOADED)
             session.on(ServerEvent.RECEIVE)
             session.send(

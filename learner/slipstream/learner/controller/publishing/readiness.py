@@ -59,7 +59,7 @@ class Readiness:
     def ask(
         self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
     ) -> None:
-        """Asks these servers, but for those of which an answer is still to come."""
+        """Asks these servers, except those whose answer is still to come."""
         message = fleet_pb2.ControllerMessage(
             prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version_to_pb(version))
         )
@@ -73,13 +73,14 @@ class Readiness:
             self._questions[session.key] = _Question(publish_id, session, now_s, answer)
             session.send(message)
 
-    async def of(
+    async def answers(
         self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
     ) -> dict[ServerKey, str]:
-        """Of each server that has answered why it cannot take part, empty if it can.
+        """Maps each server that answered to its reason for staying out; "" means ready.
 
-        Who was not asked before is asked now. Answers are waited for as long as a bucket may take,
-        counted from the question; who has not answered by then is left out of this publish.
+        Servers that were not asked before are asked now. Each has as long to answer as a bucket may
+        take, counted from its question; a server without an answer by then is left out of this
+        publish.
         """
         unasked = [session for session in targets if session.key not in self._questions]
         self.ask(unasked, publish_id, version)
@@ -98,7 +99,7 @@ class Readiness:
         return problems
 
     def server_lost(self, session: ServerSession) -> None:
-        """It answers nothing any more."""
+        """Forgets the question to a server that is gone."""
         self._forget(session)
 
     async def _wait_for(self, questions: Sequence[_Question]) -> None:
@@ -121,7 +122,7 @@ class Readiness:
         self._tasks.create_task(self._follow(question))
 
     async def _follow(self, question: _Question) -> None:
-        """To its answer, which makes the server due, or to the deadline of the question."""
+        """Waits for the answer, which makes the server due, or for the deadline of the question."""
         limit_s = self._settings.join_deadline_s
         clock = self._progress.clock
         await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from publishing_scene import DIGESTS, LOADED, READY, SERVING, Scene, next_order, progress_of
-from slipstream.learner.controller.publishing.delivery import MAX_VAIN_PUBLISHES
+from slipstream.learner.controller.publishing.publish_failures import MAX_VAIN_PUBLISHES
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.protocol.codec import pack_logprobs

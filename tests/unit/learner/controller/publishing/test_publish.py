@@ -17,7 +17,7 @@ from publishing_scene import (
     progress_of,
 )
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.publishing.delivery import MAX_FAILED_PUBLISHES
+from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_PUBLISHES
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
