@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 from liars import Liar, attacked, deliver, ended
+from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.queue.seal import seal
 from slipstream.v1 import (
     environment_pb2,
@@ -171,6 +172,56 @@ async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog, h
             await trainer.Register(trainer_pb2.TrainerHello(**(facts | hello)), timeout=20)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.details() == line
+
+    await attacked(tmp_path, caplog, attack)
+
+
+async def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path, caplog):
+    events = []
+
+    async def attack(channel, server):
+        facts = {"world_size": 1, "layout_description": "a\nb", "process": "host far, process 7"}
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        for call in (
+            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=20),
+            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=20),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            details = caught.value.details() or ""
+            assert details.startswith("the trainer of ipv4:127.0.0.1:")
+            assert details.endswith(" s ago; end it, or wait until it is gone")
+            assert "has the place in this run and was heard" in details
+        status = status_pb2_grpc.StatusServiceStub(channel)
+        async for event in status.Watch(status_pb2.WatchRequest()):
+            events.append(event.text)
+            if event.text.startswith("a second trainer, of host far, process 7, waits: "):
+                break
+
+    await attacked(tmp_path, caplog, attack)
+
+
+@pytest.mark.parametrize("epoch", ["", "1", "0"])
+async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, caplog, epoch):
+    async def attack(channel, server):
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        metadata = ((TRAINER_EPOCH, epoch),) if epoch else ()
+        for method, request in (
+            (trainer.KeepPlace, trainer_pb2.PlaceRequest()),
+            (trainer.Next, trainer_pb2.NextRequest()),
+            (trainer.ReportStep, trainer_pb2.StepReport(step=2)),
+            (trainer.StartPublish, trainer_pb2.PublishStart()),
+            (trainer.FinishPublish, trainer_pb2.PublishResult()),
+            (trainer.ReportCheckpoint, trainer_pb2.CheckpointReport()),
+            (trainer.ReportWork, trainer_pb2.WorkReport()),
+            (trainer.Finish, trainer_pb2.TrainerGoodbye()),
+        ):
+            call = method(request, timeout=20, metadata=metadata)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (call.read() if hasattr(call, "read") else call)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert caught.value.details() == "another trainer has taken over"
 
     await attacked(tmp_path, caplog, attack)
 
