@@ -48,7 +48,7 @@ from slipstream.learner.controller.trajectories.receivers import open_receiver
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import GroupId
+from slipstream.protocol.types import MAX_EXCUSED_ATTEMPTS, GroupId
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -85,6 +85,7 @@ class Controller:
             group_size=algorithm.group_size,
             max_staleness=algorithm.max_staleness,
             num_steps=config.run.steps,
+            attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
         )
         self._environments = EnvironmentBook(
             seed=config.run.seed, max_failed_groups=config.controller.max_failed_groups
