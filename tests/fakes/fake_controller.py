@@ -54,6 +54,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.checkpoints: list[pb.CheckpointReport] = []
         self.saved = threading.Event()
         self.num_signs, self.idle_s = 0, 2.0
+        # What the trainer has read of its model.
+        self.loaded_bytes = 0
         self.failures: list[pb.TrainerFailure] = []
         self.goodbye: pb.TrainerGoodbye | None = None
 
@@ -122,6 +124,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
 
     def ReportWork(self, request: pb.WorkReport, context: grpc.ServicerContext) -> pb.WorkReceipt:
         self.num_signs += 1
+        self.loaded_bytes = request.loaded_bytes
         return pb.WorkReceipt()
 
     def ReportFailure(

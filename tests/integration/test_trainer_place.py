@@ -21,7 +21,7 @@ from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
-from slipstream.v1 import trainer_pb2, trainer_pb2_grpc
+from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 FIRST = """
 import sys
@@ -161,3 +161,21 @@ async def test_a_place_that_is_not_kept_is_free_after_a_while(tmp_path):
         client = ControllerClient(config)
         await asyncio.to_thread(client.register, HELLO)
         client.close()
+
+
+async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
+    config = make_config(tmp_path)
+    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        status = status_pb2_grpc.StatusServiceStub(channel)
+
+        async def waiting_for() -> str:
+            return (await status.GetStatus(status_pb2.GetStatusRequest(), timeout=10)).waiting_for
+
+        report = trainer_pb2.WorkReport(loaded_bytes=3_210_000_000)
+        await stub.ReportWork(report, wait_for_ready=True, timeout=10)
+        assert await waiting_for() == "the trainer to load its model, 3.2 GB so far"
+        await stub.Register(HELLO, timeout=10)
+        # Somebody else loads: it is no news of the trainer that is there.
+        with pytest.raises(grpc.aio.AioRpcError, match="another trainer has taken over"):
+            await stub.ReportWork(report, timeout=10)

@@ -203,8 +203,10 @@ class CheckpointReceipt(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkReport(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("loaded_bytes",)
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    loaded_bytes: int
+    def __init__(self, loaded_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkReceipt(_message.Message):
     __slots__ = ()

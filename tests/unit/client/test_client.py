@@ -360,7 +360,8 @@ async def test_serve_ends_when_the_run_was_over_before_it_came_back(
     async def refusing(call: Call) -> None:
         await call.context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the run is over")
 
-    controller.streams = [breaking, refusing]
+    # A refusal that comes before the hello is written hides why: the client asks a second time.
+    controller.streams = [breaking, refusing, refusing]
     async with asyncio.timeout(LIMIT_S):
         await client.serve(Good())
 

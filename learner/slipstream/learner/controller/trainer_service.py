@@ -210,6 +210,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """The trainer gets on; one that loads has not registered yet."""
         await self.place.check_loading(context)
         self._progress.trainer_works()
+        if not epoch_of(context) and not self._progress.is_over:
+            loaded = f"{request.loaded_bytes / 1e9:,.1f} GB so far"
+            self._progress.waiting_for = f"the trainer to load its model, {loaded}"
         return trainer_pb2.WorkReceipt()
 
     async def ReportFailure(  # noqa: N802

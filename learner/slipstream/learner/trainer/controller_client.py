@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.access.security import Credentials, call_metadata, open_blocking_channel
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed
@@ -174,12 +175,11 @@ class ControllerClient:
         """Tells that a checkpoint is complete."""
         self._call("ReportCheckpoint", self._stub.ReportCheckpoint, report)
 
-    def report_work(self) -> None:
+    def report_work(self, activity: Activity) -> None:
         """Tells that the trainer gets on, from any thread; nothing depends on one such call."""
+        report = pb.WorkReport(loaded_bytes=activity.loaded_bytes)
         with contextlib.suppress(grpc.RpcError):
-            self._stub.ReportWork(
-                pb.WorkReport(), timeout=QUESTION_TIMEOUT_S, metadata=self._metadata
-            )
+            self._stub.ReportWork(report, timeout=QUESTION_TIMEOUT_S, metadata=self._metadata)
 
     def report_failure(self, failure: pb.TrainerFailure) -> None:
         """Tells why a rank fails; a controller that cannot be reached is only logged."""
