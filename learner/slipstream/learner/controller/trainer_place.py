@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -77,7 +77,7 @@ class TrainerPlace:
 
     async def keep(
         self, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[trainer_pb2.PlaceKept]:
+    ) -> AsyncGenerator[trainer_pb2.PlaceKept, None]:
         """Keeps the place for as long as the stream is open."""
         await self.check(context)
         self._streams += 1
