@@ -228,6 +228,8 @@ async def train(address: str, seen: Seen) -> None:
         hello = trainer_pb2.TrainerHello(world_size=1, layout_description="on 1 rank")
         welcome = await stub.Register(hello, wait_for_ready=True)
         epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
+        place = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
+        await place.read()
         version, communicator_id = 0, ""
         while True:
             request = trainer_pb2.NextRequest(

@@ -40,10 +40,12 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self._taking_part: list[weights_pb2.Receiver] = []
         # Of those that take part in the publish that was started last.
         self.still_there = lambda: self._taking_part
-        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        self._server = grpc.server(futures.ThreadPoolExecutor(5))
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self.hello: pb.TrainerHello | None = None
+        # Streams that kept the trainer's place.
+        self.places = 0
         self.asked = threading.Event()
         self.requests: list[pb.NextRequest] = []
         self.steps: list[pb.StepReport] = []
@@ -52,6 +54,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.checkpoints: list[pb.CheckpointReport] = []
         self.saved = threading.Event()
         self.num_signs, self.idle_s = 0, 2.0
+        # What the trainer has read of its model.
+        self.loaded_bytes = 0
         self.failures: list[pb.TrainerFailure] = []
         self.goodbye: pb.TrainerGoodbye | None = None
 
@@ -67,6 +71,15 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.TrainerWelcome:
         self.hello = request
         return pb.TrainerWelcome(run_id="run", version=request.version, trainer_epoch=1)
+
+    def KeepPlace(
+        self, request: pb.PlaceRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.PlaceKept]:
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        self.places += 1
+        yield pb.PlaceKept()
+        gone.wait()
 
     def Next(
         self, request: pb.NextRequest, context: grpc.ServicerContext
@@ -111,6 +124,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
 
     def ReportWork(self, request: pb.WorkReport, context: grpc.ServicerContext) -> pb.WorkReceipt:
         self.num_signs += 1
+        self.loaded_bytes = request.loaded_bytes
         return pb.WorkReceipt()
 
     def ReportFailure(

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 
+import grpc.aio
 import numpy as np
 from fake_server import OPEN, bucket_digests
 from slipstream.protocol.access.security import open_channel
@@ -17,6 +18,7 @@ from slipstream.protocol.codec import (
     version_from_pb,
     version_to_pb,
 )
+from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.types import PolicyVersion, Trajectory
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
@@ -78,9 +80,11 @@ class FakeTrainer:
                 version=version_to_pb(self.version),
                 weight_digest=self.digest,
             )
-            welcome = await self.stub.Register(hello, wait_for_ready=True, timeout=60)
+            welcome = await self._register(hello)
             self.version = version_from_pb(welcome.version)
             self.epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
+            self.place = self.stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=self.epoch)
+            await self.place.read()
             while not self.stop_reason:
                 request = trainer_pb2.NextRequest(
                     version=version_to_pb(self.version),
@@ -97,6 +101,16 @@ class FakeTrainer:
                 weight_digest=self.digest, export_path=self.export_path
             )
             await self.stub.Finish(goodbye, timeout=60, metadata=self.epoch)
+
+    async def _register(self, hello: trainer_pb2.TrainerHello) -> trainer_pb2.TrainerWelcome:
+        while True:
+            try:
+                return await self.stub.Register(hello, wait_for_ready=True, timeout=60)
+            except grpc.aio.AioRpcError as error:
+                info = error_info(error.trailing_metadata())
+                if info is None or info.reason != Reason.PLACE_TAKEN.value:
+                    raise
+            await asyncio.sleep(0.05)
 
     async def _follow(self, directives: list[trainer_pb2.Directive]) -> None:
         first = directives[0]

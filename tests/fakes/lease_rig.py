@@ -38,7 +38,7 @@ class Rig:
             algorithm={**sizes, "learning_rate": 1e-3},
             **changes,
         )
-        self.book = LeaseBook(**sizes, num_steps=STEPS)
+        self.book = LeaseBook(attempts_per_lease=7, **sizes, num_steps=STEPS)
         self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
         self.fleet = Fleet(self.progress)
         self.fleet.handlers = FleetHandlers(*[nothing] * 7)

@@ -17,7 +17,6 @@ from slipstream.client import Client
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.access.security import open_channel
-from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.settings.config_file import parse_config
@@ -26,7 +25,6 @@ from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
     trainer_pb2,
-    trainer_pb2_grpc,
     trajectory_pb2,
 )
 
@@ -567,31 +565,6 @@ async def test_a_step_that_is_reported_twice_counts_once_and_is_answered_alike(t
     assert unknown == (
         "a report of batch b000000 of step 6, but the batch that the trainer was given is none"
     )
-
-
-async def test_a_trainer_that_waits_gets_no_order_once_another_one_has_taken_over(tmp_path):
-    config = make_config(tmp_path)
-    controller = Controller(config, OPEN)
-    running = asyncio.ensure_future(controller.run())
-    async with asyncio.timeout(60), open_channel(config.controller.address, OPEN) as channel:
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        hello = trainer_pb2.TrainerHello(world_size=1, layout_description="on 1 rank")
-        first = await stub.Register(hello, wait_for_ready=True, timeout=10)
-        epoch = ((TRAINER_EPOCH, str(first.trainer_epoch)),)
-        call = stub.Next(trainer_pb2.NextRequest(), timeout=30, metadata=epoch)
-        # It waits, since there is no server.
-        waiting = asyncio.ensure_future(anext(aiter(call)))
-        await asyncio.wait((waiting,), timeout=0.3)
-        assert not waiting.done()
-        second = await stub.Register(hello, timeout=10)
-        with pytest.raises(grpc.aio.AioRpcError, match="another trainer has taken over"):
-            await waiting
-        controller.stop("enough")
-        epoch = ((TRAINER_EPOCH, str(second.trainer_epoch)),)
-        await stub.Finish(
-            trainer_pb2.TrainerGoodbye(export_path="model"), timeout=10, metadata=epoch
-        )
-        assert await running == 0
 
 
 async def test_stop_ends_the_run_in_order(tmp_path):

@@ -13,7 +13,13 @@ import json
 import grpc
 import grpc.aio
 import pytest
+from controller_runs import make_config, play
+from fake_server import OPEN, FakeServer
+from fake_trainer import FakeTrainer
 from liars import Liar, attacked, deliver, ended
+from slipstream.learner.controller.records.journal import read_records
+from slipstream.protocol.access.security import open_channel
+from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.queue.seal import seal
 from slipstream.v1 import (
     environment_pb2,
@@ -60,6 +66,69 @@ async def test_nobody_delivers_under_the_epoch_of_another_server(tmp_path, caplo
 
     summary = await attacked(tmp_path, caplog, attack)
     assert summary["ledger"]["quarantined"] == 0
+
+
+async def test_nobody_sets_back_the_episodes_of_another_server(tmp_path):
+    config = make_config(tmp_path, run__steps=6)
+    address = config.controller.address
+    server, trainer = FakeServer(address), FakeTrainer(address)
+    trainer.hold_at(1)
+
+    async def during(controller, tasks):
+        async with asyncio.timeout(60), open_channel(address, OPEN) as channel:
+            await trainer.until_held()
+            server.gate.clear()
+            trainer.gate.set()
+            while len({group_id for group_id, _ in server.unfinished}) < 2:
+                await asyncio.sleep(0.005)
+            liar = Liar(channel)
+            key = (await liar.join()).delivery_key
+            for group_id in sorted({group_id for group_id, _ in server.unfinished})[:2]:
+                for attempt in (0, 1, 2, 999_998):
+                    name = f"{group_id}.0.{attempt}.{liar.epoch:x}"
+                    request = trajectory_pb2.DeliverRequest(
+                        trajectory_id=name, trajectory=seal(key, name, b"junk")
+                    )
+                    await deliver(channel, request).read()
+        server.gate.set()
+
+    summary = await play(config, server, trainer=trainer, during=during)
+    assert (summary["code"], summary["steps"]) == (0, 6)
+    assert len(list(tmp_path.glob("r/quarantine/*.json"))) == 8
+    # Nobody lost his task, or ran it again.
+    records = read_records(config.run_dir / "journal")
+    assert not [r for r in records if r["kind"] == "set_aside"]
+    assert {lease.first_attempt for lease in server.leases} == {0}
+
+
+async def test_a_key_is_handed_out_for_a_new_epoch_alone(tmp_path, caplog):
+    async def attack(channel, server):
+        liar = Liar(channel)
+        liar.epoch = server.epoch
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await liar.join()
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert caught.value.details() == (
+            f"server liar: epoch {server.epoch:x} was given before, draw a new one"
+        )
+
+    await attacked(tmp_path, caplog, attack)
+
+
+async def test_counters_that_fall_end_the_stream_of_their_server(tmp_path, caplog):
+    async def attack(channel, server):
+        liar = Liar(channel)
+        await liar.join()
+        for tokens in (10, 9):
+            await liar.say(heartbeat=fleet_pb2.ServerReport(generated_tokens=tokens))
+        refusal = await liar.refusal()
+        assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.details() == (
+            "rollout server liar reports 9 generated tokens after 10: counters of an epoch never "
+            "fall"
+        )
+
+    await attacked(tmp_path, caplog, attack)
 
 
 async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_path, caplog):
@@ -171,6 +240,56 @@ async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog, h
             await trainer.Register(trainer_pb2.TrainerHello(**(facts | hello)), timeout=20)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.details() == line
+
+    await attacked(tmp_path, caplog, attack)
+
+
+async def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path, caplog):
+    events = []
+
+    async def attack(channel, server):
+        facts = {"world_size": 1, "layout_description": "a\nb", "process": "host far, process 7"}
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        for call in (
+            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=20),
+            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=20),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            details = caught.value.details() or ""
+            assert details.startswith("the trainer of ipv4:127.0.0.1:")
+            assert details.endswith(" s ago; end it, or wait until it is gone")
+            assert "has the place in this run and was heard" in details
+        status = status_pb2_grpc.StatusServiceStub(channel)
+        async for event in status.Watch(status_pb2.WatchRequest()):
+            events.append(event.text)
+            if event.text.startswith("a second trainer, of host far, process 7, waits: "):
+                break
+
+    await attacked(tmp_path, caplog, attack)
+
+
+@pytest.mark.parametrize("epoch", ["", "1", "0"])
+async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, caplog, epoch):
+    async def attack(channel, server):
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        metadata = ((TRAINER_EPOCH, epoch),) if epoch else ()
+        for method, request in (
+            (trainer.KeepPlace, trainer_pb2.PlaceRequest()),
+            (trainer.Next, trainer_pb2.NextRequest()),
+            (trainer.ReportStep, trainer_pb2.StepReport(step=2)),
+            (trainer.StartPublish, trainer_pb2.PublishStart()),
+            (trainer.FinishPublish, trainer_pb2.PublishResult()),
+            (trainer.ReportCheckpoint, trainer_pb2.CheckpointReport()),
+            (trainer.ReportWork, trainer_pb2.WorkReport()),
+            (trainer.Finish, trainer_pb2.TrainerGoodbye()),
+        ):
+            call = method(request, timeout=20, metadata=metadata)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (call.read() if hasattr(call, "read") else call)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert caught.value.details() == "another trainer has taken over"
 
     await attacked(tmp_path, caplog, attack)
 

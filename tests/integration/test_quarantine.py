@@ -150,7 +150,9 @@ def test_no_delivery_whatever_it_is_ends_the_controller(tmp_path_factory, data):
         progress = RunProgress("r", make_config(folder, run__name="f"), EventLog())
         ledger, book = (
             TokenLedger(),
-            LeaseBook(groups_per_step=1, group_size=2, max_staleness=2, num_steps=9),
+            LeaseBook(
+                attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=2, num_steps=9
+            ),
         )
         endings = Endings(journal, ledger, MemoryQueue(10).receiver())
         inspector = Inspector(

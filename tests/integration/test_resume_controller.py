@@ -261,6 +261,8 @@ async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
         leases = len(fleet.leases)
         second.version, second.digest = first.newest_checkpoint
         started = second.version.step
+        # The network was cut: the first one lives on, and finds that nobody listens to it.
+        first.place.cancel()
         tasks.append(asyncio.ensure_future(second.run()))
         while second.version.step < 8:
             await asyncio.sleep(0.005)
@@ -269,7 +271,6 @@ async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
         ]
         assert len(fleet.leases) > leases
         assert fleet.loaded_versions == sorted(fleet.loaded_versions)
-        # The first one lives on, and finds that nobody listens to it.
         first.gate.set()
 
     controller_run = play(config, fleet, trainer=first, during=replace)

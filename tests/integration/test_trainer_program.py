@@ -289,6 +289,8 @@ def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm
         processes = start_trainer(tmp_path, model, controller.address, world_size=2)
         until_idle(controller, 4)
         assert controller.num_signs > 0
+        stored = load_file(model / "model.safetensors")
+        assert controller.loaded_bytes == sum(tensor.nbytes for tensor in stored.values())
         before = controller.num_signs
         until_idle(controller, 3)
         assert controller.num_signs == before

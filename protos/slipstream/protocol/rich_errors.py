@@ -5,6 +5,7 @@ Source: google.rpc.ErrorInfo, carried in the trailing metadata as gRPC's richer 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, NoReturn
@@ -30,6 +31,8 @@ class Reason(Enum):
     PROTOCOL = "PROTOCOL"
     # The peer is too small for the run.
     TOO_SMALL = "TOO_SMALL"
+    # Another trainer has the place; it is free again when that one has ended.
+    PLACE_TAKEN = "PLACE_TAKEN"
     # The token is missing or wrong.
     WRONG_TOKEN = "WRONG_TOKEN"
 
@@ -41,12 +44,18 @@ async def abort(
     reason: Reason,
     metadata: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Ends the call with `code`, one line of text, the reason, and what it is about."""
+    """Ends the call with `code`, one line of text, the reason, and what it is about.
+
+    CancelledError when the caller has gone: nobody is left to be told.
+    """
     info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN, metadata=metadata or {})
     detail = any_pb2.Any()
     detail.Pack(info)
     status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
-    await context.abort(code, text, ((DETAILS_KEY, status.SerializeToString()),))
+    try:
+        await context.abort(code, text, ((DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError("the caller has gone") from error
     raise AssertionError("abort does not return")
 
 

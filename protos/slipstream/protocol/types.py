@@ -21,6 +21,12 @@ TokenArray = npt.NDArray[np.uint32]
 LogprobArray = npt.NDArray[np.float32]
 
 
+# Attempts beyond `Lease.max_attempts` that a server may make: ends in a worker that others shared
+# count as none. A task runs alone after two losses of a worker in a row, so this is more than
+# chance will do.
+MAX_EXCUSED_ATTEMPTS = 4
+
+
 class TrajectoryName(NamedTuple):
     """The parts of a `TrajectoryId`."""
 

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TrainerHello(_message.Message):
-    __slots__ = ("world_size", "layout_description", "version", "weight_digest", "num_parameters", "num_senders", "places")
+    __slots__ = ("world_size", "layout_description", "version", "weight_digest", "num_parameters", "num_senders", "places", "process")
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class TrainerHello(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     world_size: int
     layout_description: str
     version: _trajectory_pb2.PolicyVersion
@@ -25,7 +26,8 @@ class TrainerHello(_message.Message):
     num_parameters: int
     num_senders: int
     places: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Place]
-    def __init__(self, world_size: _Optional[int] = ..., layout_description: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., num_parameters: _Optional[int] = ..., num_senders: _Optional[int] = ..., places: _Optional[_Iterable[_Union[_weights_pb2.Place, _Mapping]]] = ...) -> None: ...
+    process: str
+    def __init__(self, world_size: _Optional[int] = ..., layout_description: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., num_parameters: _Optional[int] = ..., num_senders: _Optional[int] = ..., places: _Optional[_Iterable[_Union[_weights_pb2.Place, _Mapping]]] = ..., process: _Optional[str] = ...) -> None: ...
 
 class TrainerWelcome(_message.Message):
     __slots__ = ("run_id", "version", "trainer_epoch")
@@ -36,6 +38,14 @@ class TrainerWelcome(_message.Message):
     version: _trajectory_pb2.PolicyVersion
     trainer_epoch: int
     def __init__(self, run_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., trainer_epoch: _Optional[int] = ...) -> None: ...
+
+class PlaceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PlaceKept(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class NextRequest(_message.Message):
     __slots__ = ("version", "communicator_id", "bucket_digests")
@@ -193,8 +203,10 @@ class CheckpointReceipt(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkReport(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("loaded_bytes",)
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    loaded_bytes: int
+    def __init__(self, loaded_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkReceipt(_message.Message):
     __slots__ = ()

@@ -39,6 +39,11 @@ class TrainerServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.TrainerHello.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_trainer__pb2.TrainerWelcome.FromString,
                 _registered_method=True)
+        self.KeepPlace = channel.unary_stream(
+                '/slipstream.v1.TrainerService/KeepPlace',
+                request_serializer=slipstream_dot_v1_dot_trainer__pb2.PlaceRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_trainer__pb2.PlaceKept.FromString,
+                _registered_method=True)
         self.Next = channel.unary_stream(
                 '/slipstream.v1.TrainerService/Next',
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.NextRequest.SerializeToString,
@@ -85,7 +90,15 @@ class TrainerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Refused while another trainer has the place: since it registered, until its call of KeepPlace has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepPlace(self, request, context):
+        """Open for as long as the trainer lives. The end of its connection frees the place.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -148,6 +161,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=slipstream_dot_v1_dot_trainer__pb2.TrainerHello.FromString,
                     response_serializer=slipstream_dot_v1_dot_trainer__pb2.TrainerWelcome.SerializeToString,
+            ),
+            'KeepPlace': grpc.unary_stream_rpc_method_handler(
+                    servicer.KeepPlace,
+                    request_deserializer=slipstream_dot_v1_dot_trainer__pb2.PlaceRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_trainer__pb2.PlaceKept.SerializeToString,
             ),
             'Next': grpc.unary_stream_rpc_method_handler(
                     servicer.Next,
@@ -217,6 +235,33 @@ class TrainerService(object):
             '/slipstream.v1.TrainerService/Register',
             slipstream_dot_v1_dot_trainer__pb2.TrainerHello.SerializeToString,
             slipstream_dot_v1_dot_trainer__pb2.TrainerWelcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepPlace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.v1.TrainerService/KeepPlace',
+            slipstream_dot_v1_dot_trainer__pb2.PlaceRequest.SerializeToString,
+            slipstream_dot_v1_dot_trainer__pb2.PlaceKept.FromString,
             options,
             channel_credentials,
             insecure,

@@ -360,7 +360,8 @@ async def test_serve_ends_when_the_run_was_over_before_it_came_back(
     async def refusing(call: Call) -> None:
         await call.context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the run is over")
 
-    controller.streams = [breaking, refusing]
+    # A refusal that comes before the hello is written hides why: the client asks a second time.
+    controller.streams = [breaking, refusing, refusing]
     async with asyncio.timeout(LIMIT_S):
         await client.serve(Good())
 
@@ -458,7 +459,8 @@ async def test_a_controller_that_does_not_listen_yet_is_waited_for(
         served.set()
         await call.context.abort(grpc.StatusCode.UNIMPLEMENTED, "enough")
 
-    controller.streams = [serve]
+    # As above: the client may ask a second time for the reason.
+    controller.streams = [serve, serve]
     async with asyncio.timeout(LIMIT_S), Client(address) as client:
         serving = asyncio.ensure_future(client.serve(Good()))
         while "no controller answers" not in caplog.text:

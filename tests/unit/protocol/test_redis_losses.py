@@ -374,3 +374,40 @@ async def test_debians_redis_keeps_everything_with_the_documented_rights(tmp_pat
         assert [(await second.get()).trajectory_id for _ in range(9)] == [
             name(number) for number in range(1, 10)
         ]
+
+
+async def test_older_files_are_noticed_although_others_have_added_more_since(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "valkey" / "appendonlydir"
+    second = tmp_path / "second"
+    async with RedisReceiver(server.url(), "run") as receiver:
+        mark = receiver.mark
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with (
+            asyncio.timeout(2 * LIMIT_S),
+            RedisSender(server.url("rollout"), "run", 10_000) as sender,
+        ):
+            await sender.put(name(0), b"x" * 100, timeout_s=LIMIT_S)
+            await kill(server)
+            shutil.copytree(folder, second / "appendonlydir")
+            await server.start()
+            await sender.put(name(1), b"x" * 100, timeout_s=LIMIT_S)
+            await kill(server)
+            # Others are faster than the sender, which looks for the server all the time.
+            async with (
+                EmbeddedServer(second, USERS) as older,
+                RedisSender(older.url("rollout"), "run", 10_000) as other,
+            ):
+                for number in range(2, 6):
+                    await other.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
+            shutil.rmtree(folder)
+            shutil.copytree(second / "appendonlydir", folder)
+            await server.start()
+            await asyncio.Event().wait()
+    assert "lost data of run run: it counts 100 bytes added by this server, and " in message_of(
+        caught.value
+    )
+    # It has counted what it missed, so that the controller begins anew.
+    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
+        assert receiver.mark != mark

@@ -48,7 +48,7 @@ from slipstream.learner.controller.trajectories.receivers import open_receiver
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import GroupId
+from slipstream.protocol.types import MAX_EXCUSED_ATTEMPTS, GroupId
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -85,6 +85,7 @@ class Controller:
             group_size=algorithm.group_size,
             max_staleness=algorithm.max_staleness,
             num_steps=config.run.steps,
+            attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
         )
         self._environments = EnvironmentBook(
             seed=config.run.seed, max_failed_groups=config.controller.max_failed_groups
@@ -126,6 +127,7 @@ class Controller:
                     task.cancel()
             await self._write_results(folder)
             self._environment_servicer.relay.close()
+            self._trainer.place.close()
         return 1 if self._failed else 0
 
     def stop(self, reason: str) -> None:
@@ -298,20 +300,18 @@ class Controller:
 
     async def _wind_down(self) -> None:
         """The trainer says goodbye, the servers drain, everything that travels arrives."""
-        clock = self._progress.clock
+        clock, fleet = self._progress.clock, self._fleet
         if self._progress.trainer_registered and not self._failed:
             await await_goodbye(self._progress, self._trainer, silence_s=self._silence_s)
         self._progress.waiting_for = "" if self._failed else "rollout servers to drain"
-        for session in list(self._fleet.sessions.values()):
-            self._fleet.order_drain(session, self._progress.cause, finish=False)
+        sessions = waiting = list(fleet.sessions.values())
+        for session in sessions:
+            fleet.order_drain(session, self._progress.cause, finish=False)
         self._intake.withdraw(list(self._book.groups.values()), "the run is over")
-        sessions = list(self._fleet.sessions.values())
-        until_s, waiting = clock.now_s() + DRAIN_LIMIT_S, sessions
+        until_s = clock.now_s() + DRAIN_LIMIT_S
         while waiting and clock.now_s() < until_s:
             await self._progress.signal.wait(0.1)
-            waiting = [
-                s for s in waiting if not s.drained.is_set() and self._fleet.find(s.key) is s
-            ]
+            waiting = [s for s in waiting if not s.drained.is_set() and fleet.find(s.key) is s]
         if waiting:
             self._progress.events.add("a rollout server did not drain in time", Severity.WARNING)
         for session in sessions:

@@ -8,9 +8,9 @@ limit of the call.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.trainer_place import TrainerPlace, epoch_of
 from slipstream.learner.controller.trajectories.batches import (
     Batch,
     BatchFormer,
@@ -28,11 +29,7 @@ from slipstream.learner.controller.trajectories.batches import (
     chunks,
     header,
 )
-from slipstream.protocol.codec import (
-    TRAINER_EPOCH,
-    version_from_pb,
-    version_to_pb,
-)
+from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import ProtocolError, RunFailed
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion
@@ -67,8 +64,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.goodbye: trainer_pb2.TrainerGoodbye | None = None
         self.hello: trainer_pb2.TrainerHello | None = None
         self.batch_started_s = 0.0
-        # Drawn for the trainer that registered last, 0 before one has; calls of others are refused.
-        self._epoch = 0
+        self.place = TrainerPlace(progress)
         # What the trainer's weights are; behind the run's version after a restart.
         self._trainer_version = progress.version
         self._lock = asyncio.Lock()
@@ -76,7 +72,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Register(  # noqa: N802
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
-        """Takes a trainer in, in place of the one before; the journal has what it missed."""
+        """Takes a trainer in when the one before is gone; the journal has what it missed."""
         if impossible := _impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, impossible, Reason.PROTOCOL)
         version = version_from_pb(request.version)
@@ -96,13 +92,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 Reason.WRONG_STATE,
                 {"version": str(self._progress.version)},
             )
+        await self.place.check_free(request, context)
         self._publisher.trainer_joined(max(1, request.num_senders))
         if self._progress.pace is not None:
             self._progress.pace.trainer_lost()
         self._progress.learner_places = tuple(map(place_from_pb, request.places))
         self._former.trainer_joined()
-        # Nobody else can guess it.
-        self._epoch = secrets.randbits(31) + 1
+        epoch = self.place.take(request, context)
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())
         behind = self._progress.version.step - version.step
         if behind == 0:
@@ -123,8 +119,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.TrainerWelcome(
             run_id=self._progress.run_id,
             version=version_to_pb(self._trainer_version),
-            trainer_epoch=self._epoch,
+            trainer_epoch=epoch,
         )
+
+    async def KeepPlace(  # noqa: N802
+        self, request: trainer_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[trainer_pb2.PlaceKept]:
+        """The trainer lives until this stream ends."""
+        async with aclosing(self.place.keep(context)) as kept:
+            async for message in kept:
+                yield message
 
     async def Next(  # noqa: N802
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -145,7 +149,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.StepReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.StepReceipt:
         """A version was made; a report that came before is answered as it was then."""
-        await self._check_epoch(context)
+        await self.place.check(context)
         try:
             answered = self._former.answered(request)
         except ProtocolError as error:
@@ -177,21 +181,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishStarted:
         """The trainer can send."""
-        await self._check_epoch(context)
+        await self.place.check(context)
         return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
 
     async def FinishPublish(  # noqa: N802
         self, request: trainer_pb2.PublishResult, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishReceipt:
         """The trainer has sent."""
-        await self._check_epoch(context)
+        await self.place.check(context)
         return await self._publisher.finish(request)
 
     async def ReportCheckpoint(  # noqa: N802
         self, request: trainer_pb2.CheckpointReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.CheckpointReceipt:
         """A checkpoint is complete."""
-        await self._check_epoch(context)
+        await self.place.check(context)
         await self._former.saved(request)
         self._progress.checkpoint_step = request.version.step
         self._progress.events.add(
@@ -204,9 +208,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.WorkReceipt:
         """The trainer gets on; one that loads has not registered yet."""
-        if _epoch_of(context):
-            await self._check_epoch(context)
+        await self.place.check_loading(context)
         self._progress.trainer_works()
+        if not epoch_of(context) and not self._progress.is_over:
+            loaded = f"{request.loaded_bytes / 1e9:,.1f} GB so far"
+            self._progress.waiting_for = f"the trainer to load its model, {loaded}"
         return trainer_pb2.WorkReceipt()
 
     async def ReportFailure(  # noqa: N802
@@ -214,8 +220,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TrainerFailureReceipt:
         """A rank cannot go on."""
         # A rank that fails before it has registered has no epoch yet.
-        expected = "" if self._epoch == 0 else str(self._epoch)
-        told = _epoch_of(context)
+        expected = "" if self.place.epoch == 0 else str(self.place.epoch)
+        told = epoch_of(context)
         if told not in ("", expected):
             return trainer_pb2.TrainerFailureReceipt()
         cause = f"trainer rank {request.rank}: {request.message}"
@@ -230,23 +236,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
         """The trainer leaves in order."""
-        await self._check_epoch(context)
+        await self.place.check(context)
         self.goodbye = request
         if request.export_path:
             self._progress.events.add(f"the trained model lies in {request.export_path}")
         self.finished.set()
         self._progress.signal.notify()
         return trainer_pb2.TrainerGoodbyeReceipt()
-
-    async def _check_epoch(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if _epoch_of(context) != str(self._epoch):
-            await abort(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "another trainer has taken over",
-                Reason.WRONG_STATE,
-            )
-        self._progress.trainer_heard()
 
     @property
     def _is_stopping(self) -> bool:
@@ -262,7 +258,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         until = time.monotonic() + limit_s
         while True:
             # Another one may have taken over while this one waited: what it is given would be lost.
-            await self._check_epoch(context)
+            await self.place.check(context)
             try:
                 order = await self._possible_order(request)
             except (ProtocolError, RunFailed) as failure:
@@ -330,8 +326,3 @@ def _impossible(hello: trainer_pb2.TrainerHello) -> str:
     if not hello.layout_description.strip():
         return "layout_description of a trainer must not be empty"
     return ""
-
-
-def _epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
-    return str(metadata.get(TRAINER_EPOCH, ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -118,19 +119,20 @@ def exit_code(error: Exception, *, has_loaded: bool) -> int:
 def _load(
     config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
 ) -> tuple[Trainer, Ranks]:
-    """A rank that is ready; from its model on `stack` has what tells that it works."""
+    """A rank that is ready; `stack` has what tells that it works, from its first tensor on."""
     from slipstream.learner.trainer.model.model import open_policy
-    from slipstream.learner.trainer.ranks.activity import SignsOfLife
+    from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
     from slipstream.learner.trainer.train import Trainer
 
+    activity = Activity()
+    if launch.rank == 0:
+        period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
+        tell = functools.partial(client.report_work, activity)
+        stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
     cards = cards_of(os.environ, launch.local_rank, 1)
     limit_s = config.rollout_server.start_timeout_s
     with fill_cards(config.run_dir / "locks", cards, alone=False, limit_s=limit_s):
-        policy = open_policy(config, launch)
-        if policy.ranks.is_main:
-            period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
-            signs = SignsOfLife(policy.ranks.activity, client.report_work, period_s=period_s)
-            stack.enter_context(signs)
+        policy = open_policy(config, launch, activity=activity)
         return Trainer(config, policy, client), policy.ranks
 
 

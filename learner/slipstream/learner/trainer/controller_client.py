@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.access.security import Credentials, call_metadata, open_blocking_channel
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2 as pb
@@ -30,6 +33,8 @@ QUESTION_TIMEOUT_S = 5.0
 # How long the controller may be away before the run has failed.
 RETRY_S = 30.0
 RETRY_PAUSE_S = 0.5
+# The longest pause between two attempts to register while another trainer has the place.
+PLACE_PAUSE_S = 5.0
 
 
 class ControllerClient:
@@ -50,12 +55,47 @@ class ControllerClient:
         self._retry_s = retry_s
         self._stop_reason: str | None = None
         self._next_call: Stub | None = None
+        self._closed = threading.Event()
 
     def register(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
-        """Introduces the trainer, which takes the place of an earlier one."""
-        welcome: pb.TrainerWelcome = self._call("Register", self._stub.Register, hello)
+        """Introduces the trainer, and keeps its place in the run until `close`.
+
+        Waits while another trainer has the place, for half of `learner.timeout_s`.
+        """
+        give_up, pause_s = time.monotonic() + self._long_timeout_s, RETRY_PAUSE_S
+        while True:
+            try:
+                welcome: pb.TrainerWelcome = self._retried(
+                    "Register", self._stub.Register, hello, CALL_TIMEOUT_S
+                )
+                break
+            except grpc.RpcError as error:
+                is_over = self._stop_reason is not None or time.monotonic() > give_up
+                if is_over or not _is_place_taken(error):
+                    raise self._failure("Register", error) from error
+                logger.warning("waiting for the place in the run: %s", _describe(error))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PLACE_PAUSE_S)
         self._metadata = (*self._metadata, (TRAINER_EPOCH, str(welcome.trainer_epoch)))
+        threading.Thread(target=self._keep_place, name="keeps-place", daemon=True).start()
         return welcome
+
+    def _keep_place(self) -> None:
+        """Holds the stream open by which the controller sees that this process lives."""
+        while not self._closed.is_set():
+            try:
+                for _ in self._stub.KeepPlace(pb.PlaceRequest(), metadata=self._metadata):
+                    pass
+                # The run is over.
+                return
+            except grpc.RpcError as error:
+                if self._closed.is_set():
+                    return
+                logger.warning("KeepPlace: %s", _describe(error))
+                if _code(error) is grpc.StatusCode.FAILED_PRECONDITION:
+                    # The next call fails with the same cause.
+                    return
+            self._closed.wait(RETRY_PAUSE_S)
 
     def next(
         self, version: PolicyVersion, *, communicator_id: str, bucket_digests: Sequence[bytes]
@@ -135,12 +175,11 @@ class ControllerClient:
         """Tells that a checkpoint is complete."""
         self._call("ReportCheckpoint", self._stub.ReportCheckpoint, report)
 
-    def report_work(self) -> None:
+    def report_work(self, activity: Activity) -> None:
         """Tells that the trainer gets on, from any thread; nothing depends on one such call."""
+        report = pb.WorkReport(loaded_bytes=activity.loaded_bytes)
         with contextlib.suppress(grpc.RpcError):
-            self._stub.ReportWork(
-                pb.WorkReport(), timeout=QUESTION_TIMEOUT_S, metadata=self._metadata
-            )
+            self._stub.ReportWork(report, timeout=QUESTION_TIMEOUT_S, metadata=self._metadata)
 
     def report_failure(self, failure: pb.TrainerFailure) -> None:
         """Tells why a rank fails; a controller that cannot be reached is only logged."""
@@ -154,7 +193,8 @@ class ControllerClient:
         self._call("Finish", self._stub.Finish, goodbye)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection, which gives the place up."""
+        self._closed.set()
         self._channel.close()
 
     def _call(
@@ -196,6 +236,12 @@ def _code(error: grpc.RpcError) -> grpc.StatusCode:
     call: Any = error
     code: grpc.StatusCode = call.code()
     return code
+
+
+def _is_place_taken(error: grpc.RpcError) -> bool:
+    call: Any = error
+    info = error_info(call.trailing_metadata())
+    return info is not None and info.reason == Reason.PLACE_TAKEN.value
 
 
 def _describe(error: grpc.RpcError) -> str:

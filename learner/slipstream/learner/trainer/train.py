@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from types import FrameType
 
 from slipstream.learner.trainer.batches.batch import Batch
@@ -119,6 +120,7 @@ class Trainer:
                     num_parameters=self._published.num_parameters,
                     num_senders=len(self._published.senders),
                     places=places,
+                    process=f"host {socket.gethostname()}, process {os.getpid()}",
                 )
             )
             version = version_from_pb(welcome.version)

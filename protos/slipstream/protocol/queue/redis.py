@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ class RedisSender:
 
     def __init__(self, url: str, run_id: str, max_bytes: int) -> None:
         """`max_bytes` bounds what all senders of the run have put and nobody acknowledged."""
-        self._connection = RedisConnection(url, run_id)
+        self._connection = RedisConnection(url, run_id, sender=secrets.token_hex(8))
         self._max_bytes = max_bytes
         self._waiting: deque[_Put] = deque()
         self._wake_writer, self._wake_watcher = asyncio.Event(), asyncio.Event()
@@ -172,16 +173,17 @@ class RedisSender:
                     pipeline.xadd(connection.stream, fields, nomkstream=True)
                 if not batch:
                     return False
+                pipeline.incrby(connection.own_key, added_bytes)
                 pipeline.incrby(connection.added_key, added_bytes)
                 try:
-                    *entry_ids, added = await pipeline.execute()
+                    *entry_ids, own, added = await pipeline.execute()
                 except WatchError:
                     # Another sender was faster, or the connection broke: the next attempt shows.
                     return True
                 if None in entry_ids:
                     raise connection.lost("the stream is gone")
                 now = connection.counters
-                connection.counters = now.newest(replace(now, added_bytes=added))
+                connection.counters = now.newest(replace(now, added_bytes=added, own_bytes=own))
                 for place in batch:
                     if not place.stored.done():
                         place.stored.set_result(None)

@@ -54,9 +54,10 @@ Result = TypeVar("Result")
 class RedisConnection:
     """A Redis server, the keys of one run on it, and the proof that it is still the same data."""
 
-    def __init__(self, url: str, run_id: str) -> None:
+    def __init__(self, url: str, run_id: str, *, sender: str = "") -> None:
+        """`sender`: the name of a sender of its own in the counters; empty for the receiver."""
         self.name = _without_password(url)
-        self._run_id = run_id
+        self._run_id, self._sender = run_id, sender
         prefix = f"slipstream:{run_id}"
         self.stream = f"{prefix}:trajectories"
         self.mark_key = f"{prefix}:mark"
@@ -86,6 +87,11 @@ class RedisConnection:
     def added_key(self) -> str:
         """Bytes that were ever added, by all senders; belongs to the mark."""
         return f"{self.mark_key}:{self.mark}:added"
+
+    @property
+    def own_key(self) -> str:
+        """Bytes that this sender ever added; belongs to the mark."""
+        return f"{self.mark_key}:{self.mark}:{self._sender}:added"
 
     @property
     def removed_key(self) -> str:
@@ -129,9 +135,10 @@ class RedisConnection:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     @property
-    def counted_keys(self) -> tuple[str, str, str]:
+    def counted_keys(self) -> tuple[str, ...]:
         """Keys whose values `take_counters` takes, read in one command."""
-        return self.mark_key, self.added_key, self.removed_key
+        own = (self.own_key,) if self._sender else ()
+        return self.mark_key, self.added_key, self.removed_key, *own
 
     async def read_counters(self) -> Counters:
         """The counters of this moment; QueueError when the server lost data."""
@@ -152,9 +159,10 @@ class RedisConnection:
 
     async def _count_again(self, found: Counted, earlier: Counters) -> None:
         """Adds what `added` lost: the receiver, which may not have read it, then misses it too."""
-        mark, added, _ = found
-        if mark is not None and (added is None or added.isdigit()):
+        mark, added, _, *own = found
+        if mark is not None and all(value is None or value.isdigit() for value in (added, *own)):
             missing = earlier.added_bytes - int(added or 0)
+            missing = max(missing, earlier.own_bytes - int((*own, b"0")[0] or 0))
             if missing > 0:
                 await self.client.incrby(self.added_key, missing)
 

@@ -3,6 +3,9 @@
 Every entry is added in one transaction with `added`, and deleted in one with `removed`. So the
 bytes in the stream are always those of the mark, plus `added`, less `removed`; and neither counter
 ever falls. Whatever breaks that lost data: a flush, an eviction, an older file or replica.
+
+Each sender counts what it added itself as well: an older file shows there, even when others have
+added more since than was lost.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import TypeAlias
 
 from slipstream.protocol.errors import QueueError
 
-# The values of the mark, of `added` and of `removed`.
+# The values of the mark, of `added`, of `removed`, and of a sender's own `added`.
 Counted: TypeAlias = Sequence[bytes | None]
 
 
@@ -30,15 +33,17 @@ class Counters:
     first_bytes: int = 0
     added_bytes: int = 0
     removed_bytes: int = 0
+    # Of the sender that reads them.
+    own_bytes: int = 0
 
     @classmethod
     def of(cls, found: Counted) -> Counters:
         """The counters as Redis has them; QueueError when there is no mark, or no number."""
-        mark, added, removed = found
+        mark, added, removed, *own = found
         if mark is None:
             raise QueueError("it came back empty; was it restarted without its append-only file?")
         _, _, first = mark.partition(b"-")
-        return cls(_number(first), _number(added), _number(removed))
+        return cls(_number(first), _number(added), _number(removed), *map(_number, own))
 
     @property
     def used_bytes(self) -> int:
@@ -51,6 +56,7 @@ class Counters:
             self.first_bytes,
             max(self.added_bytes, other.added_bytes),
             max(self.removed_bytes, other.removed_bytes),
+            max(self.own_bytes, other.own_bytes),
         )
 
     def loss_since(self, earlier: Counters) -> str:
@@ -60,6 +66,7 @@ class Counters:
         for name, before, now in (
             ("added", earlier.added_bytes, self.added_bytes),
             ("removed", earlier.removed_bytes, self.removed_bytes),
+            ("added by this server", earlier.own_bytes, self.own_bytes),
         ):
             if now < before:
                 return f"it counts {now} bytes {name}, and counted {before} before"

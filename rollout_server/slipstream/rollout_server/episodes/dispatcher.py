@@ -20,6 +20,7 @@ from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.settings.config import SamplingSection
 from slipstream.protocol.types import (
+    MAX_EXCUSED_ATTEMPTS,
     FailureKind,
     GroupId,
     Purpose,
@@ -37,8 +38,6 @@ _QUEUE_WARNING_S = 10.0
 # A client or a controller that was lost needs some time to come back: without it all attempts would
 # fail at once. Longer than the controller takes a silent server for alive.
 _RECONNECT_S = 10.0
-# A task runs alone after two losses of a worker in a row, so this is more than chance will do.
-_MAX_EXCUSED = 4
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ class Dispatcher:
     async def _run_member(self, group: _Group, member: int) -> None:
         attempt = group.lease.first_attempt
         # Ends in a worker that others shared count as no attempts, but only so many of them.
-        limit, most = group.lease.max_attempts, group.lease.max_attempts + _MAX_EXCUSED
+        limit, most = group.lease.max_attempts, group.lease.max_attempts + MAX_EXCUSED_ATTEMPTS
         while True:
             trajectory = await self._run_episode(group, member, attempt)
             if trajectory is None:

@@ -45,7 +45,9 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
     fleet = Fleet(progress)
     fleet.handlers = FleetHandlers(*[nothing] * 7)
     session = joined(fleet, "a")
-    book = LeaseBook(groups_per_step=1, group_size=2, max_staleness=1, num_steps=9)
+    book = LeaseBook(
+        attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=1, num_steps=9
+    )
     environments = EnvironmentBook(seed=0, max_failed_groups=3)
     watch = RunWatch(progress, book, environments, fleet, nothing, str)
     watching = asyncio.create_task(watch.watch_forever())

@@ -25,7 +25,9 @@ class Watched:
     async def start(cls, progress: RunProgress, tasks: asyncio.TaskGroup) -> Watched:
         scene = Scene(progress, tasks)
         await scene.serve()
-        book = LeaseBook(groups_per_step=1, group_size=2, max_staleness=2, num_steps=100)
+        book = LeaseBook(
+            attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=2, num_steps=100
+        )
         environments = EnvironmentBook(seed=1, max_failed_groups=2)
         watch = RunWatch(progress, book, environments, scene.fleet, lambda *_: None, str)
         return cls(scene, tasks.create_task(watch.watch_forever()))

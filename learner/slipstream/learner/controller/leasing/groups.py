@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
 
 
@@ -33,6 +35,8 @@ class Group:
     # The first attempt of the present lease, and the first that no closed lease has begun.
     first_attempt: int = 0
     unused_attempt: int = 0
+    # By the epoch of a server: the attempts that its leases of this group allow.
+    allowed: dict[int, range] = field(default_factory=dict)
     # How many times it was given to a server.
     num_leases: int = 1
     # Members that are missing and that the holder will not run again.
@@ -74,6 +78,33 @@ class Group:
         if self.holder is None:
             return True
         return self.holder.epoch == epoch and attempt >= self.first_attempt
+
+    def excess(self, epoch: int, attempt: int) -> str:
+        """Why no lease of this group allows the attempt; empty: one does."""
+        allowed = self.allowed.get(epoch)
+        if allowed is None:
+            return f"{self.group_id} was never leased to the server of epoch {epoch:x}"
+        if attempt not in allowed:
+            return (
+                f"attempt {attempt} of {self.group_id}, which was leased for attempts "
+                f"{allowed.start} to {allowed.stop - 1}"
+            )
+        return ""
+
+    def check_report(self, unfinished: Sequence[int], next_attempt: int) -> None:
+        """ProtocolError when the holder's report of its lease contradicts the lease."""
+        assert self.holder is not None
+        fault = self.excess(self.holder.epoch, next_attempt - 1) if next_attempt else ""
+        if max(unfinished, default=0) >= self.size:
+            fault = f"member {max(unfinished)} of {self.group_id}, which has {self.size} members"
+        if fault:
+            raise ProtocolError(f"rollout server {self.holder.server_id} reports {fault}")
+
+    def allow(self, epoch: int, first: int, count: int) -> None:
+        """Leases `count` attempts from `first` on to a server."""
+        before = self.allowed.get(epoch)
+        start = first if before is None else min(first, before.start)
+        self.allowed[epoch] = range(start, first + count)
 
     @property
     def next_attempt(self) -> int:

@@ -40,13 +40,20 @@ class LeaseBook:
     """All groups that are leased and not trained yet, in the order of their leases."""
 
     def __init__(
-        self, *, groups_per_step: int, group_size: int, max_staleness: int, num_steps: int
+        self,
+        *,
+        groups_per_step: int,
+        group_size: int,
+        max_staleness: int,
+        num_steps: int,
+        attempts_per_lease: int,
     ) -> None:
         self.groups_per_step = groups_per_step
         self.group_size = group_size
         # Of what is leased from now on; what arrives is judged by the promise of the run.
         self.max_staleness = max_staleness
         self.num_steps = num_steps
+        self._attempts_per_lease = attempts_per_lease
         # The step whose batch is being formed.
         self.step = 0
         self.groups: dict[GroupId, Group] = {}
@@ -65,6 +72,7 @@ class LeaseBook:
         self._next_number = history.next_group
         self._life = history.starts
         for open_group in history.open_groups.values():
+            allowed = range(open_group.num_leases * self._attempts_per_lease)
             self._keep(
                 Group(
                     group_id=open_group.group_id,
@@ -76,6 +84,7 @@ class LeaseBook:
                     deadline_step=open_group.deadline_step,
                     holder=None,
                     attempts=dict(open_group.attempts),
+                    allowed=dict.fromkeys(open_group.epochs, allowed),
                 )
             )
 
@@ -160,6 +169,7 @@ class LeaseBook:
         group.holder, group.closed = holder, False
         group.num_leases += 1
         group.first_attempt = group.next_attempt
+        group.allow(holder.epoch, group.first_attempt, self._attempts_per_lease)
         group.ended.clear()
 
     def orphan(self, holder: ServerKey) -> list[Group]:
@@ -205,7 +215,10 @@ class LeaseBook:
         if not will_retry:
             self._end_member(name.group_id, name.member, name.epoch)
         group = self.groups.get(name.group_id)
-        if group is None or name.member not in group.missing:
+        # Nobody runs an attempt that no lease allows: it is made up.
+        if group is None or group.excess(name.epoch, name.attempt):
+            return None
+        if name.member not in group.missing:
             return None
         group.attempts[name.member] = max(group.attempts.get(name.member, -1), name.attempt)
         group.setbacks[name.member] += 1
@@ -227,20 +240,22 @@ class LeaseBook:
         self,
         group_id: GroupId,
         holder: ServerKey,
-        unfinished: Iterable[int],
+        unfinished: Sequence[int],
         *,
         next_attempt: int = 0,
     ) -> None:
         """The server runs no member of this lease any more; these it did not finish.
 
         As soon as everything else is back the group waits for another server. Attempts before
-        `next_attempt` may be on their way yet, so their numbers are not given again.
+        `next_attempt` may be on their way yet, so their numbers are not given again. ProtocolError
+        for members or attempts that are not in the lease.
         """
         lease = self.closing.get(group_id)
         if lease is not None and lease.holder == holder:
             del self.closing[group_id]
         group = self.groups.get(group_id)
         if group is not None and group.holder == holder:
+            group.check_report(unfinished, next_attempt)
             group.closed = True
             group.unused_attempt = max(group.unused_attempt, next_attempt)
             group.ended.update(unfinished)
@@ -310,6 +325,7 @@ class LeaseBook:
             deadline_step=deadline_step,
             holder=holder,
         )
+        group.allow(holder.epoch, 0, self._attempts_per_lease)
         self._keep(group)
         return group
 
@@ -329,8 +345,3 @@ class LeaseBook:
 
 def _view(group: Group) -> staleness.LeasedGroup:
     return staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
-
-
-def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
-    """Sampled tokens of all of them."""
-    return sum(trajectory.num_sampled_tokens for trajectory in trajectories)

@@ -173,8 +173,8 @@ class Scheduler:
             deadline_step=group.deadline_step,
             purpose=trajectory_pb2.EpisodePurpose.Name(group.purpose.value),
             sampling=self._sampling(group),
-            max_attempts=group.next_attempt + self._config.controller.max_attempts,
-            first_attempt=group.next_attempt,
+            max_attempts=group.first_attempt + self._config.controller.max_attempts,
+            first_attempt=group.first_attempt,
             timeout_s=entry.spec.timeout_s,
         )
 

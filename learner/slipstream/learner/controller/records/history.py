@@ -23,7 +23,7 @@ FORMAT = 1
 START = PolicyVersion(0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenGroup:
     """A group that was leased and is not over: it is leased again."""
 
@@ -34,6 +34,9 @@ class OpenGroup:
     deadline_step: int
     # Member -> the last attempt that ended.
     attempts: dict[int, int] = field(default_factory=dict)
+    # Of the servers that it was leased to.
+    epochs: set[int] = field(default_factory=set)
+    num_leases: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,9 @@ class RunHistory:
         number = int(group_id.removeprefix("g"))
         if number < self.next_group:
             # The same group goes on with another server: groups are numbered as they are leased.
+            if (group := self.open_groups.get(group_id)) is not None:
+                group.epochs.add(record["epoch"])
+                group.num_leases += 1
             return
         # Its task was leased before, as a group that was given up.
         self.open_groups.pop(GroupId(record.get("replaces", "")), None)
@@ -195,7 +201,12 @@ class RunHistory:
         history = self._environment(name)
         history.next_number = max(history.next_number, record["number"] + 1)
         self.open_groups[group_id] = OpenGroup(
-            group_id, name, record["task"], record["seed"], record["deadline"]
+            group_id,
+            name,
+            record["task"],
+            record["seed"],
+            record["deadline"],
+            epochs={record["epoch"]},
         )
 
     def _end(self, record: Mapping[str, Any]) -> None:
@@ -207,7 +218,7 @@ class RunHistory:
         self._server(record["server"], record["epoch"]).received += record["tokens"]
         name = TrajectoryName.parse(trajectory_id)
         group = None if name is None else self.open_groups.get(name.group_id)
-        if name is not None and group is not None:
+        if name is not None and group is not None and record["end"] != End.QUARANTINED.value:
             before = group.attempts.get(name.member, -1)
             group.attempts[name.member] = max(before, name.attempt)
 

@@ -103,6 +103,10 @@ class FleetServicer:
                 f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
                 f"{config.queue.max_bytes}: leases count on it"
             )
+        elif any(key.epoch == hello.server_epoch for key in self._fleet.known):
+            # Its key would be that of the server that had the epoch.
+            problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
+            reason = Reason.PROTOCOL
         elif problem := misfit(self._progress, hello.server_id, hello.place):
             reason = Reason.WRONG_STATE
         elif self._progress.is_over:
@@ -133,7 +137,7 @@ class FleetServicer:
 
 
 def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-    """Raises ProtocolError for more tokens than an engine can have made since the server joined."""
+    """ProtocolError for more tokens than an engine can have made, and for counters that fall."""
     if message.WhichOneof("message") not in ("heartbeat", "drained"):
         return
     report = message.drained if message.HasField("drained") else message.heartbeat
@@ -145,6 +149,12 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
             raise ProtocolError(
                 f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
                 f"{served_s:.1f} s, at most {MAX_TOKENS_PER_S:.0e} a second are possible"
+            )
+        before: int = getattr(session.report, name)
+        if tokens < before and name != "in_flight_tokens":
+            raise ProtocolError(
+                f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
+                f"{before}: counters of an epoch never fall"
             )
 
 

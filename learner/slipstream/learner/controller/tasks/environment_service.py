@@ -81,6 +81,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """A server has loaded an environment, or cannot run it."""
         cause = report.failure.message if report.HasField("failure") else ""
         entry = self._environments.entries.get(report.environment)
+        if entry is not None and entry.client_episodes is not None:
+            # A client serves it: no rollout server loads it, or fails to.
+            return
         is_elsewhere = entry is not None and bool(entry.loaded_on - {session.key})
         # Tasks are leased by their number: it must name the same one everywhere.
         if not cause and entry and is_elsewhere and entry.num_tasks != report.num_tasks:

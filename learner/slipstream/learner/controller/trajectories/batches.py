@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.leases import LeaseBook, sampled_tokens
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RecordedStep, RunHistory
 from slipstream.learner.controller.records.journal import Journal
@@ -217,7 +217,8 @@ class BatchFormer:
                 several=with_several_versions(batch),
             )
         if earlier is None:
-            self._ledger.end(End.TRAINED, sampled_tokens(batch.trajectories))
+            tokens = sum(trajectory.num_sampled_tokens for trajectory in batch.trajectories)
+            self._ledger.end(End.TRAINED, tokens)
         self._reported = report, version
         return Trained(batch, version, again=earlier is not None)
 

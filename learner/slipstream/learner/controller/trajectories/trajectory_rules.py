@@ -77,6 +77,8 @@ def _misfit(trajectory: Trajectory, group: Group, max_staleness: int) -> str:
         return f"it is about another task than {group.group_id} was leased for"
     if trajectory.member >= group.size:
         return f"{group.group_id} has {group.size} members, not a member {trajectory.member}"
+    if excess := group.excess(trajectory.server_epoch, trajectory.attempt):
+        return excess
     oldest = min((span.version.step for span in trajectory.version_spans), default=None)
     if oldest is None or group.purpose is not Purpose.TRAINING:
         return ""

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.tensor_files import save_tensors
 from slipstream.protocol.checkpoints import (
     PARTIAL_SUFFIX,
     FileEntry,
@@ -209,7 +209,7 @@ class Checkpointer:
     ) -> list[FileEntry]:
         """What the thread of a rank does beside training; the entries of its files."""
         path = partial / _random_name(self._ranks.rank)
-        save_tensors(random, path)
+        write_safetensors(path, random, self._disk.moved)
         return [*pending.write(), *self._described(partial, [path])]
 
     def _describe_index(self, partial: Path) -> list[FileEntry]:

@@ -19,7 +19,12 @@ from torch import Tensor
 PIECE_BYTES = 8 << 20
 # Bytes of a file that wait in main memory at most.
 SYNC_BYTES = 32 << 20
-_SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAFETENSORS_TYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
 
 
 class CountedFile(io.FileIO):

@@ -31,6 +31,7 @@ from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_con
 from slipstream.learner.trainer.model.router_replay import replay_routers
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks import compat, cpu
+from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.errors import RunFailed
@@ -148,17 +149,24 @@ class Policy(TrainedModel):
 Change = Callable[[list[Megatron]], list[Megatron]]
 
 
-def open_policy(config: Config, launch: Launch, *, load_weights: bool = True) -> Policy:
+def open_policy(
+    config: Config,
+    launch: Launch,
+    *,
+    load_weights: bool = True,
+    activity: Activity | None = None,
+) -> Policy:
     """Brings up this rank, and loads `config.model.path` with an optimizer; collective.
 
-    Without `load_weights` they are random, and the folder need hold the config.json alone.
-    ConfigError for a model or a setting that cannot work. Close `ranks` of what it returns.
+    Without `load_weights` they are random, and the folder need hold the config.json alone. What is
+    read of it is noted in `activity`. ConfigError for a model or a setting that cannot work. Close
+    `ranks` of what it returns.
     """
     cpu.install()
     compat.install()
     meeting = os.environ.get("MASTER_ADDR", config.weights.host)
     narrow_sockets(os.environ, gloo=meeting, nccl=(config.weights.host, meeting))
-    ranks = Ranks(launch, config.learner, seed=config.run.seed)
+    ranks = Ranks(launch, config.learner, seed=config.run.seed, activity=activity)
     change: Change = defer_projections
     if config.lora.rank:
         from slipstream.learner.trainer.model.lora import adapters
@@ -246,6 +254,8 @@ def _load(
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     hf_config = bridge.hf_pretrained.config
+    if load_weights:
+        _note_reads(bridge.hf_pretrained.state.source, ranks.activity)
     provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
     weights = config.checkpoint.load
     if weights is not None:
@@ -275,6 +285,18 @@ def _load(
         logits_dtype=logits_dtype,
         memory=memory,
     )
+
+
+def _note_reads(source: Megatron, activity: Activity) -> None:
+    """Notes each tensor that Bridge takes out of a folder: a large model takes minutes."""
+    load = source.load_tensors
+
+    def noted(names: list[str]) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = load(names)
+        activity.loaded(sum(tensor.nbytes for tensor in tensors.values()))
+        return tensors
+
+    source.load_tensors = noted
 
 
 def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:

@@ -19,10 +19,17 @@ class Activity:
 
     def __init__(self) -> None:
         self.count = 0
+        # Of the tensors that were read from the model's folder.
+        self.loaded_bytes = 0
 
     def note(self) -> None:
         """One more piece of work is done."""
         self.count += 1
+
+    def loaded(self, num_bytes: int) -> None:
+        """A tensor of so many bytes was read."""
+        self.loaded_bytes += num_bytes
+        self.note()
 
 
 class SignsOfLife:

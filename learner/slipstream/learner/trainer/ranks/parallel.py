@@ -48,7 +48,14 @@ class Ranks:
     died or is silent for `timeout_s` makes it raise.
     """
 
-    def __init__(self, launch: Launch, learner: LearnerSection, *, seed: int) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        learner: LearnerSection,
+        *,
+        seed: int,
+        activity: Activity | None = None,
+    ) -> None:
         if launch.world_size != learner.world_size:
             raise ConfigError(
                 f"learner.world_size is {learner.world_size}, but {launch.world_size} ranks started"
@@ -57,7 +64,7 @@ class Ranks:
         self.world_size = launch.world_size
         # The limit of one collective, and of a disk that is silent.
         self.timeout_s = learner.timeout_s
-        self.activity = Activity()
+        self.activity = activity or Activity()
         self.device, store = _start(launch, learner)
         # Their use is not collective.
         self.words = Words(store)

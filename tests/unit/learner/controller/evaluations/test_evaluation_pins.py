@@ -36,7 +36,7 @@ class Rig:
             algorithm={**algorithm, "learning_rate": 1e-3},
             evaluations=[{"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}],
         )
-        self.book = LeaseBook(**algorithm, num_steps=10)
+        self.book = LeaseBook(attempts_per_lease=7, **algorithm, num_steps=10)
         self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
         for spec in environment_specs(self.progress.config, search_path=""):
             self.environments.add(spec)

@@ -53,7 +53,9 @@ class World:
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
-        self.book = LeaseBook(groups_per_step=4, group_size=SIZE, max_staleness=4, num_steps=99)
+        self.book = LeaseBook(
+            attempts_per_lease=7, groups_per_step=4, group_size=SIZE, max_staleness=4, num_steps=99
+        )
         self.epoch = 0
         self.servers: dict[ServerKey, dict[GroupId, Lease]] = {}
         self.travelling: list[Message] = []

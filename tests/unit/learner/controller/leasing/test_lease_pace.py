@@ -117,6 +117,7 @@ class Simulation:
 
     def run(self) -> Simulation:
         self.book = LeaseBook(
+            attempts_per_lease=7,
             groups_per_step=self.groups_per_step,
             group_size=1,
             max_staleness=self.max_staleness,

@@ -216,7 +216,7 @@ class Both:
         if fate == 0:
             rig.book.remove(group.group_id)
         elif fate == 1:
-            rig.book.closed(group.group_id, group.holder, [member])
+            rig.book.closed(group.group_id, group.holder, [member % group.size])
         elif fate > 5:
             group.finished |= dict.fromkeys(range(group.size), GOOD)
         elif member < group.size:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import Fate, LeaseBook
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -16,11 +18,12 @@ from slipstream.protocol.types import (
 )
 
 A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
+C = ServerKey(ServerId("c"), 3)
 
 
 def make_book(**changes) -> LeaseBook:
     sizes = {"groups_per_step": 2, "group_size": 2, "max_staleness": 1, "num_steps": 10}
-    return LeaseBook(**{**sizes, **changes})
+    return LeaseBook(attempts_per_lease=7, **{**sizes, **changes})
 
 
 def reply(group, member, *, attempt=0, status=Status.COMPLETED, failure=None, will_retry=False):
@@ -237,6 +240,44 @@ def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one
     for member in range(2):
         book.add(reply(group, member, attempt=1))
     assert group.is_complete
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "next_attempt", "line"),
+    [
+        ([], 8, "attempt 7 of g000000, which was leased for attempts 0 to 6"),
+        ([], 1_000_000, "attempt 999999 of g000000, which was leased for attempts 0 to 6"),
+        ([0, 2], 1, "member 2 of g000000, which has 2 members"),
+    ],
+)
+def test_a_report_that_contradicts_its_lease_is_refused(unfinished, next_attempt, line):
+    book = make_book()
+    group = lease(book)
+    with pytest.raises(ProtocolError, match=f"^rollout server a reports {line}$"):
+        book.closed(group.group_id, A, unfinished, next_attempt=next_attempt)
+    assert (group.closed, group.next_attempt, group.running) == (False, 0, [0, 1])
+    # Who does not hold it is not listened to.
+    book.closed(group.group_id, C, unfinished, next_attempt=next_attempt)
+    assert (group.closed, group.next_attempt) == (False, 0)
+    book.closed(group.group_id, A, [0, 1], next_attempt=7)
+    assert (group.holder, group.next_attempt) == (None, 7)
+
+
+@pytest.mark.parametrize(("attempt", "epoch"), [(7, 1), (999_999, 1), (0, 5)])
+def test_an_attempt_that_no_lease_allows_sets_nobody_back(attempt, epoch):
+    book = make_book()
+    group = lease(book)
+    name = TrajectoryName(group.group_id, 1, attempt, epoch)
+    assert book.quarantined(name, will_retry=False) is None
+    assert (group.setbacks, group.next_attempt, group.running) == ({}, 0, [0, 1])
+
+
+def test_each_lease_of_a_group_allows_as_many_attempts_again():
+    book = make_book()
+    group = lease(book)
+    book.closed(group.group_id, A, [0, 1], next_attempt=3)
+    book.reassign(group, A)
+    assert [group.excess(1, attempt) == "" for attempt in (0, 9, 10)] == [True, True, False]
 
 
 def test_a_closed_lease_of_a_complete_group_is_over():

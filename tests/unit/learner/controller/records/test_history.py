@@ -29,7 +29,11 @@ class Run:
     def __init__(self, journal: Journal, seed: int) -> None:
         self.journal, self.random = journal, random.Random(seed)
         self.book = LeaseBook(
-            groups_per_step=B, group_size=MEMBERS, max_staleness=ETA, num_steps=STEPS
+            attempts_per_lease=7,
+            groups_per_step=B,
+            group_size=MEMBERS,
+            max_staleness=ETA,
+            num_steps=STEPS,
         )
         self.version, self.numbers, self.ready = 0, 0, {}
         self.durable = {"leased": set(), "trained": {}}
@@ -144,7 +148,13 @@ def check(history: RunHistory, records: list[dict]) -> None:
     assert history.next_step == len(batches)
     assert history.version.step in (history.next_step, history.next_step - 1, 0)
 
-    book = LeaseBook(groups_per_step=B, group_size=MEMBERS, max_staleness=ETA, num_steps=STEPS)
+    book = LeaseBook(
+        attempts_per_lease=7,
+        groups_per_step=B,
+        group_size=MEMBERS,
+        max_staleness=ETA,
+        num_steps=STEPS,
+    )
     book.restore(history)
     deadlines = [group.deadline_step for group in book.groups.values()]
     assert holds(deadlines, book.step, B)
@@ -327,3 +337,21 @@ def test_a_quarantined_delivery_without_a_name_is_read_back():
     history = read_history([start(), {**end, "epoch": 0}])
     assert history.ends[End.QUARANTINED] == 3
     assert "what" in history.ended
+
+
+def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
+    history = RunHistory()
+    lease = {"kind": "lease", "group": "g000000", "environment": "e", "number": 0, "task": 0}
+    history.add({**lease, "seed": 1, "deadline": 3, "server": "a", "epoch": 1})
+    history.add({**lease, "seed": 1, "deadline": 3, "server": "b", "epoch": 2})
+    end = {"kind": "end", "cause": "", "tokens": 0, "server": "a", "epoch": 1}
+    history.add({**end, "id": "g000000.0.1.1", "end": "failed"})
+    history.add({**end, "id": "g000000.0.999998.1", "end": "quarantined"})
+    book = LeaseBook(
+        attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=1, num_steps=9
+    )
+    book.restore(history)
+    (group,) = book.groups.values()
+    assert group.next_attempt == 2
+    assert [group.excess(epoch, 13) == "" for epoch in (1, 2, 3)] == [True, True, False]
+    assert group.excess(1, 14) == "attempt 14 of g000000, which was leased for attempts 0 to 13"

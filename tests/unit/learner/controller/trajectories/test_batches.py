@@ -25,7 +25,9 @@ async def kept_after(folder: Path, *versions: int) -> list[int]:
             for step in range(10):
                 header = trainer_pb2.BatchHeader(step=step, batch_id=f"b{step}")
                 journal.write_batch(trainer_pb2.RecordedBatch(header=header), [])
-            book = LeaseBook(groups_per_step=1, group_size=1, max_staleness=1, num_steps=10)
+            book = LeaseBook(
+                attempts_per_lease=7, groups_per_step=1, group_size=1, max_staleness=1, num_steps=10
+            )
             former = BatchFormer(
                 book,
                 EnvironmentBook(seed=0, max_failed_groups=1),

@@ -30,7 +30,9 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     config = make_config(tmp_path, algorithm__max_staleness=4)
     progress, ledger = RunProgress("r", config, EventLog()), TokenLedger()
     progress.version = PolicyVersion(0, 2)
-    book = LeaseBook(groups_per_step=1, group_size=2, max_staleness=4, num_steps=9)
+    book = LeaseBook(
+        attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=4, num_steps=9
+    )
     # It may be trained by step 6.
     group = book.lease("e", 3, 4, KEY, 2)
     book.max_staleness = 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
+from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import TrajectoryId
 
@@ -47,6 +48,34 @@ async def test_a_trajectory_that_comes_again_counts_once() -> None:
     await receiver.acknowledge([A])
     await receiver.aclose()
     assert receiver.waiting_bytes == 0
+
+
+async def test_a_settled_trajectory_that_comes_again_is_acknowledged_again() -> None:
+    class Forgetful:
+        """A queue whose sender never saw the answer, long ago."""
+
+        def __init__(self, *names: str) -> None:
+            self.coming = [Delivery(TrajectoryId(name), b"12345") for name in names]
+            self.acknowledged: list[TrajectoryId] = []
+
+        async def get(self) -> Delivery:
+            return self.coming.pop(0)
+
+        async def acknowledge(self, trajectory_ids) -> None:
+            self.acknowledged += trajectory_ids
+
+        async def aclose(self) -> None:
+            raise AssertionError("who opened it closes it")
+
+    first, odd, other = "g000000.0.0.1", "g000000.0.1.1", "g000000.1.0.1"
+    queue = Forgetful(first, odd, first, odd, other)
+    receiver = AccountedReceiver(queue)
+    for name in (first, odd):
+        assert (await receiver.get()).trajectory_id == name
+        await receiver.acknowledge([TrajectoryId(name)])
+    assert (await receiver.get()).trajectory_id == other
+    assert queue.acknowledged == [first, odd, first, odd]
+    assert receiver.waiting_bytes == 5
 
 
 def test_every_reason_has_words_and_only_nothing_has_none() -> None:

@@ -33,6 +33,7 @@ GROUP = Group(
     size=2,
     deadline_step=8,
     holder=KEY,
+    allowed={KEY.epoch: range(3)},
 )
 
 
@@ -71,6 +72,7 @@ def test_nothing_speaks_against_a_good_trajectory() -> None:
         ({"environment": "f"}, "it is about another task than g was leased for"),
         ({"task_index": 0}, "it is about another task than g was leased for"),
         ({"purpose": Purpose.EVALUATION}, "it is about another task than g was leased for"),
+        ({"attempt": 3}, "attempt 3 of g, which was leased for attempts 0 to 2"),
         ({"member": 2}, "g has 2 members, not a member 2"),
         (
             {"version_spans": (VersionSpan(2, PolicyVersion(1, 5)),)},
@@ -93,3 +95,8 @@ def test_without_a_vocabulary_any_token_may_be() -> None:
     facts = dataclasses.replace(FACTS, vocabulary=0)
     said = dataclasses.replace(GOOD, token_ids=np.array([1, 10**6, 3], np.uint32))
     assert contradiction(said, GROUP, facts) == ""
+
+
+def test_a_trajectory_of_a_server_that_never_had_the_group_is_none() -> None:
+    group = dataclasses.replace(GROUP, allowed={0xE: range(3)})
+    assert contradiction(GOOD, group, FACTS) == "g was never leased to the server of epoch f"

@@ -1,0 +1,119 @@
+"""The one place for a trainer: who has it, and when it is free for another one.
+
+Consumes: registrations and the streams of `KeepPlace`. Produces: the epoch that calls must show.
+Waits for: the end of a trainer's stream. Unblocked by: the end of its connection, or `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+import grpc.aio
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.protocol.codec import TRAINER_EPOCH
+from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.v1 import trainer_pb2
+
+# A trainer that has registered opens the stream that keeps its place within this time.
+RESERVED_S = 10.0
+
+
+class TrainerPlace:
+    """The place of one run.
+
+    free -- take() --> reserved -- keep() --> kept -- the last stream ends --> free
+                       reserved -- RESERVED_S --> free
+
+    A trainer whose place is free may come back with its epoch, unless another one took the place.
+    """
+
+    def __init__(self, progress: RunProgress, *, reserved_s: float = RESERVED_S) -> None:
+        self._progress, self._reserved_s = progress, reserved_s
+        # Drawn for the trainer that registered last, 0 before one has; nobody else can guess it.
+        self.epoch = 0
+        self._holder = ""
+        self._streams = 0
+        self._reserved_until_s = 0.0
+        self._turned_away = ""
+        self._closed = asyncio.Event()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the trainer that registered last lives, as far as its connection shows."""
+        return self._streams > 0 or self._progress.clock.now_s() < self._reserved_until_s
+
+    async def check_free(
+        self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Refuses a second trainer in one line; the screen says it once for each of them."""
+        if not self.is_taken:
+            return
+        newcomer, heard_s = _describe(hello, context), self._progress.trainer_heard_s
+        text = (
+            f"the trainer of {self._holder} has the place in this run and was heard "
+            f"{self._progress.clock.now_s() - heard_s:.1f} s ago; end it, or wait until it is gone"
+        )
+        if newcomer != self._turned_away:
+            self._turned_away = newcomer
+            self._progress.events.add(
+                f"a second trainer, of {newcomer}, waits: {text}", Severity.WARNING
+            )
+        await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.PLACE_TAKEN)
+
+    def take(
+        self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> int:
+        """Gives the place to a trainer; returns the epoch of its calls."""
+        self.epoch = secrets.randbits(31) + 1
+        self._holder = _describe(hello, context)
+        self._reserved_until_s = self._progress.clock.now_s() + self._reserved_s
+        self._progress.trainer_heard()
+        return self.epoch
+
+    async def keep(
+        self, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[trainer_pb2.PlaceKept, None]:
+        """Keeps the place for as long as the stream is open."""
+        await self.check(context)
+        self._streams += 1
+        self._reserved_until_s = 0.0
+        try:
+            yield trainer_pb2.PlaceKept()
+            await self._closed.wait()
+        finally:
+            self._streams -= 1
+
+    async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Refuses a call of any other trainer than the one that registered last."""
+        if epoch_of(context) != str(self.epoch):
+            await abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "another trainer has taken over",
+                Reason.WRONG_STATE,
+            )
+        self._progress.trainer_heard()
+
+    async def check_loading(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """As `check`; a trainer that loads has no epoch yet, and counts while the place is free."""
+        if epoch_of(context) or self.is_taken:
+            await self.check(context)
+
+    def close(self) -> None:
+        """Ends the streams."""
+        self._closed.set()
+
+
+def epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The epoch that a call shows; empty: none."""
+    metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
+    return str(metadata.get(TRAINER_EPOCH, ""))
+
+
+def _describe(hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    return hello.process or context.peer()

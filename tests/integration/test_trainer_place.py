@@ -1,0 +1,181 @@
+"""One trainer at a time: who has the place in a run, who waits for it, and who is fenced off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+import tomli_w
+from controller_runs import make_config
+from fake_server import OPEN
+from slipstream.learner.controller.application import Controller
+from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.protocol.access.security import open_channel
+from slipstream.protocol.codec import TRAINER_EPOCH
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
+from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+FIRST = """
+import sys
+from pathlib import Path
+from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config_file import load_config
+from slipstream.v1 import trainer_pb2
+
+client = ControllerClient(load_config(Path(sys.argv[1])))
+hello = trainer_pb2.TrainerHello(
+    world_size=1, layout_description="on 1 rank", process="host here, process 1"
+)
+client.register(hello)
+print("registered", flush=True)
+sys.stdin.readline()
+try:
+    client.report_checkpoint(trainer_pb2.CheckpointReport())
+except RunFailed as error:
+    print(error, flush=True)
+"""
+HELLO = trainer_pb2.TrainerHello(
+    world_size=1, layout_description="on 1 rank", process="host there, process 2"
+)
+
+
+@contextlib.asynccontextmanager
+async def controlled(config: Config) -> AsyncIterator[Controller]:
+    """A controller without rollout servers; its run has failed at the end."""
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    try:
+        async with asyncio.timeout(120):
+            yield controller
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def first_trainer(config: Config) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that has registered and kept its place."""
+    path = config.run_dir.with_name("first.toml")
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        FIRST,
+        str(path),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"registered\n"
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_trainer_that_was_killed_has_a_successor_at_once(tmp_path):
+    config = make_config(tmp_path)
+    async with controlled(config), first_trainer(config) as first:
+        client = ControllerClient(config)
+        registering = asyncio.ensure_future(asyncio.to_thread(client.register, HELLO))
+        await asyncio.wait((registering,), timeout=1.5)
+        assert not registering.done(), "the first one lives"
+        killed_s = time.monotonic()
+        first.send_signal(signal.SIGKILL)
+        await registering
+        assert time.monotonic() - killed_s < 8.0
+        client.close()
+
+
+async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tmp_path):
+    config = make_config(tmp_path)
+    async with controlled(config), first_trainer(config) as first:
+        first.send_signal(signal.SIGSTOP)
+        client = ControllerClient(config)
+        await asyncio.to_thread(client.register, HELLO)
+        first.send_signal(signal.SIGCONT)
+        assert first.stdin is not None
+        assert first.stdout is not None
+        first.stdin.write(b"\n")
+        assert b"another trainer has taken over" in await first.stdout.readline()
+        client.close()
+
+
+async def test_a_second_trainer_says_whom_it_waited_for_when_it_gives_up(tmp_path, caplog):
+    config = make_config(tmp_path)
+    short = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"timeout_s": 3.0})}
+    )
+    async with controlled(config), first_trainer(config):
+        client = ControllerClient(short)
+        with pytest.raises(RunFailed, match="host here, process 1 has the place in this run"):
+            await asyncio.to_thread(client.register, HELLO)
+        assert "waiting for the place in the run: " in caplog.text
+        client.close()
+
+
+async def test_after_a_cut_the_first_to_come_back_has_the_place(tmp_path):
+    config = make_config(tmp_path)
+    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        first = await stub.Register(HELLO, wait_for_ready=True, timeout=10)
+        epoch = ((TRAINER_EPOCH, str(first.trainer_epoch)),)
+        for _ in range(2):
+            # Its stream ends with the connection; it comes back.
+            place = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
+            await place.read()
+            with pytest.raises(grpc.aio.AioRpcError, match="has the place in this run"):
+                await stub.Register(HELLO, timeout=10)
+            place.cancel()
+        waiting = stub.Next(trainer_pb2.NextRequest(), timeout=30, metadata=epoch)
+        asked = asyncio.ensure_future(waiting.read())
+        await asyncio.wait((asked,), timeout=0.3)
+        assert not asked.done()
+        client = ControllerClient(config)
+        await asyncio.to_thread(client.register, HELLO)
+        late = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
+        for refused in (asked, late.read()):
+            with pytest.raises(grpc.aio.AioRpcError, match="another trainer has taken over"):
+                await refused
+        client.close()
+
+
+async def test_a_place_that_is_not_kept_is_free_after_a_while(tmp_path):
+    config = make_config(tmp_path)
+    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        await stub.Register(HELLO, wait_for_ready=True, timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError, match="has the place in this run"):
+            await stub.Register(HELLO, timeout=10)
+        client = ControllerClient(config)
+        await asyncio.to_thread(client.register, HELLO)
+        client.close()
+
+
+async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
+    config = make_config(tmp_path)
+    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        status = status_pb2_grpc.StatusServiceStub(channel)
+
+        async def waiting_for() -> str:
+            return (await status.GetStatus(status_pb2.GetStatusRequest(), timeout=10)).waiting_for
+
+        report = trainer_pb2.WorkReport(loaded_bytes=3_210_000_000)
+        await stub.ReportWork(report, wait_for_ready=True, timeout=10)
+        assert await waiting_for() == "the trainer to load its model, 3.2 GB so far"
+        await stub.Register(HELLO, timeout=10)
+        # Somebody else loads: it is no news of the trainer that is there.
+        with pytest.raises(grpc.aio.AioRpcError, match="another trainer has taken over"):
+            await stub.ReportWork(report, timeout=10)
