@@ -53,6 +53,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.saved = threading.Event()
         self.num_signs, self.idle_s = 0, 2.0
         self.failures: list[pb.TrainerFailure] = []
+        # Whether it has another batch for one that cannot be trained.
+        self.sets_aside = True
         self.goodbye: pb.TrainerGoodbye | None = None
 
     def __enter__(self) -> FakeController:
@@ -117,7 +119,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.TrainerFailure, context: grpc.ServicerContext
     ) -> pb.TrainerFailureReceipt:
         self.failures.append(request)
-        return pb.TrainerFailureReceipt()
+        return pb.TrainerFailureReceipt(set_aside=self.sets_aside and request.HasField("data"))
 
     def Finish(
         self, request: pb.TrainerGoodbye, context: grpc.ServicerContext
