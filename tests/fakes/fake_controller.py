@@ -57,6 +57,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         # What the trainer has read of its model.
         self.loaded_bytes = 0
         self.failures: list[pb.TrainerFailure] = []
+        # Whether it has another batch for one that cannot be trained.
+        self.sets_aside = True
         self.goodbye: pb.TrainerGoodbye | None = None
 
     def __enter__(self) -> FakeController:
@@ -131,7 +133,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.TrainerFailure, context: grpc.ServicerContext
     ) -> pb.TrainerFailureReceipt:
         self.failures.append(request)
-        return pb.TrainerFailureReceipt()
+        return pb.TrainerFailureReceipt(set_aside=self.sets_aside and request.HasField("data"))
 
     def Finish(
         self, request: pb.TrainerGoodbye, context: grpc.ServicerContext

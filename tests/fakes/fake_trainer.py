@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
 
 import grpc.aio
 import numpy as np
@@ -64,6 +65,9 @@ class FakeTrainer:
         self.lags: list[int] = []
         self.stop_reason = ""
         self.communicator_id = ""
+        # Says which groups of a batch it cannot train, an empty list for all, None for a good one.
+        self.poisoned: Callable[[list[Trajectory]], list[str] | None] = lambda _: None
+        self.refused: list[str] = []
         # Since the step before.
         self._waiting_s = self._publish_s = 0.0
         # Steps from this one on wait for the gate.
@@ -154,6 +158,10 @@ class FakeTrainer:
         await self.train()
         assert len(batch) == header.num_trajectories
         assert header.step == self.version.step
+        faulty = self.poisoned(batch)
+        if faulty is not None:
+            await self._refuse(header, faulty)
+            return
         lags = [header.step - s.version.step for t in batch for s in t.version_spans]
         self.lags += lags
         self.batches.append(batch)
@@ -188,6 +196,18 @@ class FakeTrainer:
                 timeout=60,
                 metadata=self.epoch,
             )
+
+    async def _refuse(self, header: trainer_pb2.BatchHeader, group_ids: list[str]) -> None:
+        """As the real one: it goes on if the batch is set aside, and fails for good if not."""
+        fault = trainer_pb2.DataFault(
+            step=header.step, batch_id=header.batch_id, group_ids=group_ids
+        )
+        failure = trainer_pb2.TrainerFailure(message="the loss is nan", data=fault)
+        self.refused.append(header.batch_id)
+        receipt = await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
+        assert receipt == await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
+        if not receipt.set_aside:
+            self.stop_reason = "its batch cannot be trained"
 
     async def report(self, report: trainer_pb2.StepReport) -> trainer_pb2.StepReceipt:
         return await self.stub.ReportStep(report, timeout=60, metadata=self.epoch)

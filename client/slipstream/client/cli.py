@@ -123,6 +123,20 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     replay.set_defaults(execute=_replay)
 
+    aside = commands.add_parser(
+        "set-aside", help="take the batch at which a run fails out of it, before it goes on"
+    )
+    aside.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    aside.add_argument("step", type=int, metavar="STEP", help="as the cause of the failure has it")
+    aside.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="GROUP",
+        help="only this one, may be given again; default: all groups of the batch",
+    )
+    aside.set_defaults(execute=_set_aside)
+
     export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
@@ -228,6 +242,12 @@ async def _replay(arguments: argparse.Namespace) -> int:
     from slipstream.client.launcher import run_replay
 
     return await run_replay(arguments.run)
+
+
+async def _set_aside(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launcher import run_set_aside
+
+    return await run_set_aside(arguments.run, arguments.step, arguments.group)
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:

@@ -148,8 +148,12 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     assert isinstance(busy, dict)
     suspended = summary["suspended_environments"]
     assert isinstance(suspended, dict)
-    ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "lost")
-    fates = ", ".join(f"{name} {ledger[name]:,}" for name in ends if ledger[name])
+    ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
+    fates = ", ".join(
+        f"{name.replace('_', ' ')} {ledger[name]:,}"
+        for name in (*ends, "set_aside", "lost")
+        if ledger[name]
+    )
     rows = [
         ("steps", f"{summary['steps']}"),
         (

@@ -48,6 +48,7 @@ from slipstream.protocol.settings.vllm_source import check_engine
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
+SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 
 
 async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
@@ -219,6 +220,28 @@ async def run_replay(folder: Path) -> int:
     if failed is not None:
         raise RunFailed(failed.describe_end())
     return int(any(rank.process.returncode for rank in ranks))
+
+
+async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
+    """`slipstream set-aside`: a run that has ended goes on without the batch at which it fails."""
+    settings_of(folder)
+    refusal = f"{folder} is written by a run that goes on; end it first"
+    log_path = folder / "logs" / "set-aside.log"
+    with hold_folder(folder, refusal=refusal):
+        log_path.unlink(missing_ok=True)
+        arguments = [str(folder), str(step), *groups]
+        child = await start_child("set-aside", SET_ASIDE, arguments, log_path=log_path)
+        try:
+            await child.process.wait()
+        finally:
+            await child.stop(GRACE_S)
+    said = log_path.read_text().strip().removeprefix("slipstream: ")
+    if child.process.returncode == 2:
+        raise ConfigError(said)
+    if child.process.returncode:
+        raise RunFailed(child.describe_end())
+    print(f"{said}; the command that started the run goes on with another batch")
+    return 0
 
 
 async def run_export(folder: Path, step: int | None, out: Path | None) -> int:

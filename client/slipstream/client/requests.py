@@ -100,7 +100,7 @@ def status_lines(run: RunStatus) -> list[str]:
         f"tokens: {ledger.generated:,} generated = {ledger.trained:,} trained, "
         f"{ledger.queued:,} queued, {ledger.in_flight:,} in flight, {ledger.failed:,} failed, "
         f"{ledger.cancelled:,} cancelled, {ledger.filtered:,} filtered, "
-        f"{ledger.quarantined:,} quarantined, "
+        f"{ledger.quarantined:,} quarantined, {ledger.set_aside:,} set aside, "
         f"{ledger.evaluated:,} evaluated, {ledger.lost:,} lost; difference {ledger.difference}"
     )
     rows = [("server", "state", "version", "groups", "episodes", "generated", "cause")]

@@ -76,6 +76,8 @@ class Ledger:
     cancelled: int
     quarantined: int
     evaluated: int
+    # Of batches that could not be trained.
+    set_aside: int
     queued: int
     in_flight: int
     lost: int
@@ -181,6 +183,7 @@ def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
             cancelled=ledger.cancelled,
             quarantined=ledger.quarantined,
             evaluated=ledger.evaluated,
+            set_aside=ledger.set_aside,
             queued=ledger.queued,
             in_flight=ledger.in_flight,
             lost=ledger.lost,

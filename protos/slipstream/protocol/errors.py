@@ -10,9 +10,12 @@ SlipstreamError
 ├── WeightSyncError                 new weights could not be delivered or proved
 ├── EnvironmentFailed               an environment gave no usable answer
 └── RunFailed                       the run cannot go on
+    └── UntrainableBatch            its newest batch cannot be trained, another one can be
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from slipstream.v1 import trajectory_pb2
 
@@ -59,3 +62,14 @@ class EnvironmentFailed(SlipstreamError):
 
 class RunFailed(SlipstreamError):
     """The run stopped before its last step; the message is the cause."""
+
+
+class UntrainableBatch(RunFailed):
+    """The data of a batch cannot be trained; the weights are as they were before its mini-batch.
+
+    `trajectory_ids` are those at fault; empty: nobody can tell them from the others.
+    """
+
+    def __init__(self, message: str, trajectory_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.trajectory_ids = tuple(trajectory_ids)

@@ -212,19 +212,33 @@ class WorkReceipt(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DataFault(_message.Message):
+    __slots__ = ("step", "batch_id", "group_ids")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_IDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    batch_id: str
+    group_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., group_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class TrainerFailure(_message.Message):
-    __slots__ = ("message", "rank", "final")
+    __slots__ = ("message", "rank", "final", "data")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     message: str
     rank: int
     final: bool
-    def __init__(self, message: _Optional[str] = ..., rank: _Optional[int] = ..., final: bool = ...) -> None: ...
+    data: DataFault
+    def __init__(self, message: _Optional[str] = ..., rank: _Optional[int] = ..., final: bool = ..., data: _Optional[_Union[DataFault, _Mapping]] = ...) -> None: ...
 
 class TrainerFailureReceipt(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("set_aside",)
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    set_aside: bool
+    def __init__(self, set_aside: bool = ...) -> None: ...
 
 class TrainerGoodbye(_message.Message):
     __slots__ = ("weight_digest", "export_path")

@@ -30,7 +30,7 @@ SUMMARY = {
     "ledger": dict.fromkeys(
         (
             *("generated", "trained", "filtered", "failed", "cancelled", "quarantined"),
-            *("evaluated", "queued", "in_flight", "lost", "difference"),
+            *("evaluated", "set_aside", "queued", "in_flight", "lost", "difference"),
         ),
         0,
     ),

@@ -163,14 +163,9 @@ class Controller:
             self._scheduler,
             on_result=partial(self._evaluated, journal),
         )
+        keep = self._config.checkpoint.keep_batches
         former = BatchFormer(
-            book,
-            environments,
-            journal,
-            ledger,
-            receiver,
-            tasks,
-            keep_batches=self._config.checkpoint.keep_batches,
+            book, environments, journal, ledger, receiver, tasks, keep_batches=keep
         )
         self._trainer = TrainerServicer(
             progress,
@@ -274,6 +269,7 @@ class Controller:
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
                 "filtered_groups": float(self._intake.filtered_groups[batch.step]),
+                "set_aside_batches": float(self._parts.former.num_set_aside),
                 "quarantined_trajectories": float(self._intake.inspector.quarantine.total),
                 "skipped_tasks": float(self._environments.tasks_skipped),
                 **self._publisher.totals.gauges(),
@@ -328,6 +324,7 @@ class Controller:
         self._recorder.summary(
             ledger=self._ledger.snapshot(),
             filtered_groups=self._intake.filtered_groups.total(),
+            set_aside_batches=self._parts.former.num_set_aside,
             evaluations=self._evaluator.results,
             publish=self._publisher.totals.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",

@@ -62,6 +62,8 @@ class RunProgress:
     pending_publish: OverduePublish | None = None
     # The version with which training ends.
     last_step: int = field(init=False)
+    # The batch at which the trainer failed and the way past it; empty: it failed at none.
+    suspect: str = ""
     # How late groups are leased; None: as early as may be.
     pace: JustInTime | None = field(init=False, default=None)
 
@@ -91,6 +93,7 @@ class RunProgress:
 
     def reached(self, version: PolicyVersion) -> None:
         """The trainer has made a version, or goes on from it."""
+        self.suspect = ""
         self.version = version
         self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
 
@@ -134,6 +137,7 @@ class RunProgress:
     def fail(self, cause: str) -> None:
         """Ends the run as failed; the first cause stays."""
         if self.state != status_pb2.RUN_STATE_FAILED:
+            cause = f"{cause}; {self.suspect}" if self.suspect else cause
             self.state, self.cause = status_pb2.RUN_STATE_FAILED, cause
             self.events.add(f"the run failed: {cause}", Severity.ERROR)
             self.signal.notify()

@@ -21,14 +21,11 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.trainer_hello import impossible
 from slipstream.learner.controller.trainer_place import TrainerPlace, epoch_of
-from slipstream.learner.controller.trajectories.batches import (
-    Batch,
-    BatchFormer,
-    Trained,
-    chunks,
-    header,
-)
+from slipstream.learner.controller.trajectories.batch import Batch, chunks, header
+from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
+from slipstream.learner.controller.trajectories.set_aside import way_past
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import ProtocolError, RunFailed
 from slipstream.protocol.rich_errors import Reason, abort
@@ -73,8 +70,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
         """Takes a trainer in when the one before is gone; the journal has what it missed."""
-        if impossible := _impossible(request):
-            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, impossible, Reason.PROTOCOL)
+        if claim := impossible(request):
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)
         missing = self._former.first_missing(version.step)
         problem = ""
@@ -218,12 +215,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportFailure(  # noqa: N802
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerFailureReceipt:
-        """A rank cannot go on."""
+        """A rank cannot go on, or the trainer cannot train its batch."""
+        if request.HasField("data"):
+            await self._check_epoch(context)
+            is_set_aside = await self._set_aside(request, context)
+            return trainer_pb2.TrainerFailureReceipt(set_aside=is_set_aside)
         # A rank that fails before it has registered has no epoch yet.
         expected = "" if self.place.epoch == 0 else str(self.place.epoch)
         told = epoch_of(context)
         if told not in ("", expected):
             return trainer_pb2.TrainerFailureReceipt()
+        self._suspect()
         cause = f"trainer rank {request.rank}: {request.message}"
         if request.final and told == expected:
             self._progress.fail(cause)
@@ -231,6 +233,34 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # Who started the ranks starts them again, or says that the run has failed.
             self._progress.events.add(cause, Severity.WARNING)
         return trainer_pb2.TrainerFailureReceipt()
+
+    async def _set_aside(
+        self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> bool:
+        """Whether the trainer may go on with another batch."""
+        most = self._progress.config.controller.max_set_aside_batches
+        try:
+            found = self._former.set_aside(request.data, request.message, most_in_a_row=most)
+        except ProtocolError as error:
+            await abort(
+                context, grpc.StatusCode.FAILED_PRECONDITION, str(error), Reason.WRONG_STATE
+            )
+        except RunFailed as failure:
+            self._suspect()
+            self._progress.fail(str(failure))
+            return False
+        await self._former.durable()
+        if found is not None:
+            self._progress.suspect = ""
+            self._progress.events.add(found.describe(), Severity.WARNING)
+            self._progress.waiting_for = "the trainer to ask for its next batch"
+        self._progress.moved()
+        return True
+
+    def _suspect(self) -> None:
+        """The trainer fails: names the batch that it has, if the run has no version from it."""
+        batch = self._former.untried
+        self._progress.suspect = "" if batch is None else way_past(batch, self._progress.config)
 
     async def Finish(  # noqa: N802
         self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
@@ -312,17 +342,3 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
         progress.waiting_for = "the last evaluation"
         return None
-
-
-def _impossible(hello: trainer_pb2.TrainerHello) -> str:
-    """Why no trainer of ours would say this of itself; empty: nothing speaks against it."""
-    if hello.world_size < 1:
-        return f"world_size of a trainer must be at least 1, got {hello.world_size}"
-    if hello.num_senders > hello.world_size:
-        return (
-            f"num_senders of a trainer must be at most its world_size, got {hello.num_senders} "
-            f"and {hello.world_size}"
-        )
-    if not hello.layout_description.strip():
-        return "layout_description of a trainer must not be empty"
-    return ""

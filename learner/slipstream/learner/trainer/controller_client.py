@@ -188,6 +188,13 @@ class ControllerClient:
         except grpc.RpcError as error:
             logger.warning("the failure could not be reported: %s", _describe(error))
 
+    def set_batch_aside(self, failure: pb.TrainerFailure) -> bool:
+        """Tells that the batch of `failure.data` cannot be trained; whether another one comes."""
+        receipt: pb.TrainerFailureReceipt = self._call(
+            "ReportFailure", self._stub.ReportFailure, failure
+        )
+        return receipt.set_aside
+
     def finish(self, goodbye: pb.TrainerGoodbye) -> None:
         """Says that the trainer leaves as it should."""
         self._call("Finish", self._stub.Finish, goodbye)

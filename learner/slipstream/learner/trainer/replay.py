@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.errors import ProtocolError, SlipstreamError
+from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.v1 import trainer_pb2
@@ -42,12 +43,10 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
     digests = {
         record["step"]: str(record["digest"]) for record in records if record["kind"] == "step"
     }
-    for record in records:
-        if record["kind"] == "batch":
-            step, crc32 = record["step"], record["crc32"]
-            if not isinstance(step, int) or not isinstance(crc32, int):
-                raise ProtocolError(f"{journal}: a batch record without step or checksum")
-            yield RecordedStep(read_batch(journal, step, crc32), digests.get(step))
+    # What was set aside is not among them.
+    for batch in read_history(records).batches.values():
+        message = read_batch(journal, batch.step, batch.crc32, batch.attempt)
+        yield RecordedStep(message, digests.get(batch.step))
 
 
 def main() -> int:

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.data_checks import (
+    check_advantages,
+    check_data,
+    untrainable,
+)
 from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.batches.sequences import (
     ModelEstimates,
     training_sequences,
     weighted,
 )
-from slipstream.learner.trainer.batches.shares import rank_micro_batches
-from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.batches.shares import (
+    Forward,
+    masked_outputs,
+    rank_micro_batches,
+)
+from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.router_replay import check_experts, routing_metrics
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
 from slipstream.learner.trainer.stages import StageTimes
-from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.errors import RunFailed, UntrainableBatch
 from slipstream.protocol.settings.config import Config
 from torch import Tensor
 
@@ -69,7 +82,10 @@ class TrainingStep:
         self._policy = policy
         self._roles = roles
         self._config = config
+        self._max_tokens = config.learner.micro_batch_tokens
         self.stages = StageTimes()
+        # How often the newest `run` changed weights.
+        self.num_updates = 0
 
     @property
     def policy(self) -> Policy:
@@ -79,19 +95,35 @@ class TrainingStep:
     def run(self, batch: Batch) -> StepResult:
         """Trains the batch; collective, and every rank passes the same batch.
 
-        StalenessError or RunFailed before any weight changes: a token that is too old, experts of
-        another model, a loss or a gradient that is not finite (in the first mini-batch; in a later
-        one, before that mini-batch changes the weights).
+        StalenessError for a token that is too old. UntrainableBatch on all ranks, before its
+        mini-batch changes a weight, for experts of another model, or a loss or gradient that is not
+        finite while the weights are: `num_updates` says if an earlier mini-batch changed weights.
+        RunFailed when the weights are what is at fault.
         """
+        self.num_updates = 0
+        try:
+            return self._run(batch)
+        except UntrainableBatch as fault:
+            self._check_weights(fault)
+            raise
+
+    def _run(self, batch: Batch) -> StepResult:
         started = time.monotonic()
         batch.check(self._config.algorithm.max_staleness)
+        check_data(
+            batch,
+            max_tokens=self._max_tokens * self._policy.ranks.cp_size,
+            multiple=self._policy.sequence_multiple,
+            vocab_size=self._policy.vocab_size,
+        )
         if self._replays:
             check_experts(batch.trajectories, self._policy.chunks[0].config)
         mini_batches = batch.mini_batches(self._config.algorithm.mini_batches)
         sequences = training_sequences(batch, self._config, self._estimates(batch))
+        check_advantages(batch, sequences)
         sequences = weighted(sequences, mini_batches, self._config)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-            metrics = batch.metrics() | self._train_policy(sequences, mini_batches, batch.step)
+            metrics = batch.metrics() | self._train_policy(batch, sequences, mini_batches)
         if self._replays:
             policy = self._policy
             metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
@@ -103,16 +135,16 @@ class TrainingStep:
 
     def _train_policy(
         self,
+        batch: Batch,
         sequences: Sequence[TrainingSequence],
         mini_batches: Sequence[Sequence[int]],
-        step: int,
     ) -> dict[str, float]:
         shares = [
             rank_micro_batches(
                 self._policy,
                 sequences,
                 members,
-                max_tokens=self._config.learner.micro_batch_tokens,
+                max_tokens=self._max_tokens,
             )
             for members in mini_batches
         ]
@@ -123,10 +155,13 @@ class TrainingStep:
                     forward_logprobs(self._policy, share, temperature=self._temperature)
                     for share in shares
                 ]
-        rate = learning_rate(self._config, step)
+        rate = learning_rate(self._config, batch.step)
         totals = _Totals()
-        for share, old in zip(shares, old_logprobs, strict=True):
-            self._train(share, old, rate, totals)
+        for members, share, old in zip(mini_batches, shares, old_logprobs, strict=True):
+            losses, total = self._add_gradients(share, old, totals)
+            if not math.isfinite(total):
+                raise self._loss_fault(batch, sequences, members, losses, total=total)
+            self._update(rate, totals)
         return self._metrics(totals, rate)
 
     @property
@@ -144,9 +179,10 @@ class TrainingStep:
         with self.stages.measure("estimates"):
             return self._roles.estimates(batch)
 
-    def _train(
-        self, share: Sequence[MicroBatch], old: Sequence[Tensor], rate: float, totals: _Totals
-    ) -> None:
+    def _add_gradients(
+        self, share: Sequence[MicroBatch], old: Sequence[Tensor], totals: _Totals
+    ) -> tuple[list[TokenLoss], float]:
+        """The losses of this rank's micro batches, and the sum over all ranks."""
         algorithm, ranks = self._config.algorithm, self._policy.ranks
 
         def loss(
@@ -168,13 +204,59 @@ class TrainingStep:
         )
         total = totals.statistics.add([one.statistics for one in losses], ranks)
         totals.forward_backward_s += time.monotonic() - started
-        if not math.isfinite(total):
-            raise RunFailed(f"the loss is {total}; the weights were not changed")
+        totals.num_micro_batches += len(share) * ranks.dp_size
+        return losses, total
+
+    def _update(self, rate: float, totals: _Totals) -> None:
         started = time.monotonic()
         totals.grad_norms.append(self._policy.optimizer_step(rate))
-        ranks.activity.note()
+        self.num_updates += 1
+        self._policy.ranks.activity.note()
         totals.optimizer_s += time.monotonic() - started
-        totals.num_micro_batches += len(share) * ranks.dp_size
+
+    def _loss_fault(
+        self,
+        batch: Batch,
+        sequences: Sequence[TrainingSequence],
+        members: Sequence[int],
+        losses: Sequence[TokenLoss],
+        *,
+        total: float,
+    ) -> RunFailed:
+        """Names the trajectories of a mini-batch whose loss is not finite; collective."""
+        cause = f"the loss is {total}; the weights were not changed"
+        chosen = [sequences[index] for index in members]
+
+        def are_finite(forward: Forward) -> list[bool]:
+            found = masked_outputs(self._policy, chosen, forward, max_tokens=self._max_tokens)
+            return [bool(np.isfinite(values).all()) for values in found]
+
+        score = functools.partial(forward_logprobs, temperature=self._temperature)
+        trained = [bool(sequence.loss_mask.any()) for sequence in chosen]
+        # They depend on the tokens and the weights alone.
+        scored = are_finite(functools.partial(score, self._policy))
+        if not any(itertools.compress(scored, trained)):
+            return RunFailed(
+                f"{cause}; the policy finds no finite log-probability in any sequence: its weights "
+                "are at fault, not the batch"
+            )
+        known = are_finite(lambda _: [one.token_losses for one in losses])
+        faulty = [index for index, is_known in zip(members, known, strict=True) if not is_known]
+        return untrainable(batch, faulty, cause)
+
+    def _check_weights(self, fault: UntrainableBatch) -> None:
+        """RunFailed when the weights of a model are not finite; collective."""
+        models: dict[str, ParallelModel] = {"policy": self._policy}
+        if self._roles.critic is not None:
+            models["critic"] = self._roles.critic.model
+        if self._roles.reference is not None:
+            models["reference"] = self._roles.reference.model
+        counts = torch.tensor([float(model.count_not_finite()) for model in models.values()])
+        for name, count in zip(models, self._policy.ranks.sum(counts).tolist(), strict=True):
+            if count:
+                raise RunFailed(
+                    f"weights of the {name} are not finite, and no batch can be trained: {fault}"
+                ) from fault
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
         return totals.statistics.metrics() | {

@@ -40,7 +40,7 @@ from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
-from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.errors import RunFailed, UntrainableBatch
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.handover import host_id
@@ -49,7 +49,13 @@ from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 
 logger = logging.getLogger(__name__)
 
+# A report names at most so many groups; of a batch with more, all are taken.
+MAX_NAMED_GROUPS = 4096
 TERMINATED = "the trainer was told to terminate"
+
+
+class StartAgain(Exception):  # noqa: N818
+    """The weights are those of no version: the ranks go on from a checkpoint."""
 
 
 class Trainer:
@@ -165,7 +171,11 @@ class Trainer:
                 f"but the weights are of version {self._version}"
             )
         with self._policy.memory.resident(Part.PARAMETERS):
-            result = self._step.run(batch)
+            try:
+                result = self._step.run(batch)
+            except UntrainableBatch as fault:
+                self._set_aside(batch, fault)
+                return
             version = PolicyVersion(self._version.incarnation, batch.step + 1)
             self._last_batch = batch
             cost = self._cost.metrics(batch, result)
@@ -187,6 +197,25 @@ class Trainer:
         if self._checkpointer.is_due(self._version.step):
             with self._stages.measure("checkpoint"):
                 self._save()
+
+    def _set_aside(self, batch: Batch, fault: UntrainableBatch) -> None:
+        """Goes on with the weights as they were, if the controller has another batch.
+
+        StartAgain when an earlier mini-batch, or the policy's part of the step, changed them.
+        """
+        answer = b""
+        if self._ranks.is_main:
+            failure = failure_of(batch, fault)
+            logger.warning("batch %s of step %d: %s", batch.batch_id, batch.step + 1, fault)
+            answer = b"set aside" if self._client.set_batch_aside(failure) else b"refused"
+        if self._ranks.broadcast_bytes(answer if self._ranks.is_main else None) != b"set aside":
+            raise fault
+        if self._step.num_updates:
+            raise StartAgain(
+                f"step {batch.step + 1} changed weights before it failed ({fault}): the trainer "
+                "starts again from its newest checkpoint"
+            )
+        self._ranks.activity.note()
 
     def _save(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -246,6 +275,18 @@ class Trainer:
     def _export(self) -> WeightDigests:
         with self._stages.measure("export"):
             return self._published.digests()
+
+
+def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFailure:
+    """What the controller is told: the batch, and the groups at fault if they are known."""
+    ids = set(fault.trajectory_ids)
+    groups = dict.fromkeys(t.group_id for t in batch.trajectories if t.trajectory_id in ids)
+    data = trainer_pb2.DataFault(
+        step=batch.step,
+        batch_id=batch.batch_id,
+        group_ids=groups if len(groups) <= MAX_NAMED_GROUPS else (),
+    )
+    return trainer_pb2.TrainerFailure(message=str(fault), data=data)
 
 
 def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:

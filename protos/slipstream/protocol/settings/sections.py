@@ -120,6 +120,9 @@ class ControllerSection(Section):
     lease_timeout_s: Silence = 3600.0
     # Groups in a row that may fail before their environment is suspended.
     max_failed_groups: Positive = 8
+    # Batches in a row that are set aside because the trainer cannot train them; the next one fails
+    # the run. 0: the first one does.
+    max_set_aside_batches: int = Field(3, ge=0)
     # The run stops when no step was made, no episode ended and the trainer gave no sign of life in
     # so long a time of serving: while every server loads weights, is stale or gone the clock stands
     # still. A trainer gives signs of life with each micro batch, and while it loads, saves or

@@ -292,6 +292,17 @@ class LeaseBook:
         self.step += 1
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
+    def put_back(self, step: int, groups: Iterable[Group]) -> None:
+        """The batch of `step`, the newest, is taken back: another one with `groups` is formed.
+
+        The invariant holds: one step less is done, and that step had room for them all.
+        """
+        assert step == self.step - 1
+        self.step = step
+        for group in groups:
+            group.deadline_step = step
+            self._keep(group)
+
     def due(self) -> list[Group]:
         """The unfinished groups for which the next batch waits."""
         views = staleness.due_groups(self._views(), self.step, self.groups_per_step)

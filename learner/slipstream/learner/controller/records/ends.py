@@ -14,3 +14,5 @@ class End(Enum):
     CANCELLED = "cancelled"
     QUARANTINED = "quarantined"
     EVALUATED = "evaluated"
+    # It was in a batch that the trainer could not train.
+    SET_ASIDE = "set_aside"

@@ -47,6 +47,11 @@ class RecordedBatch:
     batch_id: str
     crc32: int
 
+    @property
+    def attempt(self) -> int:
+        """How many batches of the step were set aside before this one."""
+        return attempt_of(self.batch_id)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
@@ -117,6 +122,11 @@ class RunHistory:
     solved_step: int = 0
     # Name and epoch of every server that was leased anything.
     leased_to: set[tuple[str, int]] = field(default_factory=set)
+    # Batches that could not be trained, and how many of them in a row the run set aside by itself.
+    set_aside: list[RecordedBatch] = field(default_factory=list)
+    set_aside_in_a_row: int = 0
+    # Open groups that a set-aside batch held, which are whole in its file.
+    put_back: dict[GroupId, RecordedBatch] = field(default_factory=dict)
 
     @property
     def next_step(self) -> int:
@@ -153,6 +163,8 @@ class RunHistory:
                 self._close(record)
             case "batch":
                 self._batch(record)
+            case "batch_set_aside":
+                self._set_batch_aside(record)
             case "step":
                 self._step(record)
             case "servers":
@@ -252,10 +264,41 @@ class RunHistory:
             if group is None:
                 raise ProtocolError(f"the batch of step {step + 1} holds {name}, which is not open")
             self.trained_in.add(group_id, step)
+            self.put_back.pop(group_id, None)
             self._environment(group.environment).accepted += 1
         for name, epoch, tokens in record["tokens"]:
             self._server(name, epoch).received += tokens
         self.batch_tokens[step] = sum(tokens for *_, tokens in record["tokens"])
+
+    def _set_batch_aside(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        batch = self.batches.get(step)
+        is_last = step == self.next_step - 1 and step not in self.steps
+        if batch is None or batch.batch_id != record["batch_id"] or not is_last:
+            raise ProtocolError(
+                f"the journal sets batch {record['batch_id']} of step {step + 1} aside, "
+                "which does not wait for the trainer"
+            )
+        del self.batches[step], self.batch_tokens[step]
+        self.set_aside.append(batch)
+        self.set_aside_in_a_row = 0 if record["by"] == "user" else self.set_aside_in_a_row + 1
+        for group_id, environment, *_ in record["groups"]:
+            self.trained_in.discard(GroupId(group_id))
+            history = self._environment(environment)
+            history.accepted, history.failed = history.accepted - 1, history.failed + 1
+        for group_id, environment, task, seed in record["put_back"]:
+            self.trained_in.discard(GroupId(group_id))
+            self._environment(environment).accepted -= 1
+            self.put_back[GroupId(group_id)] = batch
+            self.open_groups[GroupId(group_id)] = OpenGroup(
+                GroupId(group_id), environment, task, seed, deadline_step=step
+            )
+        for trajectory_id in record["ids"]:
+            self.ended.add(TrajectoryId(trajectory_id))
+        self.ends[End.SET_ASIDE] += record["tokens"]
+        # They count again with the batch, or the end, that they come to.
+        for name, epoch, tokens in record["put_back_tokens"]:
+            self._server(name, epoch).received -= tokens
 
     def _step(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
@@ -266,12 +309,24 @@ class RunHistory:
             self.lags.update(dict(record["lags"]))
             self.with_several_versions += record["several"]
         self.steps[step] = RecordedStep(PolicyVersion(*record["version"]), record["digest"])
+        self.set_aside_in_a_row = 0
 
     def _environment(self, name: str) -> EnvironmentHistory:
         return self.environments.setdefault(name, EnvironmentHistory())
 
     def _server(self, name: str, epoch: int) -> ServerTokens:
         return self.servers.setdefault((name, epoch), ServerTokens())
+
+
+def batch_name(step: int, attempt: int) -> str:
+    """The id of the batch of a step of which `attempt` earlier ones were set aside."""
+    return f"b{step:06d}-{attempt}" if attempt else f"b{step:06d}"
+
+
+def attempt_of(batch_id: str) -> int:
+    """Inverse of `batch_name`."""
+    number = batch_id.partition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:

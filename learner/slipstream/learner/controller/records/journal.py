@@ -22,10 +22,8 @@ from pathlib import Path
 from types import TracebackType
 
 from pydantic import JsonValue
-from slipstream.learner.controller.records.history import RunHistory
-from slipstream.protocol.codec import trajectory_from_pb
+from slipstream.learner.controller.records.history import attempt_of
 from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
-from slipstream.protocol.types import GroupId, TrajectoryId
 from slipstream.v1 import trainer_pb2
 
 LOG_NAME = "journal.log"
@@ -150,7 +148,7 @@ class Journal:
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
         crc32 = zlib.crc32(data)
-        path = batch_path(self._folder, step)
+        path = batch_path(self._folder, step, attempt_of(batch.header.batch_id))
         try:
             _write_durably(path, data)
         except OSError as error:
@@ -169,52 +167,23 @@ class Journal:
         self.sync()
         return crc32
 
-    def read_batch(self, step: int, crc32: int) -> trainer_pb2.RecordedBatch:
+    def read_batch(self, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
         """See the function of that name."""
-        return read_batch(self._folder, step, crc32)
+        return read_batch(self._folder, step, crc32, attempt)
 
-    def has_batch(self, step: int) -> bool:
+    def has_batch(self, step: int, attempt: int = 0) -> bool:
         """Whether the batch file of a step is still there."""
-        return batch_path(self._folder, step).is_file()
+        return batch_path(self._folder, step, attempt).is_file()
 
-    def kept_batches(self) -> set[int]:
-        """The steps whose batch files are still there."""
+    def kept_batches(self) -> set[tuple[int, int]]:
+        """Step and attempt of each batch file that is still there."""
         paths = (self._folder / BATCH_FOLDER).glob("step-*.pb")
-        return {int(path.stem.removeprefix("step-")) for path in paths}
+        names = [path.stem.removeprefix("step-").partition("-") for path in paths]
+        return {(int(step), int(attempt or 0)) for step, _, attempt in names}
 
-    def remove_batch(self, step: int) -> None:
+    def remove_batch(self, step: int, attempt: int = 0) -> None:
         """Forgets a batch that no resume needs any more."""
-        batch_path(self._folder, step).unlink(missing_ok=True)
-
-
-class EarlierIds:
-    """Which trajectories the journal of an earlier controller holds: they need no other record."""
-
-    def __init__(self, history: RunHistory, journal: Journal) -> None:
-        self._ended, self._trained_in = history.ended, history.trained_in
-        kept = journal.kept_batches() if history.batches else set()
-        self._crc32 = {step: history.batches[step].crc32 for step in kept & set(history.batches)}
-        self._journal = journal
-        # What was read last: what comes again comes in the order of the batches.
-        self._newest: tuple[int, frozenset[TrajectoryId]] = (-1, frozenset())
-
-    def holds(self, group_id: GroupId, trajectory_id: TrajectoryId) -> bool:
-        """Whether it ended, or is in a batch; reads the batch of its group when there is one."""
-        if trajectory_id in self._ended:
-            return True
-        step = self._trained_in.get(group_id)
-        if step is None:
-            return False
-        if not self._journal.has_batch(step):
-            # A checkpoint covers it.
-            return True
-        if self._newest[0] != step:
-            self._newest = step, self._read(step)
-        return trajectory_id in self._newest[1]
-
-    def _read(self, step: int) -> frozenset[TrajectoryId]:
-        batch = self._journal.read_batch(step, self._crc32[step])
-        return frozenset(trajectory_from_pb(t).trajectory_id for t in batch.trajectories)
+        batch_path(self._folder, step, attempt).unlink(missing_ok=True)
 
 
 def whole_bytes(path: Path) -> int:
@@ -297,22 +266,22 @@ def _mend_end(path: Path, file: FileIO) -> int:
     return num_lines
 
 
-def read_batch(folder: Path, step: int, crc32: int) -> trainer_pb2.RecordedBatch:
+def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
     """The recorded batch of a step; ProtocolError when it is not the one that the journal names."""
+    path = batch_path(folder, step, attempt)
     try:
-        data = batch_path(folder, step).read_bytes()
+        data = path.read_bytes()
     except OSError as error:
-        raise ProtocolError(
-            f"{batch_path(folder, step)} cannot be read: {error.strerror}; {REMEDY}"
-        ) from error
+        raise ProtocolError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
     if zlib.crc32(data) != crc32:
-        raise ProtocolError(f"{batch_path(folder, step)} is damaged; {REMEDY}")
+        raise ProtocolError(f"{path} is damaged; {REMEDY}")
     return trainer_pb2.RecordedBatch.FromString(data)
 
 
-def batch_path(folder: Path, step: int) -> Path:
-    """Where the batch of `step` lies."""
-    return folder / BATCH_FOLDER / f"step-{step:06d}.pb"
+def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:
+    """Where the batch of `step` lies; `attempt` earlier ones of that step were set aside."""
+    suffix = f"-{attempt}" if attempt else ""
+    return folder / BATCH_FOLDER / f"step-{step:06d}{suffix}.pb"
 
 
 def _write_durably(path: Path, data: bytes) -> None:

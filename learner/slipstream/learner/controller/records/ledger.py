@@ -106,6 +106,7 @@ class TokenLedger:
             cancelled=self._ends[End.CANCELLED],
             quarantined=self._ends[End.QUARANTINED],
             evaluated=self._ends[End.EVALUATED],
+            set_aside=self._ends[End.SET_ASIDE],
             queued=max(queued, 0),
             in_flight=in_flight,
             lost=lost,

@@ -83,6 +83,12 @@ class GroupSteps:
         self._steps.extend([-1] * (number + 1 - len(self._steps)))
         self._steps[number] = step
 
+    def discard(self, group_id: GroupId) -> None:
+        """Forgets the step of a group whose batch was set aside."""
+        number = group_number(group_id)
+        assert number is not None, group_id
+        self._steps[number] = -1
+
     def get(self, group_id: GroupId) -> int | None:
         """The step; None when the group is in no batch, or the id is none."""
         number = group_number(group_id)

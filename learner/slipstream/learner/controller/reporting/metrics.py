@@ -28,16 +28,16 @@ from slipstream.learner.controller.reporting.resources import RunResources
 from slipstream.learner.controller.reporting.rows import METRICS, SAMPLES, cut_torn_line, read_rows
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.trajectories.batch import (
+    Batch,
+    token_lags,
+    with_several_versions,
+)
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,
     batch_statistics,
     environment_means,
     equal_rewards,
-)
-from slipstream.learner.controller.trajectories.batches import (
-    Batch,
-    token_lags,
-    with_several_versions,
 )
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import fleet_pb2, status_pb2
@@ -238,6 +238,7 @@ class RunRecorder:
         *,
         ledger: status_pb2.Ledger,
         filtered_groups: int,
+        set_aside_batches: int,
         evaluations: list[EvaluationResult],
         publish: Mapping[str, float],
         weight_digest: str,
@@ -272,6 +273,7 @@ class RunRecorder:
                 field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields
             },
             "filtered_groups": filtered_groups,
+            "set_aside_batches": set_aside_batches,
             **{name: value for name, value in publish.items()},
             "logprob_gap_mean": facts.gap_sum / facts.gap_tokens if facts.gap_tokens else None,
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,

@@ -263,6 +263,14 @@ class EnvironmentBook:
         entry.state, entry.cause = pb.ENVIRONMENT_STATE_SUSPENDED, cause
         return True
 
+    def group_left_batch(self, name: str, *, is_put_back: bool) -> None:
+        """An accepted group was set aside with its batch, or waits for another batch."""
+        entry = self.entries.get(name)
+        if entry is not None:
+            entry.groups_accepted = max(entry.groups_accepted - 1, 0)
+            entry.groups_leased += is_put_back
+            entry.groups_failed += not is_put_back
+
     def group_withdrawn(self, name: str) -> None:
         """A lease was taken back without a verdict on the environment."""
         entry = self.entries.get(name)

@@ -8,46 +8,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.leasing.leases import LeaseBook, sampled_tokens
 from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RecordedStep, RunHistory
+from slipstream.learner.controller.records.history import RecordedStep, RunHistory, batch_name
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb, version_from_pb
+from slipstream.learner.controller.trajectories.batch import (
+    Batch,
+    from_record,
+    record,
+    token_lags,
+    tokens_by_server,
+    with_several_versions,
+)
+from slipstream.learner.controller.trajectories.set_aside import SetAside
+from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.errors import ProtocolError, RunFailed
 from slipstream.protocol.queue.base import TrajectoryReceiver
-from slipstream.protocol.staleness import lag
-from slipstream.protocol.types import GroupId, PolicyVersion, Trajectory
+from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
-
-# Trajectories of a batch travel in messages of about this size.
-CHUNK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The groups of one step, whole, in the order of their leases."""
-
-    # The version that it starts from, as in the journal and the protocol.
-    step: int
-    batch_id: str
-    groups: tuple[Group, ...]
-
-    @property
-    def version(self) -> int:
-        """The version that the step makes: its number in all that people read."""
-        return self.step + 1
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """All trajectories, group by group, by member."""
-        return [trajectory for group in self.groups for trajectory in group.in_order()]
 
 
 @dataclass(frozen=True)
@@ -96,16 +80,43 @@ class BatchFormer:
         self.training: Batch | None = None
         # Its last report, and the version that it was answered: the answer may be lost on the way.
         self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
+        # How many batches of each step were set aside, how many in a row without a word of the
+        # user, and the newest: the answer about it may be lost, too.
+        self._attempts: Counter[int] = Counter()
+        self._set_aside_in_a_row = 0
+        self._set_aside: Batch | None = None
+        self.num_set_aside = 0
 
     def restore(self, history: RunHistory) -> None:
         """Goes on where the journal ends."""
         kept = self._journal.kept_batches()
-        first = min(kept, default=history.next_step)
-        self._crc32 = {step: b.crc32 for step, b in history.batches.items() if step in kept}
+        self._crc32 = {s: b.crc32 for s, b in history.batches.items() if (s, b.attempt) in kept}
+        first = min(self._crc32, default=history.next_step)
+        self._attempts.update(batch.step for batch in history.set_aside)
+        self._set_aside_in_a_row = history.set_aside_in_a_row
+        self.num_set_aside = len(history.set_aside)
+        self._restore_put_back(history)
         # A trainer may go back to the version before the first of them.
         self._steps = {step: s for step, s in history.steps.items() if step >= first - 1}
         self._newest_incarnation = history.incarnation
         self._covered_step = history.checkpoint.step
+
+    def _restore_put_back(self, history: RunHistory) -> None:
+        """Groups that a set-aside batch held are whole: their trajectories are in its file."""
+        files = {
+            (b.step, b.attempt): b for g, b in history.put_back.items() if g in self._book.groups
+        }
+        for batch in files.values():
+            message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
+            for trajectory in from_record(message).trajectories:
+                group = self._book.groups.get(trajectory.group_id)
+                if group is None or trajectory.trajectory_id in history.ended:
+                    continue
+                key = ServerKey(trajectory.server_id, trajectory.server_epoch)
+                tokens = trajectory.num_sampled_tokens
+                if self._ledger.receive(key, trajectory.trajectory_id, tokens):
+                    group.finished[trajectory.member] = trajectory
+                    group.attempts[trajectory.member] = trajectory.attempt
 
     def trainer_joined(self) -> None:
         """Another one: it has no batch, and has reported nothing."""
@@ -114,7 +125,8 @@ class BatchFormer:
     def first_missing(self, step: int) -> int | None:
         """The first step from `step` on whose batch is not there any more; None: all are."""
         steps = range(step, self._book.step)
-        return next((s for s in steps if not self._journal.has_batch(s)), None)
+        has_batch, attempts = self._journal.has_batch, self._attempts
+        return next((s for s in steps if not has_batch(s, attempts[s])), None)
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
         """The version as which the run knows weights of the trainer."""
@@ -133,7 +145,8 @@ class BatchFormer:
             await self.form()
         if self.training is None or self.training.step != step:
             crc32 = self._crc32[step]
-            message = await asyncio.to_thread(self._journal.read_batch, step, crc32)
+            attempt = self._attempts[step]
+            message = await asyncio.to_thread(self._journal.read_batch, step, crc32, attempt)
             self.training = from_record(message)
         return self.training
 
@@ -147,7 +160,7 @@ class BatchFormer:
             groups = self._book.take_batch()
             if groups is None:
                 return None
-            batch = Batch(step, f"b{step:06d}", tuple(groups))
+            batch = Batch(step, batch_name(step, self._attempts[step]), tuple(groups))
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)
         self._forming = None
@@ -220,7 +233,57 @@ class BatchFormer:
             tokens = sum(trajectory.num_sampled_tokens for trajectory in batch.trajectories)
             self._ledger.end(End.TRAINED, tokens)
         self._reported = report, version
+        self._set_aside_in_a_row = 0
         return Trained(batch, version, again=earlier is not None)
+
+    def set_aside(
+        self, fault: trainer_pb2.DataFault, cause: str, *, most_in_a_row: int
+    ) -> SetAside | None:
+        """The trainer cannot train its batch, and its weights are as they were.
+
+        The groups that it names, all if it names none, are set aside, the others wait for the next
+        batch of the step. The caller waits until that is `durable` before it tells the trainer.
+        None when the same was said before; ProtocolError when the trainer was not given that batch;
+        RunFailed when the batch is not what is at fault.
+        """
+        batch = self.training
+        if batch is None or _batch_of(batch) != _batch_of(fault):
+            if self._set_aside is not None and _batch_of(self._set_aside) == _batch_of(fault):
+                return None
+            raise ProtocolError(
+                f"the trainer was not given batch {fault.batch_id} of step {fault.step + 1}"
+            )
+        if batch.step in self._steps:
+            raise RunFailed(
+                f"step {batch.version} was made from batch {batch.batch_id} before, and cannot be "
+                f"made again: {cause}"
+            )
+        if self._set_aside_in_a_row >= most_in_a_row:
+            raise RunFailed(
+                f"batch {batch.batch_id} of step {batch.version} cannot be trained: {cause}; "
+                f"{self._set_aside_in_a_row} in a row were set aside before, as many as "
+                f"controller.max_set_aside_batches = {most_in_a_row} allows"
+            )
+        found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
+        self._journal.append("batch_set_aside", **found.record())
+        self.training, self._set_aside = None, batch
+        self._attempts[batch.step] += 1
+        self.num_set_aside += 1
+        self._set_aside_in_a_row += 1
+        self._crc32.pop(batch.step)
+        self._ledger.end(End.SET_ASIDE, sampled_tokens(found.trajectories))
+        self._book.put_back(batch.step, found.put_back)
+        for group in found.groups:
+            self._environments.group_left_batch(group.environment, is_put_back=False)
+        for group in found.put_back:
+            self._environments.group_left_batch(group.environment, is_put_back=True)
+        return found
+
+    @property
+    def untried(self) -> Batch | None:
+        """The batch that the trainer has, if no version was ever made from it."""
+        batch = self.training
+        return None if batch is None or batch.step in self._steps else batch
 
     async def durable(self) -> None:
         """Returns when all that was journaled until now is on the disk."""
@@ -241,13 +304,15 @@ class BatchFormer:
         # is repeated, or of a trainer that went back to an older checkpoint, covers nothing new.
         if not self._keep_batches and step > covered_step:
             for covered in range(self._first_kept, covered_step):
-                self._journal.remove_batch(covered)
+                self._journal.remove_batch(covered, self._attempts.pop(covered, 0))
                 self._crc32.pop(covered, None)
                 self._steps.pop(covered - 1, None)
             self._first_kept = covered_step
 
 
-def _batch_of(said: Batch | trainer_pb2.StepReport) -> tuple[str, int]:
+def _batch_of(
+    said: Batch | trainer_pb2.StepReport | trainer_pb2.DataFault,
+) -> tuple[str, int]:
     return said.batch_id, said.step
 
 
@@ -260,80 +325,3 @@ def _what(report: trainer_pb2.StepReport) -> tuple[object, ...]:
 def _describe(report: trainer_pb2.StepReport) -> str:
     version, digest = version_from_pb(report.version), report.weight_digest.hex()
     return f"version {version} with digest {digest} from batch {report.batch_id}"
-
-
-def record(batch: Batch) -> trainer_pb2.RecordedBatch:
-    """The batch as the journal keeps it."""
-    trajectories = [trajectory_to_pb(trajectory) for trajectory in batch.trajectories]
-    return trainer_pb2.RecordedBatch(header=header(batch), trajectories=trajectories)
-
-
-def header(batch: Batch) -> trainer_pb2.BatchHeader:
-    """What the trainer reads first."""
-    return trainer_pb2.BatchHeader(
-        step=batch.step,
-        batch_id=batch.batch_id,
-        num_groups=len(batch.groups),
-        num_trajectories=sum(group.size for group in batch.groups),
-    )
-
-
-def from_record(message: trainer_pb2.RecordedBatch) -> Batch:
-    """Inverse of `record`."""
-    groups: dict[GroupId, Group] = {}
-    for trajectory in map(trajectory_from_pb, message.trajectories):
-        group = groups.get(trajectory.group_id)
-        if group is None:
-            group = groups[trajectory.group_id] = Group(
-                group_id=trajectory.group_id,
-                environment=trajectory.environment,
-                task_index=trajectory.task_index,
-                seed=trajectory.seed,
-                purpose=trajectory.purpose,
-                size=0,
-                deadline_step=message.header.step,
-                holder=None,
-            )
-        group.finished[trajectory.member] = trajectory
-        group.size += 1
-    return Batch(message.header.step, message.header.batch_id, tuple(groups.values()))
-
-
-def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int, int]]:
-    """Name, epoch and sampled tokens of each server epoch."""
-    tokens: Counter[tuple[str, int]] = Counter()
-    for trajectory in trajectories:
-        key = (trajectory.server_id, trajectory.server_epoch)
-        tokens[key] += trajectory.num_sampled_tokens
-    return [(name, epoch, number) for (name, epoch), number in sorted(tokens.items())]
-
-
-def token_lags(batch: Batch) -> Counter[int]:
-    """Number of the sampled tokens of each lag."""
-    lags: Counter[int] = Counter()
-    for trajectory in batch.trajectories:
-        for span in trajectory.version_spans:
-            lags[lag(batch.step, span.version.step)] += span.length
-    return lags
-
-
-def with_several_versions(batch: Batch) -> int:
-    """Number of trajectories that more than one version sampled."""
-    return sum(
-        len({span.version for span in trajectory.version_spans}) > 1
-        for trajectory in batch.trajectories
-    )
-
-
-def chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
-    """The trajectories in messages of bounded size."""
-    parts = [trainer_pb2.TrajectoryChunk()]
-    size = 0
-    for trajectory in batch.trajectories:
-        message = trajectory_to_pb(trajectory)
-        if size + message.ByteSize() > CHUNK_BYTES:
-            parts.append(trainer_pb2.TrajectoryChunk())
-            size = 0
-        parts[-1].trajectories.append(message)
-        size += message.ByteSize()
-    return parts

@@ -24,6 +24,8 @@ class TokenLoss:
     loss: Tensor
     num_tokens: Tensor
     statistics: TokenStatistics
+    # What the sum is made of, detached [tokens].
+    token_losses: Tensor
 
 
 def policy_loss(
@@ -70,4 +72,4 @@ def policy_loss(
     statistics = token_statistics(
         losses, parts, correction, (policy_logprobs, proximal), entropy, micro_batch
     )
-    return TokenLoss(losses.sum(), mask.sum(), statistics)
+    return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())

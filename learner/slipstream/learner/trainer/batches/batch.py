@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.errors import RunFailed, StalenessError
+from slipstream.protocol.errors import RunFailed, StalenessError, UntrainableBatch
 from slipstream.protocol.staleness import lag
 from slipstream.protocol.types import Trajectory
 
@@ -32,13 +32,8 @@ class Batch:
         return np.array([t.reward for t in self.trajectories], dtype=np.float64)
 
     def check(self, max_staleness: int) -> None:
-        """StalenessError for a token too old or of the future; RunFailed without a reward."""
+        """StalenessError for a token too old or of the future; UntrainableBatch without reward."""
         for trajectory in self.trajectories:
-            if not trajectory.has_reward:
-                raise RunFailed(
-                    f"batch {self.batch_id}: {trajectory.trajectory_id} is "
-                    f"{trajectory.status.name}, it has no reward"
-                )
             for span in trajectory.version_spans:
                 found = lag(self.step, span.version.step)
                 if span.length and not 0 <= found <= max_staleness:
@@ -47,6 +42,13 @@ class Batch:
                         f"{span.version}, a lag of {found}, but it must be between 0 and "
                         f"max_staleness {max_staleness}"
                     )
+        for trajectory in self.trajectories:
+            if not trajectory.has_reward:
+                raise UntrainableBatch(
+                    f"batch {self.batch_id}: {trajectory.trajectory_id} is "
+                    f"{trajectory.status.name}, it has no reward",
+                    [trajectory.trajectory_id],
+                )
 
     def mini_batches(self, number: int) -> list[list[int]]:
         """Indices of each mini-batch's trajectories: equal shares of the groups, in order."""

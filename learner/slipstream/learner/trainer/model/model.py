@@ -34,7 +34,7 @@ from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 from slipstream.protocol.access.exposure import narrow_sockets
-from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.settings.config import Config, ParallelSection
 from torch import Tensor
 
@@ -80,6 +80,12 @@ class ParallelModel:
         """This rank's rows of the projection to the vocabulary; on the last pipeline stage."""
         return output_weight(unwrapped(self.chunks[-1]))
 
+    def count_not_finite(self) -> int:
+        """Number of this rank's parameters that are infinite or no number."""
+        with self.memory.resident(Part.PARAMETERS):
+            parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+            return sum(int((~torch.isfinite(p)).sum()) for p in parameters)
+
     def gather_parameters(self) -> None:
         """Before the parameters are read: those that are only read are complete."""
 
@@ -99,7 +105,7 @@ class TrainedModel(ParallelModel):
     def optimizer_step(self, learning_rate: float) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
-        RunFailed, with the weights as they were, when the norm is not finite.
+        UntrainableBatch, with the weights as they were, when the norm is not finite on a rank.
         """
         with self.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             return self._optimizer_step(learning_rate)
@@ -108,8 +114,9 @@ class TrainedModel(ParallelModel):
         """What Megatron's `step` does, once each, with a look at the norm before weights change."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise RunFailed(f"the gradient norm is {norm}; the weights were not changed")
+        # No rank may wait for one that has refused the batch.
+        if self.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():
+            raise UntrainableBatch(f"the gradient norm is {norm}; the weights were not changed")
         # Megatron leaves both multipliers to its own scheduler, which is not used here: without
         # these lines norms would be decayed too.
         base = self.optimizer.config

@@ -15,6 +15,7 @@ from enum import Enum
 
 import torch
 from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.settings.config import OffloadSection
 from torch import Tensor
 
@@ -55,12 +56,20 @@ class HostMemory:
     def resident(self, *parts: Part) -> Iterator[None]:
         """The parts are on the device inside; those that are set to, leave with the last user.
 
-        Without an `own` of it a part is nothing. What raises leaves everything where it is.
+        Without an `own` of it a part is nothing. What raises leaves everything where it is, but
+        for a batch that cannot be trained: training goes on after it.
         """
         for part in parts:
             self._users[part] += 1
             self._bring(part)
-        yield
+        try:
+            yield
+        except UntrainableBatch:
+            self._leave(parts)
+            raise
+        self._leave(parts)
+
+    def _leave(self, parts: Sequence[Part]) -> None:
         for part in parts:
             self._users[part] -= 1
             if not self._users[part] and self._is_offloaded[part] and part in self._tensors:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.errors import RunFailed, UntrainableBatch
 from slipstream.protocol.types import Trajectory
 from torch import Tensor
 
@@ -173,7 +173,7 @@ def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
 
 
 def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
-    """RunFailed when the experts are those of another model than that of `config`."""
+    """UntrainableBatch when the experts are those of another model than that of `config`."""
     expected = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
     for trajectory in trajectories:
         routed = trajectory.routed_experts
@@ -181,8 +181,9 @@ def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
             continue
         found = (*routed.expert_ids.shape[1:], routed.num_experts)
         if found != expected:
-            raise RunFailed(
+            raise UntrainableBatch(
                 f"{trajectory.trajectory_id} has experts of {found[0]} layers, {found[1]} of "
                 f"{found[2]} each, but the model has {expected[0]} layers, {expected[1]} of "
-                f"{expected[2]}"
+                f"{expected[2]}",
+                [trajectory.trajectory_id],
             )

@@ -18,7 +18,7 @@ from slipstream.learner.trainer.model.schedule import run_schedule
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.model.value_head import give_value_head
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray
 from torch import Tensor
@@ -70,7 +70,8 @@ class Critic:
     ) -> dict[str, float]:
         """One optimizer step for each mini-batch, towards the returns of `sequences`; metrics.
 
-        RunFailed for a loss or gradient that is not finite, before its mini-batch changes a weight.
+        UntrainableBatch for a loss or gradient that is not finite, before its mini-batch changes a
+        weight.
         """
         total = torch.zeros(len(Sum), dtype=torch.float64)
         norms = []
@@ -80,7 +81,9 @@ class Critic:
                 sums = self._accumulate(sequences, members)
                 loss = float(sums[Sum.LOSS])
                 if not math.isfinite(loss):
-                    raise RunFailed(f"the critic's loss is {loss}; its weights were not changed")
+                    raise UntrainableBatch(
+                        f"the critic's loss is {loss}; its weights were not changed"
+                    )
                 norms.append(self._model.optimizer_step(self._learning_rate))
                 total += sums
             # Else they are left to the next forward pass, and a checkpoint before it would hold

@@ -7,9 +7,9 @@ import zlib
 
 import numpy as np
 import pytest
+from slipstream.learner.controller.records.earlier_ids import EarlierIds
 from slipstream.learner.controller.records.history import RecordedBatch, RunHistory
 from slipstream.learner.controller.records.journal import (
-    EarlierIds,
     Journal,
     batch_path,
     read_batch,

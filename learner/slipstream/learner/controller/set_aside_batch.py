@@ -1,0 +1,78 @@
+"""Takes the batch at which a run fails out of its journal, while the run does not go on.
+
+One process, without a controller: `python -m slipstream.learner.controller.set_aside_batch RUN STEP
+[GROUP ...]`. What it prints is one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.learner.controller.records.history import RunHistory, read_history
+from slipstream.learner.controller.records.journal import LOG_NAME, Journal, read_records
+from slipstream.learner.controller.trajectories.batch import from_record
+from slipstream.learner.controller.trajectories.set_aside import SetAside
+from slipstream.protocol.errors import ConfigError, ProtocolError, SlipstreamError
+
+USAGE_ERROR = 2
+CAUSE = "the user asked for it"
+
+
+def main() -> int:
+    """0: the batch, or these groups of it, will not be trained; 2: that cannot be done."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("step", type=int, help="from 1, as people read it")
+    parser.add_argument("groups", nargs="*", help="default: all of the batch")
+    arguments = parser.parse_args()
+    try:
+        print(set_batch_aside(arguments.run, arguments.step, arguments.groups).describe())
+    except SlipstreamError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAside:
+    """Journals that `groups` of the batch of `step`, from 1, or all, will not be trained.
+
+    ConfigError when the run goes on, or has no such batch that waits to be trained.
+    """
+    folder = run / "journal"
+    if not (folder / LOG_NAME).is_file():
+        raise ConfigError(f"{run} has no journal")
+    with Journal(folder) as journal:
+        history = read_history(read_records(folder))
+        _check_waits(history, run, step)
+        recorded = history.batches[step - 1]
+        batch = from_record(journal.read_batch(recorded.step, recorded.crc32, recorded.attempt))
+        try:
+            found = SetAside.of(batch, groups, CAUSE, by="user")
+        except ProtocolError as error:
+            raise ConfigError(str(error)) from None
+        journal.append("batch_set_aside", **found.record())
+    return found
+
+
+def _check_waits(history: RunHistory, run: Path, step: int) -> None:
+    """ConfigError unless the batch of `step`, from 1, waits to be trained."""
+    newest = history.version.step
+    if step - 1 in history.steps:
+        covered = ", which a checkpoint covers" if step <= history.checkpoint.step else ""
+        raise ConfigError(
+            f"step {step} of {run} is trained{covered}; only a batch from which no version was "
+            f"made can be set aside, and the newest version is {newest}"
+        )
+    if step - 1 not in history.batches:
+        waits = f"that of step {newest + 1}" if newest in history.batches else "none"
+        raise ConfigError(
+            f"the journal of {run} has no batch of step {step}; the batch that waits to be trained "
+            f"is {waits}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""What a trainer says of itself."""
+
+from __future__ import annotations
+
+from slipstream.v1 import trainer_pb2
+
+
+def impossible(hello: trainer_pb2.TrainerHello) -> str:
+    """Why no trainer of ours would say this of itself; empty: nothing speaks against it."""
+    if hello.world_size < 1:
+        return f"world_size of a trainer must be at least 1, got {hello.world_size}"
+    if hello.num_senders > hello.world_size:
+        return (
+            f"num_senders of a trainer must be at most its world_size, got {hello.num_senders} "
+            f"and {hello.world_size}"
+        )
+    if not hello.layout_description.strip():
+        return "layout_description of a trainer must not be empty"
+    return ""

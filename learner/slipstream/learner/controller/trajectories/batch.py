@@ -1,0 +1,113 @@
+"""The groups of one step, as the journal and the trainer have them, and numbers of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb
+from slipstream.protocol.staleness import lag
+from slipstream.protocol.types import GroupId, Trajectory
+from slipstream.v1 import trainer_pb2
+
+# Trajectories of a batch travel in messages of about this size.
+CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one step, whole, in the order of their leases."""
+
+    # The version that it starts from, as in the journal and the protocol.
+    step: int
+    batch_id: str
+    groups: tuple[Group, ...]
+
+    @property
+    def version(self) -> int:
+        """The version that the step makes: its number in all that people read."""
+        return self.step + 1
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories, group by group, by member."""
+        return [trajectory for group in self.groups for trajectory in group.in_order()]
+
+
+def record(batch: Batch) -> trainer_pb2.RecordedBatch:
+    """The batch as the journal keeps it."""
+    trajectories = [trajectory_to_pb(trajectory) for trajectory in batch.trajectories]
+    return trainer_pb2.RecordedBatch(header=header(batch), trajectories=trajectories)
+
+
+def header(batch: Batch) -> trainer_pb2.BatchHeader:
+    """What the trainer reads first."""
+    return trainer_pb2.BatchHeader(
+        step=batch.step,
+        batch_id=batch.batch_id,
+        num_groups=len(batch.groups),
+        num_trajectories=sum(group.size for group in batch.groups),
+    )
+
+
+def from_record(message: trainer_pb2.RecordedBatch) -> Batch:
+    """Inverse of `record`."""
+    groups: dict[GroupId, Group] = {}
+    for trajectory in map(trajectory_from_pb, message.trajectories):
+        group = groups.get(trajectory.group_id)
+        if group is None:
+            group = groups[trajectory.group_id] = Group(
+                group_id=trajectory.group_id,
+                environment=trajectory.environment,
+                task_index=trajectory.task_index,
+                seed=trajectory.seed,
+                purpose=trajectory.purpose,
+                size=0,
+                deadline_step=message.header.step,
+                holder=None,
+            )
+        group.finished[trajectory.member] = trajectory
+        group.size += 1
+    return Batch(message.header.step, message.header.batch_id, tuple(groups.values()))
+
+
+def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int, int]]:
+    """Name, epoch and sampled tokens of each server epoch."""
+    tokens: Counter[tuple[str, int]] = Counter()
+    for trajectory in trajectories:
+        key = (trajectory.server_id, trajectory.server_epoch)
+        tokens[key] += trajectory.num_sampled_tokens
+    return [(name, epoch, number) for (name, epoch), number in sorted(tokens.items())]
+
+
+def token_lags(batch: Batch) -> Counter[int]:
+    """Number of the sampled tokens of each lag."""
+    lags: Counter[int] = Counter()
+    for trajectory in batch.trajectories:
+        for span in trajectory.version_spans:
+            lags[lag(batch.step, span.version.step)] += span.length
+    return lags
+
+
+def with_several_versions(batch: Batch) -> int:
+    """Number of trajectories that more than one version sampled."""
+    return sum(
+        len({span.version for span in trajectory.version_spans}) > 1
+        for trajectory in batch.trajectories
+    )
+
+
+def chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
+    """The trajectories in messages of bounded size."""
+    parts = [trainer_pb2.TrajectoryChunk()]
+    size = 0
+    for trajectory in batch.trajectories:
+        message = trajectory_to_pb(trajectory)
+        if size + message.ByteSize() > CHUNK_BYTES:
+            parts.append(trainer_pb2.TrajectoryChunk())
+            size = 0
+        parts[-1].trajectories.append(message)
+        size += message.ByteSize()
+    return parts

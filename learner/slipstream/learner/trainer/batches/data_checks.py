@@ -1,0 +1,65 @@
+"""What in the data of a batch cannot be trained: pure functions, equal on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import TrainingSequence, round_up
+from slipstream.protocol.errors import UntrainableBatch
+
+MAX_TOLD = 3
+# Rewards that are larger are refused before they are in a batch; older journals may hold some.
+LARGEST_REWARD = 1e6
+
+
+def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
+    """The error that names the trajectories at these indices, the first few in its message."""
+    ids = [batch.trajectories[index].trajectory_id for index in indices]
+    more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
+    told = f" ({', '.join(ids[:MAX_TOLD])}{more})" if ids else ""
+    return UntrainableBatch(f"{cause}{told}", ids)
+
+
+def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int) -> None:
+    """UntrainableBatch for a batch without a sampled token, or values that no step can take.
+
+    Sequences are padded to a `multiple` of tokens, and fit a micro batch of `max_tokens` then.
+    """
+    trajectories = batch.trajectories
+    if not sum(trajectory.num_sampled_tokens for trajectory in trajectories):
+        raise untrainable(batch, range(len(trajectories)), "no trajectory has a sampled token")
+    sizes = [round_up(len(trajectory.token_ids), multiple) for trajectory in trajectories]
+    long = [index for index, size in enumerate(sizes) if size > max_tokens]
+    if long:
+        raise untrainable(
+            batch,
+            long,
+            f"a sequence of {max(sizes)} tokens does not fit learner.micro_batch_tokens, "
+            f"{max_tokens} for each sequence",
+        )
+    largest = [int(trajectory.token_ids.max(initial=0)) for trajectory in trajectories]
+    strange = [index for index, token in enumerate(largest) if token >= vocab_size]
+    if strange:
+        raise untrainable(
+            batch, strange, f"token {max(largest)} is outside the vocabulary of {vocab_size}"
+        )
+
+
+def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
+    """UntrainableBatch when rewards are so far apart that an advantage is not finite.
+
+    One reward may spoil all advantages: where some are too large, only these are named.
+    """
+    faulty = [
+        index
+        for index, sequence in enumerate(sequences)
+        if not np.isfinite(sequence.estimates.advantages).all()
+    ]
+    if faulty:
+        rewards = batch.rewards()
+        large = [index for index in faulty if abs(rewards[index]) > LARGEST_REWARD]
+        least, most = rewards[faulty].min(), rewards[faulty].max()
+        cause = f"advantages are not finite, of rewards from {least:g} to {most:g}"
+        raise untrainable(batch, large or faulty, cause)

@@ -1,0 +1,233 @@
+"""Batches that the trainer cannot train: set aside by the run, by the user, and after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from controller_runs import make_config, play
+from fake_server import FakeServer
+from fake_trainer import START, FakeTrainer
+from slipstream.learner.controller.records.history import read_history
+from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
+from slipstream.learner.controller.set_aside_batch import set_batch_aside
+from slipstream.learner.trainer.replay import recorded_steps
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.types import Trajectory
+
+STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
+
+Poisoned = Callable[[list[Trajectory]], list[str] | None]
+
+
+def group_of(number: int, *, named: bool = True) -> Poisoned:
+    """Refuses batches with this group; names it, or no group."""
+
+    def poisoned(batch: list[Trajectory]) -> list[str] | None:
+        group_id = f"g{number:06d}"
+        if all(trajectory.group_id != group_id for trajectory in batch):
+            return None
+        return [group_id] if named else []
+
+    return poisoned
+
+
+async def run(config: Config, poisoned: Poisoned, checkpoint=START) -> tuple[dict, FakeTrainer]:
+    trainer = FakeTrainer(config.controller.address, checkpoint=checkpoint, checkpoint_every=3)
+    trainer.poisoned = poisoned
+    fleet = [FakeServer(config.controller.address, f"s{i}") for i in range(2)]
+    return await play(config, *fleet, trainer=trainer), trainer
+
+
+def records_of(config: Config, kind: str) -> list[dict]:
+    return [r for r in read_records(config.run_dir / "journal") if r["kind"] == kind]
+
+
+def check_whole(config: Config, summary: dict, num_set_aside: int) -> None:
+    """Every step has one batch, no trajectory has two fates, and the ledger is closed."""
+    assert (summary["state"], summary["steps"]) == ("finished", STEPS), summary["cause"]
+    assert summary["ledger"]["difference"] == 0
+    assert summary["ledger"]["trained"] == STEPS * GROUPS * MEMBERS * TOKENS
+    assert summary["ledger"]["set_aside"] == num_set_aside * MEMBERS * TOKENS
+    history = read_history(read_records(config.run_dir / "journal"))
+    assert sorted(history.batches) == sorted(history.steps) == list(range(STEPS))
+    trained = [
+        trajectory.group_id
+        for batch in history.batches.values()
+        for trajectory in read_batch(
+            config.run_dir / "journal", batch.step, batch.crc32, batch.attempt
+        ).trajectories
+    ]
+    assert len(trained) == STEPS * GROUPS * MEMBERS
+    assert len(set(trained)) == STEPS * GROUPS
+    gone = [g for r in records_of(config, "batch_set_aside") for g, *_ in r["groups"]]
+    assert len(gone) == len(set(gone)) == num_set_aside
+    assert not set(gone) & set(trained)
+    ended = {r["id"] for r in records_of(config, "end")}
+    ids = [i for r in records_of(config, "batch_set_aside") for i in r["ids"]]
+    assert not ended & set(ids)
+    steps = list(recorded_steps(config.run_dir / "journal"))
+    assert [s.batch.header.step for s in steps] == list(range(STEPS))
+    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "step" in row] == list(range(1, STEPS + 1))
+
+
+def check_put_back(config: Config, record: dict) -> None:
+    """The next batch of the step has the good groups of the first one, as they were."""
+    history = read_history(read_records(config.run_dir / "journal"))
+    (first,) = history.set_aside
+    folder, second = config.run_dir / "journal", history.batches[record["step"]]
+    assert (first.attempt, second.attempt) == (0, 1)
+    kept = {group for group, *_ in record["put_back"]}
+    before, after = (
+        [
+            trajectory
+            for trajectory in read_batch(folder, b.step, b.crc32, b.attempt).trajectories
+            if trajectory.group_id in kept
+        ]
+        for b in (first, second)
+    )
+    assert len(before) == len(kept) * MEMBERS
+    assert sorted(map(str, before)) == sorted(map(str, after))
+
+
+async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_groups(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path)
+    summary, trainer = await run(config, group_of(9))
+    check_whole(config, summary, num_set_aside=1)
+    assert summary["set_aside_batches"] == 1
+    (record,) = records_of(config, "batch_set_aside")
+    assert [g for g, *_ in record["groups"]] == ["g000009"]
+    assert (record["by"], record["cause"]) == ("trainer", "the loss is nan")
+    # The good groups of the batch are in the next one, which has another id.
+    assert len(record["put_back"]) == GROUPS - 1
+    check_put_back(config, record)
+    assert trainer.refused == [record["batch_id"]]
+    assert max(trainer.lags) <= 2
+    (warning,) = [r.getMessage() for r in caplog.records if "set aside" in r.getMessage()]
+    assert warning.endswith(
+        f"batch {record['batch_id']} of step {record['step'] + 1} is set aside: the loss is nan; "
+        f"never trained: g000009 (environment e, task {record['groups'][0][2]}); its other 3 "
+        "groups stay"
+    )
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_without_a_name_all_groups_of_the_batch_are_set_aside(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    config = make_config(tmp_path, algorithm__max_staleness=max_staleness)
+    summary, trainer = await run(config, group_of(9, named=False))
+    check_whole(config, summary, num_set_aside=GROUPS)
+    assert max(trainer.lags) <= max_staleness
+
+
+async def test_too_many_batches_in_a_row_fail_the_run_with_one_line(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    summary, trainer = await run(config, lambda _: [])
+    assert trainer.refused == ["b000000", "b000000-1", "b000000-2", "b000000-3"]
+    assert summary["state"] == "failed"
+    assert summary["cause"] == (
+        "batch b000000-3 of step 1 cannot be trained: the loss is nan; 3 in a row were set aside "
+        "before, as many as controller.max_set_aside_batches = 3 allows; the trainer had batch "
+        "b000000-3 of step 1, which is trained first when the run goes on; "
+        f"`slipstream set-aside {config.run_dir} 1` takes it out"
+    )
+    assert summary["ledger"]["difference"] == 0
+    assert summary["ledger"]["set_aside"] == 3 * GROUPS * MEMBERS * TOKENS
+
+
+async def failed_run(tmp_path: Path) -> tuple[Config, FakeTrainer]:
+    """A run that failed at a batch which is the last one in its journal, as earlier ones did."""
+    config = make_config(tmp_path, controller__max_set_aside_batches=0)
+    summary, trainer = await run(config, group_of(17))
+    assert summary["state"] == "failed"
+    return config, trainer
+
+
+def anew(config: Config, **changes) -> Config:
+    """The settings of the next start."""
+    fresh = make_config(config.run.dir)
+    return fresh.model_copy(update={"controller": fresh.controller.model_copy(update=changes)})
+
+
+async def test_a_run_that_failed_at_a_batch_goes_on_without_it(tmp_path: Path) -> None:
+    config, before = await failed_run(tmp_path)
+    (at,) = before.refused
+    again = anew(config)
+    summary, trainer = await run(again, group_of(17), before.newest_checkpoint)
+    check_whole(again, summary, num_set_aside=1)
+    assert trainer.refused == [at]
+
+
+@pytest.mark.parametrize("groups", [[], ["g000017"]])
+async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(
+    tmp_path: Path, groups: list[str]
+) -> None:
+    config, before = await failed_run(tmp_path)
+    step = int(before.refused[0].removeprefix("b")) + 1
+    found = set_batch_aside(config.run_dir, step, groups)
+    assert found.describe().startswith(f"batch {before.refused[0]} of step {step} is set aside")
+    again = anew(config, max_set_aside_batches=0)
+    summary, trainer = await run(again, group_of(17), before.newest_checkpoint)
+    assert trainer.refused == []
+    check_whole(again, summary, num_set_aside=len(groups) or GROUPS)
+    (record,) = records_of(again, "batch_set_aside")
+    assert record["by"] == "user"
+    check_put_back(again, record)
+
+
+async def test_what_cannot_be_set_aside_is_refused_with_one_line(tmp_path: Path) -> None:
+    config, before = await failed_run(tmp_path)
+    run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
+    records = list(read_records(run_dir / "journal"))
+    covered = before.newest_checkpoint[0].step
+    with pytest.raises(ConfigError) as trained:
+        set_batch_aside(run_dir, covered)
+    assert str(trained.value) == (
+        f"step {covered} of {run_dir} is trained, which a checkpoint covers; only a batch from "
+        f"which no version was made can be set aside, and the newest version is {step - 1}"
+    )
+    with pytest.raises(ConfigError, match=f"has no batch of step 99; .* is that of step {step}$"):
+        set_batch_aside(run_dir, 99)
+    with pytest.raises(ConfigError, match="has no group g000999; it has g0"):
+        set_batch_aside(run_dir, step, ["g000999"])
+    with (
+        Journal(run_dir / "journal"),
+        pytest.raises(ConfigError, match="is written by another controller"),
+    ):
+        set_batch_aside(run_dir, step)
+    with pytest.raises(ConfigError, match="has no journal"):
+        set_batch_aside(tmp_path / "none", 1)
+    assert list(read_records(run_dir / "journal")) == records
+
+
+async def test_a_crash_right_after_leaves_the_good_groups_whole(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "whole")
+    copy = tmp_path / "crashed"
+
+    class Crashing(FakeTrainer):
+        async def _refuse(self, header, group_ids) -> None:
+            await super()._refuse(header, group_ids)
+            shutil.copytree(config.run_dir, copy / "r")
+
+    trainer = Crashing(config.controller.address, checkpoint_every=3)
+    trainer.poisoned = group_of(17)
+    fleet = [FakeServer(config.controller.address, f"s{i}") for i in range(2)]
+    async with asyncio.timeout(100):
+        await play(config, *fleet, trainer=trainer)
+    crashed = make_config(copy)
+    (record,) = records_of(crashed, "batch_set_aside")
+    history = read_history(read_records(crashed.run_dir / "journal"))
+    assert set(history.put_back) == {group for group, *_ in record["put_back"]}
+    summary, again = await run(crashed, group_of(17))
+    assert again.refused == []
+    check_whole(crashed, summary, num_set_aside=1)
+    check_put_back(crashed, record)

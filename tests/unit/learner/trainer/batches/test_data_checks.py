@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fake_controller import make_batch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.data_checks import (
+    check_advantages,
+    check_data,
+    untrainable,
+)
+from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
+from slipstream.protocol.errors import UntrainableBatch
+from slipstream.protocol.types import Status
+
+BATCH = make_batch(0, num_groups=2, group_size=2, vocab_size=32, max_tokens=24)
+
+
+def ids(*indices: int) -> tuple[str, ...]:
+    return tuple(BATCH.trajectories[index].trajectory_id for index in indices)
+
+
+def changed(batch: Batch, **fields: dict[int, object]) -> Batch:
+    """The batch with other values of some trajectories, by field and index."""
+    trajectories = list(batch.trajectories)
+    for name, values in fields.items():
+        for index, value in values.items():
+            trajectories[index] = dataclasses.replace(trajectories[index], **{name: value})
+    return dataclasses.replace(batch, trajectories=tuple(trajectories))
+
+
+def sequences_with(advantages: list[float]) -> list[TrainingSequence]:
+    estimates = [
+        TokenEstimates(np.full(t.num_sampled_tokens, a, dtype=np.float32))
+        for t, a in zip(BATCH.trajectories, advantages, strict=True)
+    ]
+    return TrainingSequence.of_trajectories(BATCH.trajectories, estimates, step=0)
+
+
+def test_a_batch_that_can_be_trained_passes() -> None:
+    check_data(BATCH, max_tokens=24, multiple=1, vocab_size=32)
+    check_advantages(BATCH, sequences_with([1.0, -1.0, 0.0, 3e38]))
+
+
+def test_the_padded_length_must_fit() -> None:
+    longest = max(len(t.token_ids) for t in BATCH.trajectories)
+    check_data(BATCH, max_tokens=longest, multiple=1, vocab_size=32)
+    with pytest.raises(UntrainableBatch, match="does not fit learner.micro_batch_tokens") as error:
+        check_data(BATCH, max_tokens=longest, multiple=longest - 1, vocab_size=32)
+    found = {t.trajectory_id for t in BATCH.trajectories if len(t.token_ids) == longest}
+    assert set(error.value.trajectory_ids) == found
+
+
+def test_tokens_outside_the_vocabulary_are_named() -> None:
+    largest = [int(t.token_ids.max()) for t in BATCH.trajectories]
+    with pytest.raises(UntrainableBatch, match=f"token {max(largest)} is outside") as error:
+        check_data(BATCH, max_tokens=24, multiple=1, vocab_size=max(largest))
+    indices = [index for index, token in enumerate(largest) if token == max(largest)]
+    assert error.value.trajectory_ids == ids(*indices)
+
+
+def test_an_episode_without_reward_is_named_and_an_old_token_comes_first() -> None:
+    failed = changed(BATCH, status={2: Status.FAILED})
+    with pytest.raises(UntrainableBatch, match="it has no reward") as error:
+        failed.check(max_staleness=1)
+    assert error.value.trajectory_ids == ids(2)
+
+
+def test_where_one_reward_spoils_all_advantages_it_alone_is_named() -> None:
+    nothing = [float("nan")] * 4
+    far = changed(BATCH, reward={1: 1e300})
+    with pytest.raises(UntrainableBatch, match="to 1e\\+300") as error:
+        check_advantages(far, sequences_with(nothing))
+    assert error.value.trajectory_ids == ids(1)
+    with pytest.raises(UntrainableBatch, match="advantages are not finite") as error:
+        check_advantages(BATCH, sequences_with([0.0, 0.0, float("inf"), 0.0]))
+    assert error.value.trajectory_ids == ids(2)
+
+
+def test_the_message_names_the_first_few() -> None:
+    assert str(untrainable(BATCH, [0], "why")) == f"why ({ids(0)[0]})"
+    assert str(untrainable(BATCH, [], "why")) == "why"
+    told = ", ".join(ids(0, 1, 2))
+    assert str(untrainable(BATCH, [0, 1, 2, 3], "why")) == f"why ({told} and 1 more)"
