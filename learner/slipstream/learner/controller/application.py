@@ -8,7 +8,6 @@ import secrets
 import time
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 import grpc.aio
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
@@ -28,9 +27,8 @@ from slipstream.learner.controller.records.restoration import (
     journal_servers,
     restore,
 )
-from slipstream.learner.controller.reporting.curves import draw_curves
-from slipstream.learner.controller.reporting.metrics import Ending, open_recorder
-from slipstream.learner.controller.reporting.rows import METRICS
+from slipstream.learner.controller.reporting.metrics import open_recorder
+from slipstream.learner.controller.reporting.run_facts import Ending
 from slipstream.learner.controller.reporting.service_health import ServiceHealth
 from slipstream.learner.controller.reporting.status_service import StatusServicer
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
@@ -124,7 +122,7 @@ class Controller:
                 await self._wind_down()
                 for task in background:
                     task.cancel()
-            await self._write_results(folder)
+            await self._write_results()
             self._environment_servicer.relay.close()
         return 1 if self._failed else 0
 
@@ -293,7 +291,7 @@ class Controller:
         await self._health.tell(serving=True)
         while not self._progress.is_over:
             await self._progress.signal.wait(5.0)
-            self._recorder.suspended(self._environments.suspended())
+            self._recorder.look(self._environments.suspended())
         await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:
@@ -321,7 +319,7 @@ class Controller:
     def _failed(self) -> bool:
         return self._progress.state == status_pb2.RUN_STATE_FAILED
 
-    async def _write_results(self, folder: Path) -> None:
+    async def _write_results(self) -> None:
         progress = self._progress
         progress.state, progress.waiting_for = progress.final_state, ""
         hello, goodbye = self._trainer.hello, self._trainer.goodbye
@@ -339,12 +337,6 @@ class Controller:
                 suspended_environments=self._environments.suspended(),
             ),
         )
-        await asyncio.to_thread(
-            draw_curves,
-            folder / "curves.png",
-            self._config.run.name,
-            folder / METRICS,
-            self._evaluator.results,
-        )
+        await self._recorder.draw(self._evaluator.results)
         await asyncio.to_thread(self._recorder.close)
         progress.events.close(progress.state, progress.cause)
