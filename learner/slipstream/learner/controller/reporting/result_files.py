@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
+
+from slipstream.protocol.run_folder import rename_aside
 
 # Is told, in one line, what became of a file.
 Tell: TypeAlias = Callable[[str], None]
@@ -129,15 +130,6 @@ def set_aside(path: Path, tell: Tell) -> None:
     """Renames what stands in the place of a file."""
     aside = rename_aside(path)
     tell(f"{path} is no file that can be written; what was there lies in {aside.name} now")
-
-
-def rename_aside(path: Path) -> Path:
-    """Gives `path` the next free name that ends in `.damaged-N`, and returns it."""
-    for number in itertools.count(1):
-        aside = path.with_name(f"{path.name}.damaged-{number}")
-        if not os.path.lexists(aside):
-            return path.rename(aside)
-    raise AssertionError
 
 
 def remove_old(path: Path, tell: Tell) -> None:

@@ -11,8 +11,9 @@ from typing import TypeAlias
 
 from pydantic import JsonValue
 from slipstream.learner.controller.records.journal import whole_bytes
-from slipstream.learner.controller.reporting.result_files import Tell, rename_aside
+from slipstream.learner.controller.reporting.result_files import Tell
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.run_folder import rename_aside
 
 METRICS = "metrics.jsonl"
 SAMPLES = "trajectories.jsonl"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.learner.controller.events import EventLog, Severity
-from slipstream.learner.controller.reporting.result_files import rename_aside, write_result
+from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.rows import parse_object
 from slipstream.learner.controller.reporting.trackers.tracker import (
     TrackedRun,
@@ -22,6 +22,7 @@ from slipstream.learner.controller.reporting.trackers.writers import (
     OpenTracker,
     Trackers,
 )
+from slipstream.protocol.run_folder import rename_aside
 from slipstream.protocol.settings.config import Config
 
 RUN_IDS = "tracking.json"
