@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc.aio
 import pytest
 from controller_runs import make_config, play
 from fake_server import OPEN, FakeServer
@@ -18,6 +19,7 @@ from fake_trainer import FakeTrainer
 from slipstream.learner.controller.application import Controller
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
+from small_checkpoints import save_checkpoint
 
 STEPS = 6
 
@@ -199,3 +201,150 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
     told = [m for m in caplog.messages if ".damaged-1 now" in m]
     assert len(told) == {"missing": 0, "cut": 0, "damaged": 2, "folder": 3}[damage]
     assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
+
+
+class SavingTrainer(FakeTrainer):
+    """Leaves a checkpoint of each second version, before it reports it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.controller.address, checkpoint_every=2)
+        self.folder = config.run_dir / "checkpoints"
+
+    async def train(self) -> None:
+        step = self.version.step + 1
+        if step % self.checkpoint_every == 0:
+            save_checkpoint(self.folder, step, keep_last=2)
+
+
+async def test_checkpoints_that_are_removed_under_a_live_run_are_told(tmp_path, caplog):
+    config = make_config(tmp_path, run__steps=STEPS)
+    folder = config.run_dir / "checkpoints"
+    trainer = SavingTrainer(config)
+    trainer.hold_at(4)
+    told = "was removed or damaged under the live run"
+
+    async def during(controller: Controller, tasks: list) -> None:
+        try:
+            async with asyncio.timeout(60):
+                await trainer.until_held()
+                while "checkpoint of version 4" not in caplog.text:
+                    await asyncio.sleep(0.01)
+                shutil.rmtree(folder)
+                while told not in caplog.text:
+                    await asyncio.sleep(0.01)
+        finally:
+            trainer.gate.set()
+
+    with caplog.at_level(logging.INFO):
+        server = FakeServer(config.controller.address)
+        summary = await play(config, server, trainer=trainer, during=during)
+    assert (summary["code"], summary["steps"]) == (0, STEPS)
+    (line,) = [m for m in caplog.messages if told in m]
+    assert line.startswith(f"{folder / 'step-000004'} ")
+    assert line.endswith("a resume goes on from the start")
+
+
+async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
+    """The cause and exit code of a run whose second trainer needs a batch that `spoil` spoils."""
+    address = config.controller.address
+    first, second = FakeTrainer(address), FakeTrainer(address)
+    first.hold_at(3)
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    dying = asyncio.ensure_future(first.run())
+    others = [asyncio.ensure_future(FakeServer(address, "s").run())]
+    try:
+        async with asyncio.timeout(60):
+            await first.until_held()
+        dying.cancel()
+        second.hold_at(0)
+        others.append(asyncio.ensure_future(second.run()))
+        async with asyncio.timeout(60):
+            while not second.holds:
+                await asyncio.sleep(0.01)
+        # It trains batch 0 again, and has not asked for the next one.
+        spoil(config.run_dir / "journal" / "batches" / "step-000001.pb")
+        second.gate.set()
+        async with asyncio.timeout(100):
+            code = await running
+        return second.stop_reason, code
+    finally:
+        for task in (running, dying, *others):
+            task.cancel()
+        await asyncio.gather(running, dying, *others, return_exceptions=True)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def folder_in_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (Path.unlink, "cannot be read: No such file or directory"),
+        (flip, "is damaged"),
+        (lambda path: path.write_bytes(b""), "is damaged"),
+        (lambda path: path.write_bytes(bytes(512)), "is damaged"),
+        (folder_in_place, "cannot be read: Is a directory"),
+    ],
+    ids=["missing", "flipped", "empty", "NUL block", "folder"],
+)
+async def test_a_batch_that_is_lost_when_it_is_asked_for_fails_the_run_until_it_is_back(
+    tmp_path, caplog, spoil, cause
+):
+    config = make_config(tmp_path, run__steps=STEPS)
+    batch = config.run_dir / "journal" / "batches" / "step-000001.pb"
+    kept = tmp_path / "kept.pb"
+
+    def keep_and_spoil(path: Path) -> None:
+        shutil.copy(path, kept)
+        spoil(path)
+
+    with caplog.at_level(logging.ERROR):
+        reason, code = await again_from_the_start(config, keep_and_spoil)
+    assert code == 1
+    line = f"{batch} {cause}; put it back from a copy of the run, or begin anew with another"
+    assert reason.startswith(line)
+    assert [m for m in caplog.messages if m.startswith(f"the run failed: {line}")]
+    assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
+    if batch.is_dir():
+        batch.rmdir()
+    shutil.copy(kept, batch)
+    summary = await play(
+        config,
+        FakeServer(config.controller.address, "again"),
+        trainer=FakeTrainer(config.controller.address),
+    )
+    assert (summary["code"], summary["steps"], summary["state"]) == (0, STEPS, "finished")
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_a_trainer_that_needs_a_batch_that_is_gone_is_told_which_file(tmp_path, caplog):
+    config = make_config(tmp_path, run__steps=STEPS)
+    address = config.controller.address
+    trainer = FakeTrainer(address)
+    await play(config, FakeServer(address), trainer=trainer)
+    batch = config.run_dir / "journal" / "batches" / "step-000001.pb"
+    batch.unlink()
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    try:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await FakeTrainer(address).run()
+        line = caught.value.details()
+        assert line.startswith(f"{batch} is missing; put it back from a copy of the run")
+        assert line.endswith("a trainer of version 0 cannot go on")
+        assert "\n" not in line
+        controller.stop("a test")
+        async with asyncio.timeout(60):
+            assert await running == 0
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

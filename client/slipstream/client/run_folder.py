@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.checkpoints import (
+    MANIFEST_NAME,
+    check_newest,
+    checkpoint_path,
+    complete_steps,
+    passed_over,
+    read_manifest,
+)
+from slipstream.protocol.errors import CheckpointError, ConfigError
 from slipstream.protocol.run_folder import check_journal_not_lost
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_changes import check_resumable
@@ -50,6 +58,10 @@ def _check_contents(config: Config) -> bool:
             f"{REMEDY}, or begin anew with another run.name"
         )
     check_resumable(load_config(settings), config)
+    try:
+        check_newest(folder / "checkpoints")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
     _check_unfinished(folder, config)
     return True
 
@@ -119,6 +131,31 @@ def settings_of(folder: Path) -> Path:
     runs = sorted(str(found.parent) for found in folder.glob("*/config.toml"))
     hint = f"; runs there are {', '.join(runs)}" if runs else ""
     raise ConfigError(f"{folder} is no run's folder: it has no config.toml{hint}")
+
+
+def version_to_export(folder: Path, step: int | None) -> int:
+    """The version to export: `step`, or the newest; ConfigError when it has no whole checkpoint."""
+    checkpoints = folder / "checkpoints"
+    steps, over = complete_steps(checkpoints), passed_over(checkpoints)
+    whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
+    if step is None and over:
+        older = f"give --step {steps[-1]} for an older version, or " if steps else ""
+        raise ConfigError(
+            f"{over[-1]} is no whole checkpoint, it has no {MANIFEST_NAME} ({whole}): {older}put "
+            "the file back from a copy of the run"
+        )
+    if not steps:
+        raise ConfigError(f"{folder} has no checkpoints")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise ConfigError(
+            f"{folder} has no checkpoint of version {chosen}, only of {', '.join(map(str, steps))}"
+        )
+    try:
+        read_manifest(checkpoint_path(checkpoints, chosen))
+    except CheckpointError as error:
+        raise ConfigError(f"{error}, or give another --step ({whole})") from None
+    return chosen
 
 
 def node_folder(config: Config, node_rank: int) -> Path:

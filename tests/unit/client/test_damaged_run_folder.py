@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.dashboard.folders import RunFolders
-from slipstream.client.run_folder import check_run_folder, write_config
+from slipstream.client.run_folder import check_run_folder, version_to_export, write_config
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import dump_config, load_config
+from small_checkpoints import save_checkpoint
 from small_configs import config_of
 
 
@@ -152,3 +153,53 @@ def test_trajectories_of_no_step_are_not_shown(tmp_path: Path) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "trajectories.jsonl").write_text(text)
     assert RunFolders(tmp_path).trajectories(tmp_path.name, None)["trajectories"] == [{"step": 1}]
+
+
+def export_refusal(folder: Path, step: int | None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        version_to_export(folder, step)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_an_export_takes_no_older_version_in_place_of_a_newer_one(tmp_path: Path) -> None:
+    for step in (20, 30, 40):
+        path = save_checkpoint(tmp_path / "checkpoints", step)
+    assert version_to_export(tmp_path, None) == 40
+    (path / "manifest.json").unlink()
+    assert export_refusal(tmp_path, None) == (
+        f"{path} is no whole checkpoint, it has no manifest.json (whole ones are 20, 30): give "
+        "--step 30 for an older version, or put the file back from a copy of the run"
+    )
+    assert version_to_export(tmp_path, 30) == 30
+    line = f"{tmp_path} has no checkpoint of version 40, only of 20, 30"
+    assert export_refusal(tmp_path, 40) == line
+
+
+def test_a_damaged_manifest_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    folder = config.run_dir / "checkpoints"
+    save_checkpoint(folder, 30)
+    path = save_checkpoint(folder, 40)
+    assert check_run_folder(config)
+    (path / "manifest.json").write_text("{")
+    begin = f"{path} is no whole checkpoint: manifest.json is damaged"
+    remedy = "remove that folder to go on from an older checkpoint"
+    for line in (
+        refusal(config),
+        export_refusal(config.run_dir, None),
+        export_refusal(config.run_dir, 40),
+    ):
+        assert line.startswith(begin)
+        assert remedy in line
+    assert version_to_export(config.run_dir, 30) == 30
+
+
+@pytest.mark.parametrize("what", ["nothing", "file", "partial alone"])
+def test_an_export_without_checkpoints_is_one_line(tmp_path: Path, what: str) -> None:
+    if what == "file":
+        (tmp_path / "checkpoints").touch()
+    elif what == "partial alone":
+        (tmp_path / "checkpoints" / "step-000010.partial").mkdir(parents=True)
+    assert export_refusal(tmp_path, None) == f"{tmp_path} has no checkpoints"

@@ -8,39 +8,14 @@ from pathlib import Path
 
 import pytest
 from slipstream.protocol.checkpoints import (
-    Layout,
-    Manifest,
     check_newest,
     complete_steps,
-    describe_file,
     passed_over,
-    publish_folder,
     read_manifest,
     remove_partial,
-    write_manifest,
 )
 from slipstream.protocol.errors import CheckpointError
-
-LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
-
-
-def save(folder: Path, step: int) -> Path:
-    partial = folder / f"step-{step:06d}.partial"
-    partial.mkdir(parents=True)
-    (partial / "tensors").write_bytes(b"weights")
-    manifest = Manifest(
-        incarnation=0,
-        step=step,
-        weight_digest="d",
-        config_digest="c",
-        layout=LAYOUT,
-        models=("policy",),
-        packages={},
-        saved_unix_s=1.0,
-        files=(describe_file(partial, "tensors"),),
-    )
-    write_manifest(partial, manifest)
-    return publish_folder(partial)
+from small_checkpoints import save_checkpoint
 
 
 def folder_in_place(path: Path) -> None:
@@ -69,8 +44,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_manifest_is_one_line_with_what_to_remove(
     tmp_path: Path, spoil: Callable[[Path], object], cause: str
 ) -> None:
-    save(tmp_path, 30)
-    path = save(tmp_path, 40)
+    save_checkpoint(tmp_path, 30)
+    path = save_checkpoint(tmp_path, 40)
     spoil(path / "manifest.json")
     with pytest.raises(CheckpointError) as caught:
         read_manifest(path)
@@ -100,13 +75,13 @@ MISSING: dict[str, Callable[[Path], object]] = {
 def test_what_is_newer_than_the_newest_whole_checkpoint_is_named(
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
-    save(tmp_path, 20)
-    save(tmp_path, 30)
+    save_checkpoint(tmp_path, 20)
+    save_checkpoint(tmp_path, 30)
     assert passed_over(tmp_path) == []
-    spoil(save(tmp_path, 10))
+    spoil(save_checkpoint(tmp_path, 10))
     # Older ones are nobody's concern.
     assert passed_over(tmp_path) == []
-    path = save(tmp_path, 40)
+    path = save_checkpoint(tmp_path, 40)
     spoil(path)
     (tmp_path / "step-000050.partial").mkdir()
     (tmp_path / "step-50").touch()
@@ -119,9 +94,9 @@ def test_what_is_newer_than_the_newest_whole_checkpoint_is_named(
 def test_a_version_that_is_made_again_takes_the_place_of_what_is_left_of_it(
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
-    path = save(tmp_path, 40)
+    path = save_checkpoint(tmp_path, 40)
     spoil(path)
-    save(tmp_path, 40)
+    save_checkpoint(tmp_path, 40)
     assert read_manifest(path).step == 40
     assert (tmp_path / "step-000040.damaged-1").exists()
     assert complete_steps(tmp_path) == [40]

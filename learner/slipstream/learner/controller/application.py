@@ -17,6 +17,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.restoration import (
@@ -96,6 +97,8 @@ class Controller:
             journal = stack.enter_context(Journal(folder / "journal"))
             history = begin(journal, folder / "journal", self._progress)
             self._environments.restore(history)
+            self._checkpoints = CheckpointWatch(folder / "checkpoints", self._progress.events)
+            self._checkpoints.begin(history.checkpoint.step)
             self._recorder = await open_recorder(self._config, self._progress.events)
             stack.callback(self._recorder.close)
             server = create_server(self._credentials)
@@ -116,6 +119,7 @@ class Controller:
                     tasks.create_task(self._endings.flush(), name="flush"),
                     tasks.create_task(self._scheduler.lease_forever(), name="scheduler"),
                     tasks.create_task(self._watch.watch_forever(), name="watch"),
+                    tasks.create_task(self._checkpoints.watch_forever(), name="checkpoints"),
                     tasks.create_task(self._evaluator.run_forever(), name="evaluator"),
                 ]
                 await self._until_over()
@@ -175,6 +179,7 @@ class Controller:
             self._publisher,
             evaluations_done=self._evaluator.is_done,
             on_step=partial(self._stepped, journal),
+            on_checkpoint=self._checkpoints.saved,
         )
         self._environment_servicer = EnvironmentServicer(
             progress, environments, fleet, self._intake, journal

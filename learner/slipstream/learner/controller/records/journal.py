@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pydantic import JsonValue
-from slipstream.learner.controller.records.history import RunHistory
-from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
-from slipstream.protocol.types import GroupId, TrajectoryId
 from slipstream.v1 import trainer_pb2
 
 LOG_NAME = "journal.log"
@@ -173,48 +171,23 @@ class Journal:
         """See the function of that name."""
         return read_batch(self._folder, step, crc32)
 
+    def path(self, step: int) -> Path:
+        """Where the batch of `step` lies."""
+        return batch_path(self._folder, step)
+
     def has_batch(self, step: int) -> bool:
         """Whether the batch file of a step is still there."""
-        return batch_path(self._folder, step).is_file()
+        return self.path(step).is_file()
 
     def kept_batches(self) -> set[int]:
         """The steps whose batch files are still there."""
         paths = (self._folder / BATCH_FOLDER).glob("step-*.pb")
-        return {int(path.stem.removeprefix("step-")) for path in paths}
+        numbers = [path.stem.removeprefix("step-") for path in paths]
+        return {int(number) for number in numbers if re.fullmatch(r"[0-9]{6,18}", number)}
 
     def remove_batch(self, step: int) -> None:
         """Forgets a batch that no resume needs any more."""
         batch_path(self._folder, step).unlink(missing_ok=True)
-
-
-class EarlierIds:
-    """Which trajectories the journal of an earlier controller holds: they need no other record."""
-
-    def __init__(self, history: RunHistory, journal: Journal) -> None:
-        self._ended, self._trained_in = history.ended, history.trained_in
-        kept = journal.kept_batches() if history.batches else set()
-        self._crc32 = {step: history.batches[step].crc32 for step in kept & set(history.batches)}
-        self._journal = journal
-        # What was read last: what comes again comes in the order of the batches.
-        self._newest: tuple[int, frozenset[TrajectoryId]] = (-1, frozenset())
-
-    def holds(self, group_id: GroupId, trajectory_id: TrajectoryId) -> bool:
-        """Whether it ended, or is in a batch; reads the batch of its group when there is one."""
-        if trajectory_id in self._ended:
-            return True
-        step = self._trained_in.get(group_id)
-        if step is None:
-            return False
-        if not self._journal.has_batch(step):
-            # A checkpoint covers it.
-            return True
-        if self._newest[0] != step:
-            self._newest = step, self._read(step)
-        return trajectory_id in self._newest[1]
-
-    def _read(self, step: int) -> frozenset[TrajectoryId]:
-        batch = self._journal.read_batch(step, self._crc32[step])
-        return frozenset(trajectory_from_pb(t).trajectory_id for t in batch.trajectories)
 
 
 def whole_bytes(path: Path) -> int:

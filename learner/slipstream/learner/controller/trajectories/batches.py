@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook, sampled_tokens
@@ -111,10 +112,10 @@ class BatchFormer:
         """Another one: it has no batch, and has reported nothing."""
         self.training = self._reported = None
 
-    def first_missing(self, step: int) -> int | None:
-        """The first step from `step` on whose batch is not there any more; None: all are."""
+    def first_missing(self, step: int) -> Path | None:
+        """The first batch from `step` on that is not there any more; None: all are."""
         steps = range(step, self._book.step)
-        return next((s for s in steps if not self._journal.has_batch(s)), None)
+        return next((self._journal.path(s) for s in steps if not self._journal.has_batch(s)), None)
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
         """The version as which the run knows weights of the trainer."""

@@ -13,9 +13,10 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.earlier_ids import EarlierIds
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.journal import EarlierIds, Journal
+from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.trajectories.endings import Endings
