@@ -72,6 +72,8 @@ class FakeTrainer:
         self._waiting_s = self._publish_s = 0.0
         # Steps from this one on wait for the gate.
         self.gated_from = 0
+        # A batch that it was given waits for the gate, or did.
+        self.holds = False
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -153,6 +155,7 @@ class FakeTrainer:
 
     async def _train(self, header: trainer_pb2.BatchHeader, batch: list[Trajectory]) -> None:
         if header.step >= self.gated_from:
+            self.holds = True
             await self.gate.wait()
         await asyncio.sleep(self.step_s)
         await self.train()

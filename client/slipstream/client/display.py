@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 from typing import TextIO
 
+from slipstream.client.run_folder import read_summary
 from slipstream.client.terminal import counted, plain
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
@@ -81,10 +81,9 @@ class Display:
     def summary(self) -> None:
         """The table at the end, from summary.json, and how to go on when there is more to do."""
         folder = self._config.run_dir
-        path = folder / "summary.json"
-        if not path.is_file():
+        summary = read_summary(folder)
+        if summary is None:
             return
-        summary = json.loads(path.read_text())
         if summary["steps"]:
             self._table(summary, folder)
         self.is_stopped = summary["state"] == "stopped"

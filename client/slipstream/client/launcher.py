@@ -29,12 +29,12 @@ from slipstream.client.run_folder import (
     hold_run_folder,
     make_run_folder,
     settings_of,
+    version_to_export,
     write_config,
 )
 from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, Session
 from slipstream.client.stopping import stop_signal
 from slipstream.client.trainer_ranks import rank_environments
-from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.process import raise_open_files
@@ -250,14 +250,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     config = load_config(path)
     check_settings(config)
     check_installed("torch", "megatron.core")
-    steps = complete_steps(folder / "checkpoints")
-    if not steps:
-        raise ConfigError(f"{folder} has no checkpoints")
-    chosen = steps[-1] if step is None else step
-    if chosen not in steps:
-        raise ConfigError(
-            f"{folder} has no checkpoint of version {chosen}, only of {', '.join(map(str, steps))}"
-        )
+    chosen = version_to_export(folder, step)
     target = out or folder / "checkpoints" / f"hf-{chosen:06d}"
     if target.exists():
         raise ConfigError(f"--out: {target} exists already")

@@ -8,12 +8,22 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.checkpoints import (
+    MANIFEST_NAME,
+    check_newest,
+    checkpoint_path,
+    complete_steps,
+    passed_over,
+    read_manifest,
+)
+from slipstream.protocol.errors import CheckpointError, ConfigError
 from slipstream.protocol.run_folder import check_journal_not_lost
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_changes import check_resumable
 from slipstream.protocol.settings.config_file import dump_config, load_config
+from slipstream.protocol.settings.whole_settings import REMEDY, with_first_line
 
 LOCK = "command.lock"
 
@@ -41,17 +51,26 @@ def _check_contents(config: Config) -> bool:
         raise ConfigError(
             f"{folder} holds a run already; choose another run.name or remove the folder"
         )
-    check_resumable(load_config(folder / "config.toml"), config)
+    settings = folder / "config.toml"
+    if not settings.is_file():
+        raise ConfigError(
+            f"{settings} is missing, without which nobody knows what the run in that folder is: "
+            f"{REMEDY}, or begin anew with another run.name"
+        )
+    check_resumable(load_config(settings), config)
+    try:
+        check_newest(folder / "checkpoints")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
     _check_unfinished(folder, config)
     return True
 
 
 def _check_unfinished(folder: Path, config: Config) -> None:
     """ConfigError when the run has done all that `config` asks for, the exported model included."""
-    summary = folder / "summary.json"
-    if not summary.is_file():
+    values = read_summary(folder)
+    if values is None:
         return
-    values = json.loads(summary.read_text())
     lacks_model = config.learner.export_final and not (folder / "checkpoints" / "final").is_dir()
     if values["state"] != "finished" or lacks_model:
         return
@@ -65,6 +84,23 @@ def _check_unfinished(folder: Path, config: Config) -> None:
             f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "
             "choose another run.name"
         )
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run; None when it has none that is whole.
+
+    It decides nothing but that a finished run is not started again, which changes nothing.
+    """
+    try:
+        values = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_whole = (
+        isinstance(values, dict)
+        and isinstance(values.get("state"), str)
+        and isinstance(values.get("steps"), int)
+    )
+    return values if is_whole else None
 
 
 def _check_not_held(path: Path, folder: Path) -> None:
@@ -95,6 +131,31 @@ def settings_of(folder: Path) -> Path:
     runs = sorted(str(found.parent) for found in folder.glob("*/config.toml"))
     hint = f"; runs there are {', '.join(runs)}" if runs else ""
     raise ConfigError(f"{folder} is no run's folder: it has no config.toml{hint}")
+
+
+def version_to_export(folder: Path, step: int | None) -> int:
+    """The version to export: `step`, or the newest; ConfigError when it has no whole checkpoint."""
+    checkpoints = folder / "checkpoints"
+    steps, over = complete_steps(checkpoints), passed_over(checkpoints)
+    whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
+    if step is None and over:
+        older = f"give --step {steps[-1]} for an older version, or " if steps else ""
+        raise ConfigError(
+            f"{over[-1]} is no whole checkpoint, it has no {MANIFEST_NAME} ({whole}): {older}put "
+            "the file back from a copy of the run"
+        )
+    if not steps:
+        raise ConfigError(f"{folder} has no checkpoints")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise ConfigError(
+            f"{folder} has no checkpoint of version {chosen}, only of {', '.join(map(str, steps))}"
+        )
+    try:
+        read_manifest(checkpoint_path(checkpoints, chosen))
+    except CheckpointError as error:
+        raise ConfigError(f"{error}, or give another --step ({whole})") from None
+    return chosen
 
 
 def node_folder(config: Config, node_rank: int) -> Path:
@@ -154,8 +215,16 @@ def make_folder(path: Path, *, mode: int = 0o777) -> Path:
 def write_config(config: Config, folder: Path) -> Path:
     """Writes the resolved settings to `folder`/config.toml; only the owner may read them."""
     path = make_folder(folder) / "config.toml"
-    # It may hold the password of the queue.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(dump_config(config))
+    partial = path.with_name("config.toml.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        # It may hold the password of the queue.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(with_first_line(dump_config(config)))
+        partial.rename(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     return path

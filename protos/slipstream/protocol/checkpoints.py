@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from slipstream.protocol.bounds import one_line
 from slipstream.protocol.errors import CheckpointError
+from slipstream.protocol.run_folder import rename_aside
 from slipstream.protocol.types import PolicyVersion
 
 MANIFEST_NAME = "manifest.json"
@@ -24,6 +26,8 @@ PARTIAL_SUFFIX = ".partial"
 _NAME_FORM = re.compile(r"step-(\d{6,})")
 DIGEST_BYTES = 16
 _READ_BYTES = 8 << 20
+# Characters of what is wrong with a manifest.
+MAX_CAUSE = 200
 
 
 class _Record(BaseModel):
@@ -90,23 +94,54 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def complete_steps(folder: Path) -> list[int]:
     """The versions with a whole checkpoint, ascending."""
+    return sorted(step for step, path in _candidates(folder) if _has_manifest(path))
+
+
+def passed_over(folder: Path) -> list[Path]:
+    """What has the name of a newer checkpoint than the newest whole one, and is none; ascending."""
+    newest = max(complete_steps(folder), default=-1)
+    return [path for step, path in sorted(_candidates(folder)) if step > newest]
+
+
+def _candidates(folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         return []
-    found = []
-    for path in folder.iterdir():
-        match = _NAME_FORM.fullmatch(path.name)
-        if match and (path / MANIFEST_NAME).is_file():
-            found.append(int(match[1]))
-    return sorted(found)
+    matches = [(_NAME_FORM.fullmatch(path.name), path) for path in folder.iterdir()]
+    return [(int(match[1]), path) for match, path in matches if match]
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return (path / MANIFEST_NAME).is_file()
+    except OSError:
+        return False
 
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint folder; CheckpointError when there is none that can be read."""
+    name = _NAME_FORM.fullmatch(path.name)
     try:
-        return Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
-    except (OSError, ValidationError) as error:
-        cause = str(error).splitlines()[0]
-        raise CheckpointError(f"{path} is no whole checkpoint: {MANIFEST_NAME}: {cause}") from None
+        manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+    except OSError as error:
+        cause = f"cannot be read: {error.strerror}"
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        cause = f"is damaged: {f'{place}: ' if place else ''}{first['msg']}"
+    else:
+        if name is None or manifest.step == int(name[1]):
+            return manifest
+        cause = f"says that it is version {manifest.step}"
+    raise CheckpointError(
+        f"{path} is no whole checkpoint: {MANIFEST_NAME} {one_line(cause, MAX_CAUSE)}; remove that "
+        "folder to go on from an older checkpoint"
+    )
+
+
+def check_newest(folder: Path) -> None:
+    """CheckpointError when the newest checkpoint has a manifest that cannot be read."""
+    for step in complete_steps(folder)[-1:]:
+        read_manifest(checkpoint_path(folder, step))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -167,6 +202,9 @@ def publish_folder(partial: Path) -> Path:
     for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
         sync_folder(folder)
     path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
+    if os.path.lexists(path):
+        # What is left of that version: a resume passed it over.
+        rename_aside(path)
     partial.rename(path)
     sync_folder(path.parent)
     return path
@@ -210,7 +248,10 @@ def remove_partial(folder: Path) -> list[str]:
         return []
     found = sorted(path for path in folder.iterdir() if path.name.endswith(PARTIAL_SUFFIX))
     for path in found:
-        shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     return [path.name for path in found]
 
 

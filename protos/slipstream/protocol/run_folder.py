@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 
 from slipstream.protocol.errors import ConfigError
@@ -23,3 +25,12 @@ def check_journal_not_lost(folder: Path) -> None:
                 f"{left.relative_to(folder)} of a run: put the journal back from a copy, remove "
                 "the folder, or choose another run.name"
             )
+
+
+def rename_aside(path: Path) -> Path:
+    """Gives `path` the next free name that ends in `.damaged-N`, and returns it."""
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+        if not os.path.lexists(aside):
+            return path.rename(aside)
+    raise AssertionError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from dataclasses import dataclass
@@ -68,7 +69,9 @@ class RunFolders:
             is_all = part.is_all or part.end == begin
             begin = part.end
             for row in part.rows:
-                number = int(row["step"])
+                number = row.get("step")
+                if not isinstance(number, int):
+                    continue
                 if number not in kept:
                     steps.append(number)
                     if step is None:
@@ -112,28 +115,29 @@ def _written_s(folder: Path) -> float:
 
 
 def _lines(path: Path, begin: int) -> Part:
-    """A line that is still being written is left for the next time; one that is no JSON is not."""
+    """A line that is still being written is left for the next time; a damaged one is left out."""
     try:
         with path.open("rb") as file:
             file.seek(begin)
             data = file.read(MOST_BYTES)
             is_all = len(data) < MOST_BYTES
-    except FileNotFoundError:
+    except OSError:
         return Part([], begin, is_all=True)
     complete = data[: data.rfind(b"\n") + 1]
     rows = []
     for line in complete.splitlines():
-        row = json.loads(line)
-        if isinstance(row, dict):
-            rows.append(row)
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
     return Part(rows, begin + len(complete), is_all)
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """The table that a file of JSON holds; empty while it is not there or being written."""
+    """The table that a file of JSON holds; empty while it is not there, or not whole."""
     try:
         found = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -144,5 +148,5 @@ def _tail(path: Path) -> list[str]:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
             return file.read().decode("utf-8", "replace").splitlines()[-60:]
-    except FileNotFoundError:
+    except OSError:
         return []

@@ -8,7 +8,6 @@ import secrets
 import time
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 import grpc.aio
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
@@ -18,6 +17,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.restoration import (
@@ -28,9 +28,8 @@ from slipstream.learner.controller.records.restoration import (
     journal_servers,
     restore,
 )
-from slipstream.learner.controller.reporting.curves import draw_curves
-from slipstream.learner.controller.reporting.metrics import Ending, open_recorder
-from slipstream.learner.controller.reporting.rows import METRICS
+from slipstream.learner.controller.reporting.metrics import open_recorder
+from slipstream.learner.controller.reporting.run_facts import Ending
 from slipstream.learner.controller.reporting.service_health import ServiceHealth
 from slipstream.learner.controller.reporting.status_service import StatusServicer
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
@@ -99,6 +98,8 @@ class Controller:
             journal = stack.enter_context(Journal(folder / "journal"))
             history = begin(journal, folder / "journal", self._progress)
             self._environments.restore(history)
+            self._checkpoints = CheckpointWatch(folder / "checkpoints", self._progress.events)
+            self._checkpoints.begin(history.checkpoint.step)
             self._recorder = await open_recorder(self._config, self._progress.events)
             stack.callback(self._recorder.close)
             server = create_server(self._credentials)
@@ -119,13 +120,14 @@ class Controller:
                     tasks.create_task(self._endings.flush(), name="flush"),
                     tasks.create_task(self._scheduler.lease_forever(), name="scheduler"),
                     tasks.create_task(self._watch.watch_forever(), name="watch"),
+                    tasks.create_task(self._checkpoints.watch_forever(), name="checkpoints"),
                     tasks.create_task(self._evaluator.run_forever(), name="evaluator"),
                 ]
                 await self._until_over()
                 await self._wind_down()
                 for task in background:
                     task.cancel()
-            await self._write_results(folder)
+            await self._write_results()
             self._environment_servicer.relay.close()
             self._trainer.place.close()
         return 1 if self._failed else 0
@@ -174,6 +176,7 @@ class Controller:
             self._publisher,
             evaluations_done=self._evaluator.is_done,
             on_step=partial(self._stepped, journal),
+            on_checkpoint=self._checkpoints.saved,
         )
         self._environment_servicer = EnvironmentServicer(
             progress, environments, fleet, self._intake, journal
@@ -291,7 +294,7 @@ class Controller:
         await self._health.tell(serving=True)
         while not self._progress.is_over:
             await self._progress.signal.wait(5.0)
-            self._recorder.suspended(self._environments.suspended())
+            self._recorder.look(self._environments.suspended())
         await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:
@@ -317,7 +320,7 @@ class Controller:
     def _failed(self) -> bool:
         return self._progress.state == status_pb2.RUN_STATE_FAILED
 
-    async def _write_results(self, folder: Path) -> None:
+    async def _write_results(self) -> None:
         progress = self._progress
         progress.state, progress.waiting_for = progress.final_state, ""
         hello, goodbye = self._trainer.hello, self._trainer.goodbye
@@ -336,12 +339,6 @@ class Controller:
                 suspended_environments=self._environments.suspended(),
             ),
         )
-        await asyncio.to_thread(
-            draw_curves,
-            folder / "curves.png",
-            self._config.run.name,
-            folder / METRICS,
-            self._evaluator.results,
-        )
+        await self._recorder.draw(self._evaluator.results)
         await asyncio.to_thread(self._recorder.close)
         progress.events.close(progress.state, progress.cause)

@@ -21,6 +21,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.records.journal import REMEDY
 from slipstream.learner.controller.trainer_hello import impossible
 from slipstream.learner.controller.trainer_place import TrainerPlace, epoch_of
 from slipstream.learner.controller.trajectories.batch import Batch, chunks, header
@@ -50,13 +51,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         *,
         evaluations_done: Callable[[], bool],
         on_step: Callable[[Trained, trainer_pb2.StepReport], None],
+        on_checkpoint: Callable[[int], None],
     ) -> None:
         self._progress = progress
         self._book = book
         self._former = former
         self._publisher = publisher
         self._evaluations_done = evaluations_done
-        self._on_step = on_step
+        self._on_step, self._on_checkpoint = on_step, on_checkpoint
         self.finished = asyncio.Event()
         self.goodbye: trainer_pb2.TrainerGoodbye | None = None
         self.hello: trainer_pb2.TrainerHello | None = None
@@ -80,7 +82,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         elif version.step > self._progress.version.step:
             problem = f"the run is at version {self._progress.version}"
         elif missing is not None:
-            problem = f"the batch of step {missing + 1} was removed"
+            problem = f"{missing} is missing; {REMEDY}"
         if problem:
             await abort(
                 context,
@@ -195,6 +197,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self.place.check(context)
         await self._former.saved(request)
         self._progress.checkpoint_step = request.version.step
+        self._on_checkpoint(request.version.step)
         self._progress.events.add(
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
             f"{request.wall_s:.1f} s"

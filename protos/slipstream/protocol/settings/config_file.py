@@ -28,6 +28,7 @@ from slipstream.protocol.settings.near_names import did_you_mean, near_names
 from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.settings.roles import missing_weights, role_folders, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
+from slipstream.protocol.settings.whole_settings import check_whole
 
 Table: TypeAlias = dict[str, JsonValue]
 
@@ -45,8 +46,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     ones.
     """
     try:
+        data = path.read_bytes()
+        check_whole(path, data)
         # Some editors begin a file with a byte order mark.
-        text = path.read_text(encoding="utf-8-sig")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         table: Table = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None

@@ -33,7 +33,13 @@ class FirstTrainer:
 async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
     progress = progress_of()
     servicer = TrainerServicer(
-        progress, None, OneBatch(), None, evaluations_done=lambda: False, on_step=nothing
+        progress,
+        None,
+        OneBatch(),
+        None,
+        evaluations_done=lambda: False,
+        on_step=nothing,
+        on_checkpoint=nothing,
     )
     progress.waiting_for = "the trainer to make version 1"
     await servicer.ReportStep(trainer_pb2.StepReport(step=0), FirstTrainer())

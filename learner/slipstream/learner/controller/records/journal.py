@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -171,15 +172,20 @@ class Journal:
         """See the function of that name."""
         return read_batch(self._folder, step, crc32, attempt)
 
+    def path(self, step: int, attempt: int = 0) -> Path:
+        """Where the batch of `step` lies."""
+        return batch_path(self._folder, step, attempt)
+
     def has_batch(self, step: int, attempt: int = 0) -> bool:
         """Whether the batch file of a step is still there."""
-        return batch_path(self._folder, step, attempt).is_file()
+        return self.path(step, attempt).is_file()
 
     def kept_batches(self) -> set[tuple[int, int]]:
         """Step and attempt of each batch file that is still there."""
         paths = (self._folder / BATCH_FOLDER).glob("step-*.pb")
-        names = [path.stem.removeprefix("step-").partition("-") for path in paths]
-        return {(int(step), int(attempt or 0)) for step, _, attempt in names}
+        names = [path.stem.removeprefix("step-") for path in paths]
+        found = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
+        return {(int(match[1]), int(match[2] or 0)) for match in found if match}
 
     def remove_batch(self, step: int, attempt: int = 0) -> None:
         """Forgets a batch that no resume needs any more."""

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
-from slipstream.learner.controller.reporting.rows import read_rows
-
-# What is drawn of the line of each step.
-COLUMNS = (
-    *("step", "reward_mean", "lag_mean", "lag_max"),
-    *("generated_tokens_per_s", "trained_tokens_per_s"),
-)
+from slipstream.learner.controller.reporting.rows import COLUMNS, read_rows
 
 
-def draw_curves(
-    path: Path, title: str, metrics: Path, evaluations: Sequence[EvaluationResult]
-) -> None:
-    """Writes one picture with three panels, on any thread; blocks for a moment.
+def draw_curves(title: str, metrics: Path, evaluations: Sequence[EvaluationResult]) -> bytes:
+    """One picture as PNG with three panels, on any thread; blocks for a moment.
 
-    `metrics` is the file with a line for each step; without one there is no picture.
+    `metrics` is the file with a line for each step; empty when it has none. ProtocolError or
+    OSError when the file cannot be read.
     """
     columns = {name: array("d") for name in COLUMNS}
     for row in read_rows(metrics):
@@ -29,7 +23,7 @@ def draw_curves(
             for name, column in columns.items():
                 column.append(row[name])
     if not columns["step"]:
-        return
+        return b""
     # Not pyplot, whose figures belong to one thread.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -62,4 +56,6 @@ def draw_curves(
         panel.grid(alpha=0.3)
     speeds.xaxis.set_major_locator(MaxNLocator(integer=True))
     rewards.set_title(title)
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    return picture.getvalue()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import math
 import statistics
 import time
-from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 from pydantic import JsonValue
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
@@ -18,14 +18,27 @@ from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.leasing.generation_rate import GenerationRate
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.reporting.busy import BusyMeter, Interval
+from slipstream.learner.controller.reporting.busy import Interval
+from slipstream.learner.controller.reporting.curves import draw_curves
 from slipstream.learner.controller.reporting.readable import (
     TokenTexts,
     open_token_texts,
     readable,
 )
-from slipstream.learner.controller.reporting.resources import RunResources
-from slipstream.learner.controller.reporting.rows import METRICS, SAMPLES, cut_torn_line, read_rows
+from slipstream.learner.controller.reporting.result_files import (
+    ResultFile,
+    remove_old,
+    write_result,
+)
+from slipstream.learner.controller.reporting.rows import (
+    METRICS,
+    SAMPLES,
+    keep_whole_lines,
+    parse_object,
+    parse_row,
+    read_rows,
+)
+from slipstream.learner.controller.reporting.run_facts import Ending, RunFacts
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch import (
@@ -39,48 +52,15 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
     environment_means,
     equal_rewards,
 )
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import fleet_pb2, status_pb2
 
-EDGE_STEPS = 5
 MIN_SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
+SUMMARY, SUSPENDED, CURVES = "summary.json", "suspended.json", "curves.png"
 
-
-@dataclass
-class RunFacts:
-    """What adds up over a run."""
-
-    steps: int = 0
-    first_rewards: list[float] = field(default_factory=list)
-    last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
-    resources: RunResources = field(default_factory=RunResources)
-    lag_counts: Counter[int] = field(default_factory=Counter)
-    with_several_versions: int = 0
-    gap_sum: float = 0.0
-    gap_tokens: float = 0.0
-    gap_max: float = 0.0
-    busy: BusyMeter = field(default_factory=BusyMeter)
-
-    def count_reward(self, mean: float) -> None:
-        """Counts one step."""
-        self.steps += 1
-        self.last_rewards.append(mean)
-        if len(self.first_rewards) < EDGE_STEPS:
-            self.first_rewards.append(mean)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a run ended."""
-
-    # finished, stopped or failed
-    state: str
-    cause: str
-    # It finished before its last configured step, because nothing is left to learn.
-    solved: bool
-    # Why environments that were to be trained on are suspended, by name.
-    suspended_environments: dict[str, str]
+log = logging.getLogger(__name__)
 
 
 class RunRecorder:
@@ -101,15 +81,15 @@ class RunRecorder:
         """
         self._folder = folder
         self._config = config
-        for name in (METRICS, SAMPLES):
-            cut_torn_line(folder / name)
-        for name in ("summary.json", "suspended.json"):
-            (folder / name).unlink(missing_ok=True)
-        self._metrics: IO[str] = (folder / METRICS).open("a", buffering=1)
-        self._samples: IO[str] = (folder / SAMPLES).open("a", buffering=1)
         self._trackers = trackers
         self._texts = texts
         self._events = events
+        for name in (SUMMARY, SUSPENDED):
+            remove_old(folder / name, self._warn)
+        keep_whole_lines(folder / METRICS, parse_row, self._warn)
+        keep_whole_lines(folder / SAMPLES, parse_object, self._warn)
+        self._metrics = ResultFile(folder / METRICS, self._warn)
+        self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._lessons = LessonWatch(config)
         self._suspended: dict[str, str] = {}
         self.facts = RunFacts()
@@ -147,20 +127,23 @@ class RunRecorder:
         facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
+        facts.steps = history.version.step
         for row in read_rows(self._folder / METRICS):
             if "step" in row:
-                facts.count_reward(row["reward_mean"])
-                self._count_gap(row)
+                facts.count_row(row)
 
     def has_row(self, version: int) -> bool:
         """Whether the line of the step that makes `version` is written already."""
         return version < len(self._written) and self._written[version] == 1
 
     def close(self) -> None:
-        """Flushes all files; blocks until the trackers are done."""
+        """Closes all files; blocks until the trackers are done."""
+        self._close_files()
+        self._trackers.close()
+
+    def _close_files(self) -> None:
         self._metrics.close()
         self._samples.close()
-        self._trackers.close()
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
         """Notes when an engine was busy."""
@@ -169,12 +152,22 @@ class RunRecorder:
         if intervals:
             self.rate.began(intervals[0][0])
 
-    def suspended(self, environments: dict[str, str]) -> None:
-        """Writes which environments are suspended, each with its cause, when that has changed."""
-        if environments != self._suspended:
-            self._suspended = environments
-            text = json.dumps(environments, indent=2)
-            (self._folder / "suspended.json").write_text(text + "\n")
+    def look(self, suspended: dict[str, str]) -> None:
+        """Makes files anew that were removed; writes why environments are `suspended`, by name."""
+        self._metrics.check()
+        self._samples.check()
+        path = self._folder / SUSPENDED
+        is_news = suspended != self._suspended
+        if not is_news and (path.is_file() or not suspended):
+            return
+        self._suspended = suspended
+        text = json.dumps(suspended, indent=2)
+        # Tried again and again; what is in the way is told once.
+        tell = self._warn if is_news else log.debug
+        write_result(path, f"{text}\n".encode(), tell)
+
+    def _warn(self, text: str) -> None:
+        self._events.add(text, Severity.WARNING)
 
     def step(
         self,
@@ -206,7 +199,7 @@ class RunRecorder:
         self._note_row(row)
         for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
-        self._metrics.write(json.dumps(_finite(row)) + "\n")
+        self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._sample(batch)
@@ -230,7 +223,7 @@ class RunRecorder:
             "num_failed": result.num_failed,
             **numbers,
         }
-        self._metrics.write(json.dumps(_finite(row)) + "\n")
+        self._metrics.append(_line(_finite(row)))
         self._trackers.log(result.step, numbers)
 
     def summary(
@@ -284,33 +277,40 @@ class RunRecorder:
             "wall_s": time.time() - self._started_s,
         }
         finite = _finite(summary)
-        (self._folder / "summary.json").write_text(json.dumps(finite, indent=2) + "\n")
+        text = json.dumps(finite, indent=2)
+        write_result(self._folder / SUMMARY, f"{text}\n".encode(), self._warn)
+        # Whoever follows the events hears of lines that were lost.
+        self._close_files()
         return finite
+
+    async def draw(self, evaluations: Sequence[EvaluationResult]) -> None:
+        """Writes curves.png, if there is a step to draw; what is in its way is told."""
+        name, metrics = self._config.run.name, self._folder / METRICS
+        try:
+            picture = await asyncio.to_thread(draw_curves, name, metrics, evaluations)
+        except (ProtocolError, OSError) as error:
+            self._warn(f"{CURVES} is not drawn: {error}")
+            return
+        if picture:
+            write_result(self._folder / CURVES, picture, self._warn)
 
     def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
-        trajectories = batch.trajectories
-        facts.count_reward(statistics.fmean(t.reward for t in trajectories))
-        facts.with_several_versions += with_several_versions(batch)
-        facts.lag_counts += token_lags(batch)
-        self._count_gap(row)
+        # A step whose line was lost is in the counts of the journal, when it is trained again.
+        if batch.version > facts.steps:
+            facts.steps = batch.version
+            facts.with_several_versions += with_several_versions(batch)
+            facts.lag_counts += token_lags(batch)
+        facts.count_row(row)
         facts.busy.trained(training)
         # By then every server has reported, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
-
-    def _count_gap(self, row: Mapping[str, float]) -> None:
-        facts = self.facts
-        tokens = row.get("logprob_gap_tokens", 0.0)
-        if tokens:
-            facts.gap_sum += row["logprob_gap_mean"] * tokens
-            facts.gap_tokens += tokens
-            facts.gap_max = max(facts.gap_max, row["logprob_gap_max"])
 
     def _sample(self, batch: Batch) -> None:
         for group in sampled_groups(batch.groups):
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 line = readable(batch.version, trajectory, self._texts)
-                self._samples.write(json.dumps(line) + "\n")
+                self._samples.append(_line(line))
 
 
 async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
@@ -328,6 +328,10 @@ def sampled_groups(groups: Sequence[Group]) -> list[Group]:
     chosen = list(first.values())
     others = [group for group in groups if group not in chosen]
     return chosen + others[: max(0, MIN_SAMPLED_GROUPS - len(chosen))]
+
+
+def _line(values: Mapping[str, JsonValue]) -> bytes:
+    return json.dumps(values).encode() + b"\n"
 
 
 def _mean(values: Collection[float]) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook, sampled_tokens
@@ -122,11 +123,11 @@ class BatchFormer:
         """Another one: it has no batch, and has reported nothing."""
         self.training = self._reported = None
 
-    def first_missing(self, step: int) -> int | None:
-        """The first step from `step` on whose batch is not there any more; None: all are."""
+    def first_missing(self, step: int) -> Path | None:
+        """The first batch from `step` on that is not there any more; None: all are."""
         steps = range(step, self._book.step)
-        has_batch, attempts = self._journal.has_batch, self._attempts
-        return next((s for s in steps if not has_batch(s, attempts[s])), None)
+        has_batch, attempts, path = self._journal.has_batch, self._attempts, self._journal.path
+        return next((path(s, attempts[s]) for s in steps if not has_batch(s, attempts[s])), None)
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
         """The version as which the run knows weights of the trainer."""

@@ -38,6 +38,7 @@ from slipstream.protocol.checkpoints import (
     checkpoint_path,
     complete_steps,
     describe_file,
+    passed_over,
     publish_and_retain,
     read_manifest,
     remove_partial,
@@ -184,6 +185,8 @@ class Checkpointer:
             return None
         for name in remove_partial(self._folder):
             logger.warning("removed %s: its save was interrupted", self._folder / name)
+        for path in passed_over(self._folder):
+            logger.warning("%s is passed over: it is no whole checkpoint", path)
         steps = complete_steps(self._folder)
         return str(steps[-1]).encode() if steps else b""
 

@@ -295,3 +295,13 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         journal.remove_batch(0)
         # A checkpoint covers it: it was acknowledged long ago.
         assert EarlierIds(history, journal).holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
+
+
+def test_stray_files_beside_the_batches_are_no_batches(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.write_batch(
+            trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b"))
+        )
+        for name in ("step-.pb", "step-copy.pb", "step-000003 (1).pb", "step-\u0663.pb", "x"):
+            (tmp_path / "batches" / name).touch()
+        assert journal.kept_batches() == {3}

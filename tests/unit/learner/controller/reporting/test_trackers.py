@@ -41,6 +41,9 @@ class FakeTracker:
             raise ConnectionError("the service is away\nand more")
         self.entries.append((step, dict(values)))
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 
@@ -148,9 +151,9 @@ def test_a_missing_package_is_one_line_with_the_command_that_helps(monkeypatch, 
 
 
 def test_names_of_the_run_are_kept_for_the_next_start(tmp_path: Path):
-    RunIds(tmp_path).keep("wandb", "abc")
-    assert RunIds(tmp_path).get("wandb") == "abc"
-    assert RunIds(tmp_path).get("mlflow") == ""
+    RunIds(tmp_path, print).keep("wandb", "abc")
+    assert RunIds(tmp_path, print).get("wandb") == "abc"
+    assert RunIds(tmp_path, print).get("mlflow") == ""
 
 
 def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
@@ -160,11 +163,11 @@ def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
     folder.mkdir(parents=True)
     complaints: list[str] = []
     for start in range(2):
-        trackers = Trackers(_ways_to_open(config, folder), complaints.append)
+        trackers = Trackers(_ways_to_open(config, folder, complaints.append), complaints.append)
         trackers.log(start, {"reward_mean": 0.5 + start, "held/pass_at_1": 0.25})
         trackers.close()
     assert complaints == []
-    return RunIds(folder).get(name)
+    return RunIds(folder, print).get(name)
 
 
 def test_tensorboard_has_every_number(tmp_path: Path):
@@ -196,7 +199,7 @@ def test_the_checksum_is_that_of_the_standard():
 
 
 def test_event_files_hold_what_tensorboard_reads_as_soon_as_it_is_told(tmp_path: Path):
-    tracker = TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}))
+    tracker = TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}), print)
     tracker.log(300, {"loss": -0.5, "held/pass_at_1": 0.25})
     (file,) = (tmp_path / "tensorboard").iterdir()
     first, second = records(file)
@@ -252,8 +255,8 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
         tracking__wandb_mode="offline",
     )
     config.run_dir.mkdir()
-    RunIds(config.run_dir).keep("wandb", "kept")
-    tracker = _ways_to_open(config, config.run_dir)["wandb"]()
+    RunIds(config.run_dir, print).keep("wandb", "kept")
+    tracker = _ways_to_open(config, config.run_dir, print)["wandb"]()
     tracker.log(7, {"loss": 0.5})
     tracker.close()
     # Not by `monkeypatch`, which would put back what is bound to the stand-in.
@@ -310,7 +313,7 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     config = make_config(tmp_path, tracking__trackers=["mlflow"], tracking__project="sums")
     config.run_dir.mkdir()
     for start in range(2):
-        tracker = _ways_to_open(config, config.run_dir)["mlflow"]()
+        tracker = _ways_to_open(config, config.run_dir, print)["mlflow"]()
         tracker.log(start, {"held/pass@1": 0.5 + start})
         tracker.close()
     # Not by `monkeypatch`, which would put back what is bound to the stand-in.

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from slipstream.learner.controller.reporting.result_files import ResultFile, Tell
+
 _VERSION = "brain.Event:2"
 _CRC_POLYNOMIAL = 0x82F63B78
 _CRC_MASK_DELTA = 0xA282EAD8
@@ -32,16 +34,16 @@ def _crc_table() -> tuple[int, ...]:
 _CRC_TABLE = _crc_table()
 
 
-class EventFile:
-    """One file, each record written at once; two of them never share a name."""
+class EventFile(ResultFile):
+    """A file of records; two of them never share a name. See `ResultFile`."""
 
-    def __init__(self, folder: Path) -> None:
+    unit = "records"
+
+    def __init__(self, folder: Path, tell: Tell) -> None:
         """Makes the folder and the file in it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        now = time.time_ns()
-        name = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
-        self._file = (folder / name).open("xb", buffering=0)
-        self._write(_field(3, _BYTES, _VERSION.encode()))
+        self._folder = folder
+        header = _record(_field(3, _BYTES, _VERSION.encode()))
+        super().__init__(folder, tell, header=header)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the values of one step under their names."""
@@ -49,16 +51,19 @@ class EventFile:
             _field(1, _BYTES, _field(1, _BYTES, name.encode()) + _field(2, _FIXED32, value))
             for name, value in values.items()
         )
-        self._write(_field(2, _VARINT, step) + _field(5, _BYTES, summary))
+        self.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+    def _new_path(self) -> Path:
+        # A run's folder that was removed must not come back.
+        self._folder.mkdir(exist_ok=True)
+        now = time.time_ns()
+        return self._folder / f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
 
-    def _write(self, event: bytes) -> None:
-        data = _field(1, _FIXED64, time.time()) + event
-        length = struct.pack("<Q", len(data))
-        self._file.write(length + _masked(crc32c(length)) + data + _masked(crc32c(data)))
+
+def _record(event: bytes) -> bytes:
+    data = _field(1, _FIXED64, time.time()) + event
+    length = struct.pack("<Q", len(data))
+    return length + _masked(crc32c(length)) + data + _masked(crc32c(data))
 
 
 def crc32c(data: bytes) -> int:

@@ -52,6 +52,9 @@ class MlflowTracker:
         for start in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + MAX_METRICS])
 
+    def check(self) -> None:
+        """See `Tracker`: what it writes is its own concern."""
+
     def close(self) -> None:
         """See `Tracker`."""
         self._client.set_terminated(self.run_id)

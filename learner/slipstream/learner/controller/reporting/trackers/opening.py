@@ -10,12 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.reporting.result_files import write_result
+from slipstream.learner.controller.reporting.rows import parse_object
 from slipstream.learner.controller.reporting.trackers.tracker import (
     TrackedRun,
     Tracker,
     told_settings,
 )
-from slipstream.learner.controller.reporting.trackers.writers import OpenTracker, Trackers
+from slipstream.learner.controller.reporting.trackers.writers import (
+    Complain,
+    OpenTracker,
+    Trackers,
+)
+from slipstream.protocol.run_folder import rename_aside
 from slipstream.protocol.settings.config import Config
 
 RUN_IDS = "tracking.json"
@@ -24,12 +31,21 @@ RUN_IDS = "tracking.json"
 class RunIds:
     """The names that tracking services have for this run: a file, so that a resumed run goes on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, complain: Complain) -> None:
+        """A damaged file is set aside, which is told: the services begin new runs then."""
         self._path = folder / RUN_IDS
+        self._complain = complain
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}
         if self._path.is_file():
-            self._ids = json.loads(self._path.read_text())
+            found = parse_object(self._path.read_bytes())
+            if found is None:
+                aside = rename_aside(self._path)
+                complain(
+                    f"{self._path} is damaged; it lies in {aside.name} now, and trackers begin "
+                    "new runs"
+                )
+            self._ids = {name: str(run_id) for name, run_id in (found or {}).items()}
 
     def get(self, tracker: str) -> str:
         """The name, empty when there is none yet."""
@@ -39,7 +55,8 @@ class RunIds:
         """Writes a name down; callable from any thread."""
         with self._lock:
             self._ids[tracker] = run_id
-            self._path.write_text(json.dumps(self._ids, indent=2) + "\n")
+            text = json.dumps(self._ids, indent=2)
+            write_result(self._path, f"{text}\n".encode(), self._complain)
 
 
 def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
@@ -49,13 +66,13 @@ def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
     def complain(text: str) -> None:
         loop.call_soon_threadsafe(events.add, text, Severity.WARNING)
 
-    return Trackers(_ways_to_open(config, folder), complain)
+    return Trackers(_ways_to_open(config, folder, complain), complain)
 
 
-def _ways_to_open(config: Config, folder: Path) -> Mapping[str, OpenTracker]:
-    ids = RunIds(folder)
+def _ways_to_open(config: Config, folder: Path, complain: Complain) -> Mapping[str, OpenTracker]:
+    ids = RunIds(folder, complain)
     ways: dict[str, OpenTracker] = {
-        "tensorboard": lambda: _open_tensorboard(config, folder),
+        "tensorboard": lambda: _open_tensorboard(config, folder, complain),
         "wandb": lambda: _open_wandb(config, folder, ids),
         "mlflow": lambda: _open_mlflow(config, folder, ids),
     }
@@ -73,10 +90,10 @@ def _described(config: Config, folder: Path, run_id: str) -> TrackedRun:
     )
 
 
-def _open_tensorboard(config: Config, folder: Path) -> Tracker:
+def _open_tensorboard(config: Config, folder: Path, complain: Complain) -> Tracker:
     from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
 
-    return TensorBoardTracker(_described(config, folder, ""))
+    return TensorBoardTracker(_described(config, folder, ""), complain)
 
 
 def _open_wandb(config: Config, folder: Path, ids: RunIds) -> Tracker:

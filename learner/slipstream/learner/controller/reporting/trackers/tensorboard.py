@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slipstream.learner.controller.reporting.result_files import Tell
 from slipstream.learner.controller.reporting.trackers.event_file import EventFile
 from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 
@@ -11,12 +12,17 @@ from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 class TensorBoardTracker:
     """Writes into `tensorboard/` of the run's folder; see `Tracker`."""
 
-    def __init__(self, run: TrackedRun) -> None:
-        self._file = EventFile(run.folder / "tensorboard")
+    def __init__(self, run: TrackedRun, tell: Tell) -> None:
+        """`tell` hears of files that vanish, or that the disk does not take."""
+        self._file = EventFile(run.folder / "tensorboard", tell)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
         self._file.scalars(step, values)
+
+    def check(self) -> None:
+        """See `Tracker`."""
+        self._file.check()
 
     def close(self) -> None:
         """See `Tracker`."""

@@ -30,6 +30,10 @@ class Tracker(Protocol):
         """Finite numbers of one step or version."""
         ...
 
+    def check(self) -> None:
+        """Looks after its files; called every few seconds while no numbers come."""
+        ...
+
     def close(self) -> None:
         """Sends what is left."""
         ...

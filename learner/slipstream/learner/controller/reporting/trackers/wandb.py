@@ -36,6 +36,9 @@ class WandbTracker:
         """See `Tracker`."""
         self._run.log({**values, STEP: step})
 
+    def check(self) -> None:
+        """See `Tracker`: what it writes is its own concern."""
+
     def close(self) -> None:
         """See `Tracker`."""
         self._run.finish()

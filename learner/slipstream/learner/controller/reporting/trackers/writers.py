@@ -1,8 +1,8 @@
 """Hands a run's numbers to its trackers, each in a thread of its own.
 
 Consumes: numbers of steps and rounds. Produces: calls of the trackers.
-Waits for: the next numbers. Unblocked by: them, or `close`. Nobody waits for a tracker but `close`,
-and that for a limited time.
+Waits for: the next numbers. Unblocked by: them, `close`, or `CHECK_S`. Nobody waits for a tracker
+but `close`, and that for a limited time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ Complain: TypeAlias = Callable[[str], None]
 
 MAX_WAITING = 10_000
 CLOSE_LIMIT_S = 60.0
+# A tracker that is given no numbers looks after its files this often.
+CHECK_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,14 @@ class _Writer(threading.Thread):
     def run(self) -> None:
         try:
             tracker = self._open()
-            while (entry := self._entries.get()) is not None and not self._ended:
+            while not self._ended:
+                try:
+                    entry = self._entries.get(timeout=CHECK_S)
+                except queue.Empty:
+                    tracker.check()
+                    continue
+                if entry is None:
+                    break
                 tracker.log(entry.step, entry.values)
             tracker.close()
         except Exception as error:

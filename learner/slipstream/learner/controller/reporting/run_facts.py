@@ -1,0 +1,53 @@
+"""What a summary says of a run: what adds up over it, and how it ended."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slipstream.learner.controller.reporting.busy import BusyMeter
+from slipstream.learner.controller.reporting.resources import RunResources
+
+EDGE_STEPS = 5
+
+
+@dataclass
+class RunFacts:
+    """Counts and sums; those that the journal has are taken from there, the others from rows."""
+
+    # The newest version that was made.
+    steps: int = 0
+    first_rewards: list[float] = field(default_factory=list)
+    last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
+    resources: RunResources = field(default_factory=RunResources)
+    lag_counts: Counter[int] = field(default_factory=Counter)
+    with_several_versions: int = 0
+    gap_sum: float = 0.0
+    gap_tokens: float = 0.0
+    gap_max: float = 0.0
+    busy: BusyMeter = field(default_factory=BusyMeter)
+
+    def count_row(self, row: Mapping[str, float]) -> None:
+        """Takes the line of a step: its mean reward, and how far log-probabilities were apart."""
+        self.last_rewards.append(row["reward_mean"])
+        if len(self.first_rewards) < EDGE_STEPS:
+            self.first_rewards.append(row["reward_mean"])
+        tokens = row.get("logprob_gap_tokens", 0.0)
+        if tokens:
+            self.gap_sum += row["logprob_gap_mean"] * tokens
+            self.gap_tokens += tokens
+            self.gap_max = max(self.gap_max, row["logprob_gap_max"])
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    # finished, stopped or failed
+    state: str
+    cause: str
+    # It finished before its last configured step, because nothing is left to learn.
+    solved: bool
+    # Why environments that were to be trained on are suspended, by name.
+    suspended_environments: dict[str, str]

@@ -1,0 +1,35 @@
+"""Checkpoints without a model: one file of seven bytes and a manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.protocol.checkpoints import (
+    Layout,
+    Manifest,
+    describe_file,
+    publish_and_retain,
+    write_manifest,
+)
+
+LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
+
+
+def save_checkpoint(folder: Path, step: int, *, keep_last: int = 100) -> Path:
+    """The folder of version `step`, published as the trainer does it."""
+    partial = folder / f"step-{step:06d}.partial"
+    partial.mkdir(parents=True)
+    (partial / "tensors").write_bytes(b"weights")
+    manifest = Manifest(
+        incarnation=0,
+        step=step,
+        weight_digest="d",
+        config_digest="c",
+        layout=LAYOUT,
+        models=("policy",),
+        packages={},
+        saved_unix_s=1.0,
+        files=(describe_file(partial, "tensors"),),
+    )
+    write_manifest(partial, manifest)
+    return publish_and_retain(partial, keep_last=keep_last, keep_every=0)

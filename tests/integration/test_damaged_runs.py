@@ -1,0 +1,350 @@
+"""Files of a run that are damaged, vanish or find no room while a controller writes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from controller_runs import make_config, play
+from fake_server import OPEN, FakeServer
+from fake_trainer import FakeTrainer
+from slipstream.learner.controller.application import Controller
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
+from small_checkpoints import save_checkpoint
+
+STEPS = 6
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def held(config: Config, caplog, middle) -> dict:
+    """The summary of a run in whose middle, at version 2, `middle` is called."""
+    server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
+    trainer.hold_at(2)
+
+    async def during(controller: Controller, tasks: list) -> None:
+        try:
+            async with asyncio.timeout(60):
+                await trainer.until_held()
+            await middle()
+        finally:
+            trainer.gate.set()
+
+    with caplog.at_level(logging.WARNING):
+        summary = await play(config, server, trainer=trainer, during=during)
+    assert (summary["code"], summary["steps"]) == (0, STEPS)
+    assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
+    return summary
+
+
+def steps_in(path: Path) -> list[int]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [int(row["step"]) for row in rows if "step" in row]
+
+
+async def test_results_that_are_removed_under_a_live_run_are_made_anew(tmp_path, caplog):
+    config = make_config(tmp_path, run__steps=STEPS, controller__sample_every_steps=1)
+    folder = config.run_dir
+    names = ("metrics.jsonl", "trajectories.jsonl")
+
+    async def middle() -> None:
+        for name in names:
+            (folder / name).unlink()
+        shutil.rmtree(folder / "tensorboard")
+        # Before the next step writes them.
+        await until(lambda: all((folder / name).is_file() for name in names))
+        await until(lambda: (folder / "tensorboard").is_dir())
+
+    summary = await held(config, caplog, middle)
+    assert steps_in(folder / "metrics.jsonl")[-1] == STEPS
+    assert steps_in(folder / "trajectories.jsonl")[-1] == STEPS
+    assert summary["ledger"]["difference"] == 0
+    removed = [m for m in caplog.messages if m.endswith("it is made anew")]
+    assert len(removed) == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine mounts nothing")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    path = disk / "filling"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+    return path
+
+
+async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, small_disk):
+    config = make_config(tmp_path, run__steps=STEPS, controller__sample_every_steps=1)
+    folder = config.run_dir
+    folder.mkdir()
+    for name in ("metrics.jsonl", "trajectories.jsonl", "tensorboard"):
+        (folder / name).symlink_to(small_disk / name)
+    (small_disk / "tensorboard").mkdir()
+
+    async def middle() -> None:
+        fill(small_disk)
+
+    summary = await held(config, caplog, middle)
+    assert summary["ledger"]["difference"] == 0
+    full = [m for m in caplog.messages if "No space left" in m]
+    assert len(full) == 3
+    lost = [m for m in caplog.messages if "were lost" in m]
+    assert len(lost) == 3
+    kept = steps_in(folder / "metrics.jsonl")
+    assert 2 <= len(kept) < STEPS
+    (told,) = [m for m in lost if "metrics.jsonl" in m]
+    assert told == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(kept)} lines were lost"
+
+
+async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
+    tmp_path, caplog, small_disk
+):
+    config = make_config(small_disk, run__steps=STEPS, controller__sample_every_steps=1)
+    server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
+    trainer.hold_at(2)
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    others = [asyncio.ensure_future(server.run()), asyncio.ensure_future(trainer.run())]
+    try:
+        async with asyncio.timeout(60):
+            await trainer.until_held()
+        filling = fill(small_disk)
+        trainer.gate.set()
+        with caplog.at_level(logging.WARNING):
+            async with asyncio.timeout(100):
+                # Its last words, of one line.
+                with pytest.raises(RunFailed, match="make room: the same command goes on then"):
+                    await running
+    finally:
+        for task in (running, *others):
+            task.cancel()
+        await asyncio.gather(running, *others, return_exceptions=True)
+    assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
+    (failed,) = [m for m in caplog.messages if m.startswith("the run failed")]
+    assert "No space left on device; make room: the same command goes on then" in failed
+    assert not (config.run_dir / "summary.json").exists()
+    filling.unlink()
+    server = FakeServer(config.controller.address, "again")
+    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    assert (summary["code"], summary["steps"]) == (0, STEPS)
+    assert summary["ledger"]["difference"] == 0
+    assert summary["ledger"]["trained"] == STEPS * 16 * 5
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "cut", "folder"])
+async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, caplog, damage):
+    config = make_config(tmp_path, run__steps=STEPS, controller__sample_every_steps=1)
+    trainer = FakeTrainer(config.controller.address)
+    trainer.hold_at(STEPS - 1)
+    address = config.controller.address
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    others = [
+        asyncio.ensure_future(FakeServer(address).run()),
+        asyncio.ensure_future(trainer.run()),
+    ]
+    try:
+        async with asyncio.timeout(60):
+            await trainer.until_held()
+        controller.stop("a test")
+        trainer.gate.set()
+        async with asyncio.timeout(60):
+            assert await running == 0
+    finally:
+        for task in (running, *others):
+            task.cancel()
+        await asyncio.gather(running, *others, return_exceptions=True)
+    for name in ("metrics.jsonl", "trajectories.jsonl", "summary.json", "curves.png"):
+        path = config.run_dir / name
+        data = path.read_bytes()
+        path.unlink()
+        if damage == "damaged":
+            path.write_bytes(data[: len(data) // 2] + bytes(512) + data[len(data) // 2 :])
+        elif damage == "cut":
+            path.write_bytes(data[: len(data) // 2])
+        elif damage == "folder":
+            path.mkdir()
+    with caplog.at_level(logging.WARNING):
+        summary = await play(config, FakeServer(address, "again"), trainer=FakeTrainer(address))
+    assert (summary["code"], summary["steps"], summary["state"]) == (0, STEPS, "finished")
+    assert summary["ledger"]["difference"] == 0
+    assert sum(summary["tokens_by_lag"].values()) == summary["ledger"]["trained"]
+    # What was trained again has its line again.
+    assert sorted(steps_in(config.run_dir / "metrics.jsonl")) == list(range(1, STEPS + 1))
+    told = [m for m in caplog.messages if ".damaged-1 now" in m]
+    assert len(told) == {"missing": 0, "cut": 0, "damaged": 2, "folder": 3}[damage]
+    assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
+
+
+class SavingTrainer(FakeTrainer):
+    """Leaves a checkpoint of each second version, before it reports it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.controller.address, checkpoint_every=2)
+        self.folder = config.run_dir / "checkpoints"
+
+    async def train(self) -> None:
+        step = self.version.step + 1
+        if step % self.checkpoint_every == 0:
+            save_checkpoint(self.folder, step, keep_last=2)
+
+
+async def test_checkpoints_that_are_removed_under_a_live_run_are_told(tmp_path, caplog):
+    config = make_config(tmp_path, run__steps=STEPS)
+    folder = config.run_dir / "checkpoints"
+    trainer = SavingTrainer(config)
+    trainer.hold_at(4)
+    told = "was removed or damaged under the live run"
+
+    async def during(controller: Controller, tasks: list) -> None:
+        try:
+            async with asyncio.timeout(60):
+                await trainer.until_held()
+                while "checkpoint of version 4" not in caplog.text:
+                    await asyncio.sleep(0.01)
+                shutil.rmtree(folder)
+                while told not in caplog.text:
+                    await asyncio.sleep(0.01)
+        finally:
+            trainer.gate.set()
+
+    with caplog.at_level(logging.INFO):
+        server = FakeServer(config.controller.address)
+        summary = await play(config, server, trainer=trainer, during=during)
+    assert (summary["code"], summary["steps"]) == (0, STEPS)
+    (line,) = [m for m in caplog.messages if told in m]
+    assert line.startswith(f"{folder / 'step-000004'} ")
+    assert line.endswith("a resume goes on from the start")
+
+
+async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
+    """The cause and exit code of a run whose second trainer needs a batch that `spoil` spoils."""
+    address = config.controller.address
+    first, second = FakeTrainer(address), FakeTrainer(address)
+    first.hold_at(3)
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    dying = asyncio.ensure_future(first.run())
+    others = [asyncio.ensure_future(FakeServer(address, "s").run())]
+    try:
+        async with asyncio.timeout(60):
+            await first.until_held()
+        dying.cancel()
+        second.hold_at(0)
+        others.append(asyncio.ensure_future(second.run()))
+        async with asyncio.timeout(60):
+            while not second.holds:
+                await asyncio.sleep(0.01)
+        # It trains batch 0 again, and has not asked for the next one.
+        spoil(config.run_dir / "journal" / "batches" / "step-000001.pb")
+        second.gate.set()
+        async with asyncio.timeout(100):
+            code = await running
+        return second.stop_reason, code
+    finally:
+        for task in (running, dying, *others):
+            task.cancel()
+        await asyncio.gather(running, dying, *others, return_exceptions=True)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def folder_in_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (Path.unlink, "cannot be read: No such file or directory"),
+        (flip, "is damaged"),
+        (lambda path: path.write_bytes(b""), "is damaged"),
+        (lambda path: path.write_bytes(bytes(512)), "is damaged"),
+        (folder_in_place, "cannot be read: Is a directory"),
+    ],
+    ids=["missing", "flipped", "empty", "NUL block", "folder"],
+)
+async def test_a_batch_that_is_lost_when_it_is_asked_for_fails_the_run_until_it_is_back(
+    tmp_path, caplog, spoil, cause
+):
+    config = make_config(tmp_path, run__steps=STEPS)
+    batch = config.run_dir / "journal" / "batches" / "step-000001.pb"
+    kept = tmp_path / "kept.pb"
+
+    def keep_and_spoil(path: Path) -> None:
+        shutil.copy(path, kept)
+        spoil(path)
+
+    with caplog.at_level(logging.ERROR):
+        reason, code = await again_from_the_start(config, keep_and_spoil)
+    assert code == 1
+    line = f"{batch} {cause}; put it back from a copy of the run, or begin anew with another"
+    assert reason.startswith(line)
+    assert [m for m in caplog.messages if m.startswith(f"the run failed: {line}")]
+    assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
+    if batch.is_dir():
+        batch.rmdir()
+    shutil.copy(kept, batch)
+    summary = await play(
+        config,
+        FakeServer(config.controller.address, "again"),
+        trainer=FakeTrainer(config.controller.address),
+    )
+    assert (summary["code"], summary["steps"], summary["state"]) == (0, STEPS, "finished")
+    assert summary["ledger"]["difference"] == 0
+
+
+async def test_a_trainer_that_needs_a_batch_that_is_gone_is_told_which_file(tmp_path, caplog):
+    config = make_config(tmp_path, run__steps=STEPS)
+    address = config.controller.address
+    trainer = FakeTrainer(address)
+    await play(config, FakeServer(address), trainer=trainer)
+    batch = config.run_dir / "journal" / "batches" / "step-000001.pb"
+    batch.unlink()
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    try:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await FakeTrainer(address).run()
+        line = caught.value.details()
+        assert line.startswith(f"{batch} is missing; put it back from a copy of the run")
+        assert line.endswith("a trainer of version 0 cannot go on")
+        assert "\n" not in line
+        controller.stop("a test")
+        async with asyncio.timeout(60):
+            assert await running == 0
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

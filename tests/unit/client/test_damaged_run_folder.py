@@ -1,0 +1,205 @@
+"""Files of a run's folder that are damaged between two starts, as the command line reads them."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slipstream.client.dashboard.folders import RunFolders
+from slipstream.client.run_folder import check_run_folder, version_to_export, write_config
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import dump_config, load_config
+from small_checkpoints import save_checkpoint
+from small_configs import config_of
+
+
+def run_of(tmp_path: Path) -> Config:
+    config = config_of(tmp_path)
+    (config.run_dir / "journal").mkdir(parents=True)
+    (config.run_dir / "journal" / "journal.log").write_text("a record")
+    write_config(config, config.run_dir)
+    return config
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_run_folder(config)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_settings_that_were_cut_at_any_line_are_refused(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    path = config.run_dir / "config.toml"
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert check_run_folder(config)
+    for number in range(len(lines)):
+        path.write_bytes(b"".join(lines[:number]))
+        line = refusal(config)
+        assert str(path) in line
+        assert "from a copy of the run" in line
+    # In the middle of the first line.
+    path.write_bytes(lines[0][: len(lines[0]) // 2])
+    assert "from a copy of the run" in refusal(config)
+
+
+def damage(path: Path, kind: str) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "NUL block":
+            path.write_bytes(data[:300] + bytes(512) + data[812:])
+        case "no UTF-8":
+            path.write_bytes(data[:300] + b"\xff" + data[301:])
+        case "another value":
+            assert b"group_size = 2" in data
+            path.write_bytes(data.replace(b"group_size = 2", b"group_size = 4"))
+        case "empty":
+            path.touch()
+
+
+@pytest.mark.parametrize(
+    "kind", ["folder", "NUL block", "no UTF-8", "another value", "missing", "empty"]
+)
+def test_damaged_settings_are_refused_in_one_line_with_what_to_do(
+    tmp_path: Path, kind: str
+) -> None:
+    config = run_of(tmp_path)
+    path = config.run_dir / "config.toml"
+    damage(path, kind)
+    line = refusal(config)
+    assert str(path) in line
+    assert "from a copy of the run" in line
+
+
+def test_settings_of_which_the_first_line_was_removed_are_those_of_their_user(
+    tmp_path: Path,
+) -> None:
+    config = run_of(tmp_path)
+    path = config.run_dir / "config.toml"
+    assert load_config(path) == config
+    path.write_text(dump_config(config).replace("group_size = 2", "group_size = 4"))
+    assert load_config(path).algorithm.group_size == 4
+
+
+def test_settings_without_room_leave_those_of_the_last_start(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    before = (config.run_dir / "config.toml").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="config.toml cannot be written: File too large"):
+            write_config(config, config.run_dir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (config.run_dir / "config.toml").read_bytes() == before
+    assert not list(config.run_dir.glob("*.partial"))
+    assert (config.run_dir / "config.toml").stat().st_mode & 0o777 == 0o600
+
+
+SPOILS: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(b'{"state": "fini'),
+    "NUL block": lambda path: path.write_bytes(bytes(512)),
+    "a list": lambda path: path.write_bytes(b"[1]"),
+    "another object": lambda path: path.write_bytes(b"{}"),
+    "a text for a number": lambda path: path.write_bytes(b'{"state": "finished", "steps": "a"}'),
+    "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe"),
+    "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "folder": lambda path: path.mkdir(),
+    "missing": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
+def test_a_damaged_summary_does_not_keep_a_run_from_going_on(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    config = run_of(tmp_path)
+    spoil(config.run_dir / "summary.json")
+    assert check_run_folder(config)
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
+def test_the_dashboard_shows_what_is_whole_of_a_run(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    metrics = folder / "metrics.jsonl"
+    metrics.write_bytes(b'{"step": 1}\n' + bytes(512) + b"\n[1]\n\xff\n{\n" + b'{"step": 2}\n')
+    for name in ("summary.json", "suspended.json", "trajectories.jsonl"):
+        spoil(folder / name)
+    (folder / "logs").mkdir()
+    spoil(folder / "logs" / "controller.log")
+    reader = RunFolders(tmp_path)
+    assert [row["step"] for row in reader.metrics("one", 0).rows] == [1, 2]
+    (line,) = reader.overview()
+    assert line["name"] == "one"
+    json.dumps(reader.about("one"))
+    assert reader.trajectories("one", None)["trajectories"] == []
+
+
+def test_trajectories_of_no_step_are_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    rows = [{"step": 1}, {}, {"step": "a"}, {"step": None}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "trajectories.jsonl").write_text(text)
+    assert RunFolders(tmp_path).trajectories(tmp_path.name, None)["trajectories"] == [{"step": 1}]
+
+
+def export_refusal(folder: Path, step: int | None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        version_to_export(folder, step)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_an_export_takes_no_older_version_in_place_of_a_newer_one(tmp_path: Path) -> None:
+    for step in (20, 30, 40):
+        path = save_checkpoint(tmp_path / "checkpoints", step)
+    assert version_to_export(tmp_path, None) == 40
+    (path / "manifest.json").unlink()
+    assert export_refusal(tmp_path, None) == (
+        f"{path} is no whole checkpoint, it has no manifest.json (whole ones are 20, 30): give "
+        "--step 30 for an older version, or put the file back from a copy of the run"
+    )
+    assert version_to_export(tmp_path, 30) == 30
+    line = f"{tmp_path} has no checkpoint of version 40, only of 20, 30"
+    assert export_refusal(tmp_path, 40) == line
+
+
+def test_a_damaged_manifest_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    folder = config.run_dir / "checkpoints"
+    save_checkpoint(folder, 30)
+    path = save_checkpoint(folder, 40)
+    assert check_run_folder(config)
+    (path / "manifest.json").write_text("{")
+    begin = f"{path} is no whole checkpoint: manifest.json is damaged"
+    remedy = "remove that folder to go on from an older checkpoint"
+    for line in (
+        refusal(config),
+        export_refusal(config.run_dir, None),
+        export_refusal(config.run_dir, 40),
+    ):
+        assert line.startswith(begin)
+        assert remedy in line
+    assert version_to_export(config.run_dir, 30) == 30
+
+
+@pytest.mark.parametrize("what", ["nothing", "file", "partial alone"])
+def test_an_export_without_checkpoints_is_one_line(tmp_path: Path, what: str) -> None:
+    if what == "file":
+        (tmp_path / "checkpoints").touch()
+    elif what == "partial alone":
+        (tmp_path / "checkpoints" / "step-000010.partial").mkdir(parents=True)
+    assert export_refusal(tmp_path, None) == f"{tmp_path} has no checkpoints"

@@ -1,0 +1,226 @@
+"""Files of results that vanish, or find no room, while they are written."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.learner.controller.reporting.result_files import ResultFile, write_result
+from slipstream.learner.controller.reporting.trackers.event_file import EventFile
+from slipstream.learner.controller.reporting.trackers.opening import RunIds
+from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
+from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
+from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from small_configs import config_of
+
+
+@pytest.fixture
+def full() -> Callable[[int], AbstractContextManager[None]]:
+    """While it is entered, no file grows beyond so many bytes: the system says so to each write."""
+
+    @contextmanager
+    def limited(num_bytes: int) -> Iterator[None]:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return limited
+
+
+def test_lines_for_which_there_is_no_room_are_counted_and_later_ones_are_written(tmp_path, full):
+    told: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    file = ResultFile(path, told.append)
+    file.append(b'"one"\n')
+    with full(10):
+        file.append(b'"two"\n')
+        file.append(b'"three"\n')
+    assert path.read_bytes() == b'"one"\n'
+    assert told == [f"{path} cannot be written: File too large; what comes is lost until it can"]
+    file.append(b'"four"\n')
+    assert path.read_bytes() == b'"one"\n"four"\n'
+    assert told[1:] == [f"{path} is written again; 2 lines were lost"]
+    with full(10):
+        file.append(b'"five"\n')
+    file.close()
+    assert told[2:] == [
+        f"{path} cannot be written: File too large; what comes is lost until it can",
+        f"{path}: the last 1 lines were lost",
+    ]
+
+
+@pytest.mark.parametrize("by_line", [True, False])
+def test_a_file_that_was_removed_is_made_anew(tmp_path, *, by_line: bool):
+    told: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    file = ResultFile(path, told.append)
+    file.append(b"1\n")
+    file.check()
+    assert told == []
+    path.unlink()
+    if by_line:
+        file.append(b"2\n")
+    else:
+        file.check()
+        file.append(b"2\n")
+    assert path.read_bytes() == b"2\n"
+    assert told == [f"{path} was removed while the run wrote it; it is made anew"]
+    file.close()
+
+
+def test_the_folder_of_a_run_that_was_removed_does_not_come_back(tmp_path):
+    told: list[str] = []
+    run = tmp_path / "run"
+    run.mkdir()
+    path = run / "metrics.jsonl"
+    file, events = ResultFile(path, told.append), EventFile(run / "tensorboard", told.append)
+    shutil.rmtree(run)
+    for number in range(3):
+        file.append(b"1\n")
+        events.scalars(number, {"loss": 1.0})
+    assert not run.exists()
+    assert [line for line in told if "cannot be written" in line] == [
+        f"{path} cannot be written: No such file or directory; what comes is lost until it can",
+        next(line for line in told if "tfevents" in line and "cannot" in line),
+    ]
+    run.mkdir()
+    file.append(b"2\n")
+    events.scalars(3, {"loss": 1.0})
+    assert told[-2:] == [
+        f"{path} is written again; 3 lines were lost",
+        f"{next((run / 'tensorboard').iterdir())} is written again; 3 records were lost",
+    ]
+    file.close()
+    events.close()
+
+
+def steps_of(path: Path) -> list[int]:
+    """The length of each record but the first, which holds the version."""
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        found.append(length)
+        assert len(data) >= length + 16
+        data = data[length + 16 :]
+    return found[1:]
+
+
+@pytest.mark.parametrize("removed", ["file", "folder"])
+def test_event_files_that_were_removed_get_a_successor_with_a_name_of_its_own(tmp_path, removed):
+    told: list[str] = []
+    tracker = TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}), told.append)
+    tracker.log(1, {"loss": 1.0})
+    (first,) = (tmp_path / "tensorboard").iterdir()
+    if removed == "file":
+        first.unlink()
+    else:
+        shutil.rmtree(first.parent)
+    tracker.check()
+    (second,) = (tmp_path / "tensorboard").iterdir()
+    assert second != first
+    tracker.log(2, {"loss": 1.0})
+    assert len(steps_of(second)) == 1
+    assert told == [f"{first} was removed while the run wrote it; it is made anew"]
+    tracker.close()
+
+
+def test_an_event_file_without_room_holds_whole_records_only(tmp_path, full):
+    told: list[str] = []
+    file = EventFile(tmp_path / "tensorboard", told.append)
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    with full(path.stat().st_size + 20):
+        file.scalars(1, {"loss": 1.0})
+    file.scalars(2, {"loss": 1.0})
+    assert len(steps_of(path)) == 1
+    assert told[1:] == [f"{path} is written again; 1 records were lost"]
+    file.close()
+
+
+def test_an_event_file_that_begins_without_room_begins_later(tmp_path, full):
+    told: list[str] = []
+    with full(5):
+        file = EventFile(tmp_path / "tensorboard", told.append)
+        file.scalars(1, {"loss": 1.0})
+    file.scalars(2, {"loss": 1.0})
+    whole = [path for path in (tmp_path / "tensorboard").iterdir() if path.stat().st_size]
+    assert [len(steps_of(path)) for path in whole] == [1]
+    assert told[-1] == f"{whole[0]} is written again; 1 records were lost"
+    file.close()
+
+
+def test_a_tracker_that_gets_no_numbers_looks_after_its_files(tmp_path):
+    told: list[str] = []
+
+    def open_() -> TensorBoardTracker:
+        return TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}), told.append)
+
+    trackers = Trackers({"tensorboard": open_}, told.append)
+    folder = tmp_path / "tensorboard"
+    wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
+    shutil.rmtree(folder)
+    wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
+    trackers.close()
+    assert len(told) == 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_whole_file_without_room_leaves_the_old_one(tmp_path, full):
+    told: list[str] = []
+    path = tmp_path / "summary.json"
+    assert write_result(path, b"{}\n", told.append)
+    with full(10):
+        assert not write_result(path, bytes(100), told.append)
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    assert path.read_bytes() == b"{}\n"
+    assert told == [f"{path} cannot be written: File too large"]
+
+
+def test_suspended_environments_are_written_when_there_is_room_and_again_when_removed(
+    tmp_path, full
+):
+    events = EventLog()
+    recorder = RunRecorder(
+        tmp_path, config_of(tmp_path), Trackers({}, lambda text: None), None, events
+    )
+    path = tmp_path / "suspended.json"
+    with full(5):
+        for _ in range(3):
+            recorder.look({"e": "KeyError"})
+    assert not path.exists()
+    recorder.look({"e": "KeyError"})
+    assert path.is_file()
+    path.unlink()
+    recorder.look({"e": "KeyError"})
+    assert path.is_file()
+    assert len(events._events) == 1
+    recorder.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", bytes(512), b"\xff", b'"a"'])
+def test_damaged_names_of_tracking_services_are_set_aside(tmp_path, damage):
+    told: list[str] = []
+    path = tmp_path / "tracking.json"
+    path.write_bytes(damage)
+    assert RunIds(tmp_path, told.append).get("wandb") == ""
+    RunIds(tmp_path, told.append).keep("wandb", "abc")
+    assert RunIds(tmp_path, told.append).get("wandb") == "abc"
+    assert told == [
+        f"{path} is damaged; it lies in tracking.json.damaged-1 now, and trackers begin new runs"
+    ]
