@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.run_folder import check_journal_not_lost
@@ -51,9 +52,9 @@ def _check_unfinished(folder: Path, config: Config) -> None:
     summary = folder / "summary.json"
     if not summary.is_file():
         return
-    values = json.loads(summary.read_text())
+    values = _read_summary(summary)
     lacks_model = config.learner.export_final and not (folder / "checkpoints" / "final").is_dir()
-    if values["state"] != "finished" or lacks_model:
+    if values.get("state") != "finished" or lacks_model:
         return
     if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
         raise ConfigError(
@@ -65,6 +66,19 @@ def _check_unfinished(folder: Path, config: Config) -> None:
             f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "
             "choose another run.name"
         )
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """The summary of a run that has ended; ConfigError when the file holds none."""
+    try:
+        values = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or not isinstance(values.get("steps"), int):
+        raise ConfigError(
+            f"{path} is damaged: remove it to go on (the run's state is in its journal)"
+        )
+    return values
 
 
 def _check_not_held(path: Path, folder: Path) -> None:

@@ -5,6 +5,7 @@ Source: google.rpc.ErrorInfo, carried in the trailing metadata as gRPC's richer 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, NoReturn
@@ -41,12 +42,18 @@ async def abort(
     reason: Reason,
     metadata: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Ends the call with `code`, one line of text, the reason, and what it is about."""
+    """Ends the call with `code`, one line of text, the reason, and what it is about.
+
+    A caller that has gone meanwhile is told nothing: its call is cancelled, as gRPC does.
+    """
     info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN, metadata=metadata or {})
     detail = any_pb2.Any()
     detail.Pack(info)
     status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
-    await context.abort(code, text, ((DETAILS_KEY, status.SerializeToString()),))
+    try:
+        await context.abort(code, text, ((DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError("the caller is gone") from None
     raise AssertionError("abort does not return")
 
 

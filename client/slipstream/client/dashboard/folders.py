@@ -68,7 +68,10 @@ class RunFolders:
             is_all = part.is_all or part.end == begin
             begin = part.end
             for row in part.rows:
-                number = int(row["step"])
+                number = row.get("step")
+                if not isinstance(number, int | float):
+                    continue
+                number = int(number)
                 if number not in kept:
                     steps.append(number)
                     if step is None:
@@ -112,7 +115,10 @@ def _written_s(folder: Path) -> float:
 
 
 def _lines(path: Path, begin: int) -> Part:
-    """A line that is still being written is left for the next time; one that is no JSON is not."""
+    """The rows from `begin` on; a line that is still being written is left for the next time.
+
+    Lines that are no rows are left out: the page shows the others.
+    """
     try:
         with path.open("rb") as file:
             file.seek(begin)
@@ -123,7 +129,7 @@ def _lines(path: Path, begin: int) -> Part:
     complete = data[: data.rfind(b"\n") + 1]
     rows = []
     for line in complete.splitlines():
-        row = json.loads(line)
+        row = _parsed(line)
         if isinstance(row, dict):
             rows.append(row)
     return Part(rows, begin + len(complete), is_all)
@@ -132,10 +138,18 @@ def _lines(path: Path, begin: int) -> Part:
 def _table(path: Path) -> dict[str, Any]:
     """The table that a file of JSON holds; empty while it is not there or being written."""
     try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = _parsed(path.read_bytes())
+    except FileNotFoundError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _parsed(data: bytes) -> object:
+    """The value that JSON stands for; None for what is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _tail(path: Path) -> list[str]:
