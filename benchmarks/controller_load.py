@@ -5,7 +5,7 @@
     python benchmarks/controller_load.py --servers 8 --tokens 8 8 --seconds 120     # memory
 
 Each row is one run. Servers deliver as fast as they are leased, the trainer reports at once, every
-step is published to all. `--checkout` measures the controller of another checkout too. Consumes:
+step is published to all. `--checkout` measures the controllers of other checkouts too. Consumes:
 leases and orders. Waits for: the controller. Unblocked by: it, or `--seconds`.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -27,7 +28,8 @@ import numpy as np
 import tomli_w
 from measure import table
 from slipstream.protocol.access.security import Credentials, open_channel
-from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, trajectory_to_pb
+from slipstream.protocol.codec import TRAINER_EPOCH, trajectory_to_pb
+from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,
@@ -104,8 +106,12 @@ def template(tokens: tuple[int, int], name: str, epoch: int) -> trajectory_pb2.T
 class Server:
     """A rollout server without an engine."""
 
-    def __init__(self, address: str, number: int, tokens: tuple[int, int], seen: Seen) -> None:
+    def __init__(
+        self, address: str, number: int, *, protocol: int, tokens: tuple[int, int], seen: Seen
+    ) -> None:
         self._address, self._name, self._epoch = address, f"s{number:04d}", number + 1
+        # Controllers before protocol 3 send no key, and take trajectories as they are.
+        self._protocol, self._key = protocol, b""
         self._tokens, self._seen = tokens[1], seen
         self._trajectory = template(tokens, self._name, self._epoch)
         self._out: asyncio.Queue[fleet_pb2.ServerMessage] = asyncio.Queue()
@@ -138,7 +144,7 @@ class Server:
         hello = fleet_pb2.ServerHello(
             server_id=self._name,
             server_epoch=self._epoch,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=self._protocol,
             max_episodes=64,
             engine_workers=1,
             max_model_len=1 << 20,
@@ -172,6 +178,7 @@ class Server:
         match message.WhichOneof("message"):
             case "welcome":
                 self._trajectory.run_id = message.welcome.run_id
+                self._key = message.welcome.delivery_key
             case "environment":
                 name = message.environment.spec.name
                 report = fleet_pb2.EnvironmentReport(environment=name, num_tasks=1000)
@@ -210,10 +217,10 @@ class Server:
             message.member = member
             name = f"{lease.group_id}.{member}.{lease.first_attempt}.{self._epoch:x}"
             message.reward = (member * 7919 + lease.task_index) % 100 / 100
+            data = message.SerializeToString()
+            sealed = seal(self._key, name, data) if self._key else data  # type: ignore[arg-type]
             self._trajectories.put_nowait(
-                trajectory_pb2.DeliverRequest(
-                    trajectory=message.SerializeToString(), trajectory_id=name
-                )
+                trajectory_pb2.DeliverRequest(trajectory=sealed, trajectory_id=name)
             )
             self._generated += self._tokens
             self._seen.delivered += 1
@@ -323,6 +330,14 @@ def row(name: str, servers: int, arguments: argparse.Namespace, seen: Seen) -> l
     ]
 
 
+def protocol_of(checkout: Path) -> int:
+    """The protocol version that the controller of a checkout speaks."""
+    text = (checkout / "protos/slipstream/protocol/codec.py").read_text()
+    found = re.search(r"^PROTOCOL_VERSION = (\d+)$", text, re.MULTILINE)
+    assert found is not None, f"{checkout} names no PROTOCOL_VERSION"
+    return int(found[1])
+
+
 async def measure(
     name: str, checkout: Path, servers: int, arguments: argparse.Namespace
 ) -> list[str]:
@@ -355,7 +370,11 @@ async def measure(
             stderr=asyncio.subprocess.DEVNULL,
         )
         seen, tokens = Seen(), (arguments.tokens[0], arguments.tokens[1])
-        fleet = [Server(address, number, tokens, seen) for number in range(servers)]
+        protocol = protocol_of(checkout)
+        fleet = [
+            Server(address, number, protocol=protocol, tokens=tokens, seen=seen)
+            for number in range(servers)
+        ]
         tasks = [asyncio.create_task(server.run()) for server in fleet]
         tasks.append(asyncio.create_task(train(address, seen)))
         tasks.append(asyncio.create_task(watch(address, controller.pid, seen)))
@@ -385,17 +404,17 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs=2, default=[64, 512])
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--checkout", type=Path, help="of an older version, measured before ours")
+    parser.add_argument(
+        "--checkout", type=Path, nargs="+", default=[], help="older versions, measured before ours"
+    )
     parser.add_argument("--port", type=int, default=0)
     arguments = parser.parse_args()
     rows = []
     for servers in arguments.servers:
-        if arguments.checkout is not None:
-            before = asyncio.run(measure("before", arguments.checkout, servers, arguments))
-            rows.append(before)
-            print(before, flush=True)
-        rows.append(asyncio.run(measure("ours", ROOT, servers, arguments)))
-        print(rows[-1], flush=True)
+        for checkout in (*arguments.checkout, ROOT):
+            name = "ours" if checkout is ROOT else checkout.name
+            rows.append(asyncio.run(measure(name, checkout, servers, arguments)))
+            print(rows[-1], flush=True)
     heads = ["", "servers, B, η", "trajectories/s", "steps/s", "cores", "ms a trajectory"]
     heads += ["status ms: median, max", "RSS MB, bytes a trajectory", "servers lost"]
     print("\n".join(table(heads, rows)))

@@ -70,7 +70,7 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
         raise environment_failed(f"{reference} is no subclass of slipstream.client.Environment")
     try:
         args = json.loads(args_json or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise environment_failed(f"the arguments are not JSON: {error}") from error
     if not isinstance(args, dict):
         raise environment_failed(f"the arguments must be a JSON object, got {args_json}")

@@ -26,7 +26,7 @@ async def submit(arguments: argparse.Namespace) -> int:
     """`slipstream submit`."""
     try:
         args = json.loads(arguments.args)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--args must be a JSON object: {error}") from error
     if not isinstance(args, dict):
         raise ConfigError(f"--args must be a JSON object, got {arguments.args}")

@@ -72,7 +72,7 @@ def _check_unfinished(folder: Path, config: Config) -> None:
     if values is None:
         return
     lacks_model = config.learner.export_final and not (folder / "checkpoints" / "final").is_dir()
-    if values["state"] != "finished" or lacks_model:
+    if values.get("state") != "finished" or lacks_model:
         return
     if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
         raise ConfigError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from pydantic import JsonValue
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
 
@@ -135,20 +137,24 @@ class Event:
 
 
 def environment_from_pb(message: environment_pb2.EnvironmentStatus) -> EnvironmentStatus:
-    """The value of a wire form."""
+    """The value of a wire form; ProtocolError when its arguments are no JSON."""
+    try:
+        args = json.loads(message.spec.args_json or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the arguments of an environment are no JSON: {error}") from None
     return EnvironmentStatus(
         name=message.spec.name,
         reference=message.spec.reference,
-        args=json.loads(message.spec.args_json or "{}"),
+        args=args,
         weight=message.spec.weight,
-        state=_word(environment_pb2.EnvironmentState.Name(message.state), "ENVIRONMENT_STATE_"),
+        state=_word(environment_pb2.EnvironmentState, message.state, "ENVIRONMENT_STATE_"),
         num_tasks=message.num_tasks,
         cause=message.cause,
         groups_accepted=message.groups_accepted,
         groups_failed=message.groups_failed,
         episodes_failed=message.episodes_failed,
         reward_mean=message.reward_mean,
-        purpose=_word(trajectory_pb2.EpisodePurpose.Name(message.spec.purpose), "EPISODE_PURPOSE_"),
+        purpose=_word(trajectory_pb2.EpisodePurpose, message.spec.purpose, "EPISODE_PURPOSE_"),
         newest_round=_round_from_pb(message) if message.HasField("newest_round") else None,
     )
 
@@ -159,11 +165,11 @@ def _round_from_pb(message: environment_pb2.EnvironmentStatus) -> EvaluationRoun
 
 
 def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
-    """The value of a wire form."""
+    """The value of a wire form; ProtocolError as `environment_from_pb`."""
     ledger = message.ledger
     return RunStatus(
         run_id=message.run_id,
-        state=_word(status_pb2.RunState.Name(message.state), "RUN_STATE_"),
+        state=_word(status_pb2.RunState, message.state, "RUN_STATE_"),
         cause=message.cause,
         step=message.step,
         num_steps=message.num_steps,
@@ -198,15 +204,15 @@ def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
 
 def event_from_pb(message: status_pb2.Event) -> Event:
     """The value of a wire form."""
-    final = status_pb2.RunState.Name(message.final_state) if message.final_state else ""
+    final = message.final_state
     return Event(
         number=message.number,
         unix_time_s=message.unix_time_s,
-        severity=_word(status_pb2.Severity.Name(message.severity), "SEVERITY_"),
+        severity=_word(status_pb2.Severity, message.severity, "SEVERITY_"),
         text=message.text,
         step=message.step,
         metrics=dict(message.metrics),
-        final_state=_word(final, "RUN_STATE_"),
+        final_state=_word(status_pb2.RunState, final, "RUN_STATE_") if final else "",
     )
 
 
@@ -214,7 +220,7 @@ def _server_from_pb(message: status_pb2.ServerStatus) -> ServerStatus:
     report = message.report
     return ServerStatus(
         server_id=message.server_id,
-        state=_word(fleet_pb2.ServerState.Name(message.state), "SERVER_STATE_"),
+        state=_word(fleet_pb2.ServerState, message.state, "SERVER_STATE_"),
         version=PolicyVersion(message.version.incarnation, message.version.step),
         cause=message.cause,
         silent_s=message.silent_s,
@@ -228,5 +234,7 @@ def _server_from_pb(message: status_pb2.ServerStatus) -> ServerStatus:
     )
 
 
-def _word(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower()
+def _word(kind: EnumTypeWrapper, value: int, prefix: str) -> str:
+    """The name of a value as people read it; of one that a newer controller has, its number."""
+    known = value in kind.values()
+    return kind.Name(value).removeprefix(prefix).lower() if known else str(value)

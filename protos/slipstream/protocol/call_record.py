@@ -31,9 +31,19 @@ class CallRecord:
 
     @classmethod
     def read(cls, descriptor: int) -> CallRecord:
-        """The record; an empty one before the first write."""
+        """The record; an empty one before the first write.
+
+        Code of the environment could write there, too: what is no record says nothing either.
+        """
         line = os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0]
-        if not line:
+        try:
+            running, current, place = json.loads(line)
+        except (ValueError, TypeError, RecursionError):
             return cls()
-        running, current, place = json.loads(line)
+        if not isinstance(running, list) or not _are_texts(*running, current, place):
+            return cls()
         return cls(tuple(running), current, place)
+
+
+def _are_texts(*values: object) -> bool:
+    return all(isinstance(value, str) for value in values)

@@ -68,7 +68,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, line {number} is no JSON object")

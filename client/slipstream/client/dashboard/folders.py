@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import deque
 from dataclasses import dataclass
@@ -70,8 +69,9 @@ class RunFolders:
             begin = part.end
             for row in part.rows:
                 number = row.get("step")
-                if not isinstance(number, int):
+                if not isinstance(number, int | float):
                     continue
+                number = int(number)
                 if number not in kept:
                     steps.append(number)
                     if step is None:
@@ -115,7 +115,10 @@ def _written_s(folder: Path) -> float:
 
 
 def _lines(path: Path, begin: int) -> Part:
-    """A line that is still being written is left for the next time; a damaged one is left out."""
+    """The rows from `begin` on; a line that is still being written is left for the next time.
+
+    Damaged lines are left out: the page shows the others.
+    """
     try:
         with path.open("rb") as file:
             file.seek(begin)
@@ -126,20 +129,27 @@ def _lines(path: Path, begin: int) -> Part:
     complete = data[: data.rfind(b"\n") + 1]
     rows = []
     for line in complete.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
+        row = _parsed(line)
+        if isinstance(row, dict):
+            rows.append(row)
     return Part(rows, begin + len(complete), is_all)
 
 
 def _table(path: Path) -> dict[str, Any]:
     """The table that a file of JSON holds; empty while it is not there, or not whole."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        found = _parsed(path.read_bytes())
+    except OSError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _parsed(data: bytes) -> object:
+    """The value that JSON stands for; None for what is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _tail(path: Path) -> list[str]:

@@ -21,7 +21,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
-from slipstream.learner.controller.records.journal import REMEDY
+from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.trainer_hello import impossible
 from slipstream.learner.controller.trainer_place import TrainerPlace, epoch_of
 from slipstream.learner.controller.trajectories.batch import Batch, chunks, header

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.bounds import one_line
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import trainer_pb2, weights_pb2
@@ -64,16 +65,21 @@ def read_order(directives: Sequence[trainer_pb2.Directive]) -> Order:
 
 
 def _read_batch(header: trainer_pb2.BatchHeader, chunks: Sequence[trainer_pb2.Directive]) -> Batch:
+    batch_id = one_line(header.batch_id, 128)
     if any(chunk.WhichOneof("directive") != "chunk" for chunk in chunks):
-        raise ProtocolError(f"batch {header.batch_id}: something else than a chunk follows")
-    trajectories = tuple(
-        trajectory_from_pb(message) for chunk in chunks for message in chunk.chunk.trajectories
-    )
+        raise ProtocolError(f"batch {batch_id}: something else than a chunk follows")
+    try:
+        trajectories = tuple(
+            trajectory_from_pb(message) for chunk in chunks for message in chunk.chunk.trajectories
+        )
+    except ProtocolError as error:
+        # Nobody has checked the names in it.
+        raise ProtocolError(one_line(f"batch {batch_id}: {error}", 1000)) from error
     batch = Batch(header.step, header.batch_id, trajectories)
     found = (len(set(batch.group_ids)), len(trajectories))
     if found != (header.num_groups, header.num_trajectories):
         raise ProtocolError(
-            f"batch {header.batch_id}: {header.num_groups} groups of {header.num_trajectories} "
+            f"batch {batch_id}: {header.num_groups} groups of {header.num_trajectories} "
             f"trajectories were announced, {found[0]} of {found[1]} came"
         )
     return batch

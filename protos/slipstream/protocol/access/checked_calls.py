@@ -6,6 +6,7 @@ handler that fails ends its own call, with INTERNAL and one line; its traceback 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -52,6 +53,16 @@ class _Accepted:
 
     async def __anext__(self) -> Message:
         return _accepted(await anext(self._requests))
+
+
+class _NotOfCallersWhoLeft(logging.Filter):
+    """Leaves out what gRPC logs, with a traceback, of an answer to a caller that has gone."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_NotOfCallersWhoLeft())
 
 
 class CheckingInterceptor(_Interceptor):
@@ -166,6 +177,9 @@ async def _end(context: Context, method: str, error: Exception) -> NoReturn:
         cause = cause.exceptions[0]
     if isinstance(cause, grpc.aio.AbortError):
         raise cause
+    if isinstance(cause, grpc.aio.InternalError):
+        # Of a write: its caller is gone.
+        raise asyncio.CancelledError("the caller is gone") from None
     if isinstance(cause, ProtocolError):
         text = str(cause)
         await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text, Reason.PROTOCOL)

@@ -59,7 +59,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(
             f"{path}: TOML is UTF-8, byte {error.start} (0x{error.object[error.start]:02x}) is not"
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     for override in overrides:
         _apply_override(table, override)

@@ -51,7 +51,7 @@ def _damages(folder: Path, names: list[str]) -> Iterator[str]:
     if index.is_file():
         try:
             shards = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             yield f"{index} is no index of safetensors ({type(error).__name__}: {error})"
             return
         for name in sorted(shards - set(names)):
@@ -65,7 +65,7 @@ def _damage(path: Path) -> Iterator[str]:
     size = path.stat().st_size
     try:
         needed = _bytes_needed(path, size)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         yield f"{path}, {size:,} bytes, does not begin as a safetensors file does"
         return
     if size < needed:
@@ -99,7 +99,7 @@ def _has_chat_template(folder: Path) -> bool:
         return True
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         # The tokenizer's own loader says what is wrong with it.
         return True
     return isinstance(settings, dict) and bool(settings.get("chat_template"))

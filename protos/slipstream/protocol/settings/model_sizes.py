@@ -123,7 +123,7 @@ def read_model_table(folder: Path) -> dict[str, Any]:
         )
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a table, got a {type(values).__name__}")

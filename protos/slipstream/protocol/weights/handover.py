@@ -30,6 +30,8 @@ _NUMBER = struct.Struct("<Q")
 # What a receiver says: first that it has opened all, then of each bucket that it was read.
 _OPENED, _FIRST = 0, 1
 _RULE = "weights.transport ipc works within one host, set nccl"
+# What comes of a first line that the other side's end did not write.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -181,7 +183,7 @@ class HandoverSender:
             connection.settimeout(HELLO_LIMIT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(json.dumps(answer).encode() + b"\n")
-        except (OSError, ValueError, KeyError, TypeError):
+        except _UNREADABLE:
             return False
         if refusal:
             connection.close()
@@ -211,7 +213,7 @@ class HandoverReceiver:
             refusal = answer.get("refusal", "")
             if not refusal:
                 self.offer = Offer(tuple(answer["handles"]), int(answer["num_bytes"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             if connection is not None:
                 connection.close()
             raise WeightSyncError(

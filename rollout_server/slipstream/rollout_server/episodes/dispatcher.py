@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream.protocol.codec import encode_trajectory
-from slipstream.protocol.errors import TrajectoryQueueFull
+from slipstream.protocol.errors import ProtocolError, TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.settings.config import SamplingSection
@@ -35,6 +35,7 @@ from slipstream.v1 import fleet_pb2
 log = logging.getLogger(__name__)
 
 _QUEUE_WARNING_S = 10.0
+_PURPOSES = frozenset(purpose.value for purpose in Purpose)
 # A client or a controller that was lost needs some time to come back: without it all attempts would
 # fail at once. Longer than the controller takes a silent server for alive.
 _RECONNECT_S = 10.0
@@ -69,7 +70,14 @@ class Lease:
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
-        """The lease of a wire form; `defaults` where it does not say how to sample."""
+        """The lease of a wire form; `defaults` where it does not say how to sample.
+
+        ProtocolError when nobody knows what it is for.
+        """
+        if message.purpose not in _PURPOSES:
+            raise ProtocolError(
+                f"Lease.purpose must be one of {sorted(_PURPOSES)}, got {message.purpose}"
+            )
         given = message.sampling if message.HasField("sampling") else defaults
         return cls(
             group_id=GroupId(message.group_id),

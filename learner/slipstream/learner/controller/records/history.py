@@ -13,13 +13,17 @@ from typing import Any
 
 from pydantic import JsonValue
 from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
 from slipstream.learner.controller.reporting.busy import BusySeconds
 from slipstream.learner.controller.trajectories.filtering import FilteredGroups
+from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 
 FORMAT = 1
+# What helps when a journal, or a batch, is not as it was written.
+REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
 START = PolicyVersion(0, 0)
 
 
@@ -335,5 +339,12 @@ def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
     for number, record in enumerate(records, start=1):
         if number == 1 and record["kind"] != "start":
             raise ProtocolError("the journal was written by an older version: it has no start")
-        history.add(record)
+        try:
+            check_fields(record)
+            history.add(record)
+        except (ArithmeticError, LookupError, ValueError) as error:
+            kind, cause = shown(str(record["kind"])), one_line(str(error), 200)
+            raise ProtocolError(
+                f"line {number} of the journal is no record {kind}: {cause}; {REMEDY}"
+            ) from error
     return history

@@ -22,8 +22,9 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
+from google.protobuf.message import DecodeError
 from pydantic import JsonValue
-from slipstream.learner.controller.records.history import attempt_of
+from slipstream.learner.controller.records.history import REMEDY, attempt_of
 from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.v1 import trainer_pb2
 
@@ -34,7 +35,6 @@ BLOCK_BYTES = 1 << 16
 LINE = "line"
 # The checksum of a record and the space behind it.
 CHECKSUM_BYTES = 9
-REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
 
 
 class Journal:
@@ -236,7 +236,7 @@ def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
 def _parse(text: bytes) -> dict[str, JsonValue] | None:
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_record = isinstance(record, dict) and isinstance(record.get("kind"), str)
     return record if is_record else None
@@ -281,7 +281,10 @@ def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer
         raise ProtocolError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
     if zlib.crc32(data) != crc32:
         raise ProtocolError(f"{path} is damaged; {REMEDY}")
-    return trainer_pb2.RecordedBatch.FromString(data)
+    try:
+        return trainer_pb2.RecordedBatch.FromString(data)
+    except DecodeError:
+        raise ProtocolError(f"{path} is no batch; {REMEDY}") from None
 
 
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:

@@ -13,7 +13,7 @@ from slipstream.learner.controller.evaluations.evaluation import EvaluationResul
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.records.history import FORMAT, RunHistory, read_history
+from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.reporting.busy import BusySeconds
@@ -21,7 +21,7 @@ from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.tasks.environment_service import EnvironmentServicer
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.errors import ConfigError, ProtocolError
 from slipstream.protocol.run_folder import check_journal_not_lost
 
 
@@ -54,9 +54,16 @@ def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
     journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
     journal.sync()
     progress.run_id = history.run_id
-    progress.run_key = bytes.fromhex(key)
+    progress.run_key = _bytes_of(key)
     progress.reached(history.version)
     return history
+
+
+def _bytes_of(key: str) -> bytes:
+    try:
+        return bytes.fromhex(key)
+    except ValueError:
+        raise ProtocolError(f"the journal begins without a key of the run; {REMEDY}") from None
 
 
 def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) -> None:

@@ -1,0 +1,86 @@
+"""The fields of journal records and their types: a record with other ones is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, TypeAlias
+
+from slipstream.protocol.bounds import shown
+
+# A type; a list of one: each element is of it; a tuple: as many elements, each of its type.
+_Expected: TypeAlias = type | UnionType | list[Any] | tuple[Any, ...]
+
+_NUMBER = int | float
+_SERVER: Mapping[str, _Expected] = {"server": str, "epoch": int}
+_TOKENS: _Expected = [(str, int, int)]
+
+# What a resume reads, by the kind of the record.
+_FIELDS: Mapping[str, Mapping[str, _Expected]] = {
+    "start": {"format": int, "run_id": str},
+    "queue": {"mark": str},
+    "lease": {
+        "group": str,
+        "environment": str,
+        "number": int,
+        "task": int,
+        "seed": int,
+        "deadline": int,
+        **_SERVER,
+    },
+    "evaluation_lease": _SERVER,
+    "end": {"id": str},
+    "set_aside": {"group": str},
+    "closed": {"group": str, "how": str},
+    "batch": {"step": int, "batch_id": str, "crc32": int, "groups": [str], "tokens": _TOKENS},
+    "step": {
+        "step": int,
+        "version": (int, int),
+        "digest": str,
+        "lags": [(int, int)],
+        "several": int,
+    },
+    "servers": {"generated": _TOKENS},
+    "solved": {"cause": str, "step": int},
+    "busy": dict.fromkeys(("window", "generation", "training", "both"), _NUMBER),
+    "checkpoint": {"version": (int, int)},
+    "submitted": {"environment": str, "spec": str},
+    "unsubmitted": {"environment": str},
+    "evaluation": {"version": int, "episodes": int, "failed": int},
+}
+# Fields that a record need not have; those of an end come together.
+_OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
+    "lease": {"replaces": str},
+    "end": {"tokens": int, "end": str, **_SERVER},
+    "closed": {"reward": _NUMBER, "solved": bool},
+}
+
+
+def check_fields(record: Mapping[str, Any]) -> None:
+    """ValueError, with the field, its value and the rule; records of unknown kinds pass."""
+    kind = record["kind"]
+    for name, expected in _FIELDS.get(kind, {}).items():
+        if name not in record:
+            raise ValueError(f"{name} is missing")
+        _check(name, record[name], expected)
+    for name, expected in _OPTIONAL.get(kind, {}).items():
+        if name in record:
+            _check(name, record[name], expected)
+
+
+def _check(name: str, value: object, expected: _Expected) -> None:
+    if isinstance(expected, list):
+        _check(name, value, list)
+        assert isinstance(value, list)
+        for element in value:
+            _check(f"an element of {name}", element, expected[0])
+    elif isinstance(expected, tuple):
+        _check(name, value, list)
+        assert isinstance(value, list)
+        if len(value) != len(expected):
+            raise ValueError(f"{name} must have {len(expected)} elements, got {len(value)}")
+        for element, one in zip(value, expected, strict=True):
+            _check(f"an element of {name}", element, one)
+    elif not isinstance(value, expected) or isinstance(value, bool) != (expected is bool):
+        rule = getattr(expected, "__name__", str(expected))
+        raise ValueError(f"{name} must be of type {rule}, got {shown(repr(value))}")
