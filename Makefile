@@ -48,11 +48,11 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
 
-# Needs Docker Engine with Compose, and no `make install`: docs/deployment.md says what it does.
+# Needs Docker Engine with Compose, and no `make install`: docs/guides/deployment.md says what it does.
 compose-test:
 	$(PYTHON) tests/compose/run.py $(COMPOSE_FLAGS)
 
-# Takes the code behind each row of docs/feature-parity.md away and shows that its tests notice.
+# Takes the code behind each row of tests/parity/feature-parity.md away and shows that its tests notice.
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ITEMS)
 
