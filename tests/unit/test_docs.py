@@ -25,7 +25,9 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(
+    page for place in ("*.md", "docs/**/*.md", "benchmarks/**/*.md") for page in ROOT.glob(place)
+)
 
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
