@@ -74,9 +74,9 @@ $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/docs.txt
 	touch $@
 
-# The documentation site, in site/; a broken link or anchor fails it.
+# The documentation site, in site/; a warning, such as a broken link, fails it.
 docs: $(DOCS_STAMP)
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/sphinx-build -q -W --keep-going -j auto -c docs/site -d build/doctrees . site
 
 # The plots of docs/performance.md, from the results in benchmarks/results.
 plots: $(STAMP)

@@ -20,8 +20,8 @@ project = "Slipstream"
 html_title = "Slipstream"
 extensions = ["myst_parser"]
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md"]
-exclude_patterns = [".*", "build", "dist", "site", "runs", "models", "tests/fakes", "node_modules"]
+include_patterns = ["*.md", "docs/**.md", "benchmarks/results/*.md", "tests/parity/*.md"]
+exclude_patterns = [".*", "build", "dist", "site", "runs", "models"]
 
 # The anchors of headings are those of GitHub.
 myst_heading_anchors = 4
@@ -63,20 +63,18 @@ CONTENTS = {
         "docs/internals/journal",
         "docs/internals/trainer",
         "docs/internals/rollout_server",
-        "docs/adr/index",
+        "docs/adr/README",
     ],
-    "Project": ["CHANGELOG", "CONTRIBUTING"],
+    "Project": ["CHANGELOG", "CONTRIBUTING", "tests/parity/feature-parity"],
 }
+# Pages below a page of the list.
+BELOW = {"docs/adr/README": "0*", "docs/performance": "/benchmarks/results/*"}
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def with_contents(text: str) -> str:
-    """Returns the first page with the list of all others behind it."""
-    trees = (
-        "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""])
-        for caption, pages in CONTENTS.items()
-    )
-    return text + "".join(trees)
+def tree(*lines: str) -> str:
+    """Returns a list of pages that shows in the sidebar only."""
+    return "\n".join(["", "```{toctree}", ":hidden:", *lines, "```", ""])
 
 
 def drawn(match: re.Match[str]) -> str:
@@ -87,7 +85,10 @@ def drawn(match: re.Match[str]) -> str:
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = MERMAID.sub(drawn, source[0])
     if docname == root_doc:
-        source[0] = with_contents(source[0])
+        trees = (tree(f":caption: {name}", "", *pages) for name, pages in CONTENTS.items())
+        source[0] += "".join(trees)
+    if docname in BELOW:
+        source[0] += tree(":glob:", "", BELOW[docname])
 
 
 def setup(app: Sphinx) -> None:

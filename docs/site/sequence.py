@@ -18,7 +18,7 @@ from html import escape
 
 COLUMN = 300
 ROW = 44
-TOP = 56
+TOP = 72
 PARTICIPANT = re.compile(r"participant (\w+) as (.+)")
 MESSAGE = re.compile(r"(\w+)(-?->>)(\w+): (.+)")
 NOTE = re.compile(r"Note over (\w+)(?:,(\w+))?: (.+)")
