@@ -24,14 +24,14 @@ from learner_loops import synchronize
 from shapes import SHAPES, Shape
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
+from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export_plan import Piece
-from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
 from slipstream.protocol.settings.config import OffloadSection, WeightsSection
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
 from slipstream.rollout_server.weights.joining import TRANSPORTS
 from slipstream.v1 import weights_pb2
@@ -109,8 +109,8 @@ class Sender:
         weights = WeightsSection(bucket_mib=bucket_mib, **LIMITS)
         size = bucket_bytes(weights, filling.tensors)
         self._stream = WeightStream(policy, filling, bucket_bytes=size)
-        senders = WeightSenders(weights, device, largest_bucket=self._stream.largest_bucket)
-        self._sender: Any = senders.of("nccl" if device.type == "cuda" else "gloo")
+        senders = BucketSenders(weights, device, largest_bucket=self._stream.largest_bucket)
+        self._sender: Any = senders.for_transport("nccl" if device.type == "cuda" else "gloo")
 
     def announce(self, message: Message) -> Message:
         """See `End`."""

@@ -29,14 +29,15 @@ OWNERS = {
         "slipstream.rollout_server.inference.adapter_slot",
         "slipstream.rollout_server.inference.chunking_scheduler",
         "slipstream.rollout_server.inference.pausing_scheduler",
-        "slipstream.rollout_server.inference.standstill",
+        "slipstream.rollout_server.inference.engine_pause",
         "slipstream.rollout_server.inference.steady_decoding",
         "slipstream.rollout_server.inference.cpu_worker",
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
         "slipstream.rollout_server.inference.token_counter",
         # Which of its settings of NCCL are for its own communicators alone.
-        "slipstream.rollout_server.weights.nccl_transport",
+        "slipstream.rollout_server.weights.nccl_receiver",
+        "slipstream.rollout_server.weights.worker_calls",
         "slipstream.rollout_server.weights.weight_receiver",
         # Parts of the receiver: what a model's plan is made of, and which of vLLM's layers do more
         # than hold their weights.

@@ -9,7 +9,7 @@ import json
 import sys
 
 import torch
-from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
+from slipstream.learner.trainer.weights.ipc_sender import IpcSender
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
@@ -42,7 +42,7 @@ def main() -> None:
     buckets = enlarged(factor)
     largest = max(bucket.num_bytes for bucket in buckets)
     weights = WeightsSection(join_deadline_s=30.0, bucket_deadline_s=20.0)
-    sender = IpcWeightSender(weights, device, num_bytes=largest)
+    sender = IpcSender(weights, device, num_bytes=largest)
     where = weights_pb2.Communicator()
     # One lane: it is filled again as soon as `send` has returned.
     lane = torch.zeros(largest, dtype=torch.uint8, device=device)

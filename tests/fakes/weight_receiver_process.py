@@ -1,6 +1,6 @@
 """A worker that takes part in publishes and only digests what it gets: no vLLM, no model.
 
-Its argument is the transport. When it is ready it prints a line; then it reads one command in JSON
+Its argument is the receiver. When it is ready it prints a line; then it reads one command in JSON
 from each line of its input and prints one answer in JSON. Over NCCL and ipc it uses the first GPU
 that it sees. A command with `die_at` ends it by SIGKILL while that bucket travels.
 """
@@ -23,7 +23,7 @@ JOIN_DEADLINE_S = 30.0
 BUCKET_DEADLINE_S = 5.0
 
 
-class Transport(Protocol):
+class Receiver(Protocol):
     def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]: ...
 
     def close(self) -> None: ...
@@ -82,23 +82,23 @@ class Own:
         torch.zeros(1, device=_device())
 
     def __init__(self, where: weights_pb2.Communicator, rank: int) -> None:
-        from slipstream.rollout_server.weights.bucket_transport import Membership
+        from slipstream.rollout_server.weights.bucket_receiver import Membership
 
-        self._transport = self._kind()(Membership(where, rank, JOIN_DEADLINE_S), _device())
+        self._receiver = self._kind()(Membership(where, rank, JOIN_DEADLINE_S), _device())
 
     def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
-        from slipstream.rollout_server.weights.bucket_transport import Incoming
+        from slipstream.rollout_server.weights.bucket_receiver import Incoming
 
         incoming = Incoming(tuple(buckets), BUCKET_DEADLINE_S, own_buffers=False)
-        for place, _ in enumerate(self._transport.receive(incoming)):
+        for place, _ in enumerate(self._receiver.receive(incoming)):
             if place == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-        found: list[bytes] = self._transport.digests()
-        self.wire_s = self._transport.take_wire().seconds
+        found: list[bytes] = self._receiver.digests()
+        self.wire_s = self._receiver.take_wire().seconds
         return found
 
     def close(self) -> None:
-        self._transport.close()
+        self._receiver.close()
 
     @classmethod
     def _kind(cls) -> Any:
@@ -128,7 +128,7 @@ def main() -> None:
     kind = {"gloo": Gloo, "nccl": Nccl, "ipc": Ipc}[sys.argv[1]]
     kind.load()
     print(json.dumps({"ready": True}), flush=True)
-    transport: Transport | None = None
+    receiver: Receiver | None = None
     for line in sys.stdin:
         command = json.loads(line)
         where = weights_pb2.Communicator.FromString(bytes.fromhex(command["communicator"]))
@@ -137,21 +137,21 @@ def main() -> None:
         started_s = time.monotonic()
         try:
             if command["is_new"]:
-                if transport is not None:
-                    transport.close()
-                transport = kind(where, command["rank"])
+                if receiver is not None:
+                    receiver.close()
+                receiver = kind(where, command["rank"])
                 answer["joined_s"] = round(time.monotonic() - started_s, 4)
                 started_s = time.monotonic()
-            assert transport is not None
-            digests = transport.receive(layout_from_pb(layout), command["die_at"])
+            assert receiver is not None
+            digests = receiver.receive(layout_from_pb(layout), command["die_at"])
             answer["digests"] = [digest.hex() for digest in digests]
-            if isinstance(transport, Own):
-                answer["wire_s"] = transport.wire_s
+            if isinstance(receiver, Own):
+                answer["wire_s"] = receiver.wire_s
         except (WeightSyncError, RuntimeError) as error:
             answer["error"] = str(error)
-            if transport is not None:
-                transport.close()
-                transport = None
+            if receiver is not None:
+                receiver.close()
+                receiver = None
         answer["seconds"] = round(time.monotonic() - started_s, 4)
         print(json.dumps(answer), flush=True)
 

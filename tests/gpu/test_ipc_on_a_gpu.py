@@ -15,8 +15,8 @@ import pytest
 import torch
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
-from slipstream.rollout_server.weights.ipc_transport import IpcTransport
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.v1 import weights_pb2
 
 pytestmark = [
@@ -61,15 +61,15 @@ class Learner:
         self.process.communicate(timeout=30)
 
 
-def join(learner: Learner, name: str, workers: int, device: torch.device) -> list[IpcTransport]:
+def join(learner: Learner, name: str, workers: int, device: torch.device) -> list[IpcReceiver]:
     learner.tell(f"announce {name} {workers}")
     where = weights_pb2.Communicator(transport="ipc", **json.loads(learner.line()))
     learner.tell("connect")
-    found: dict[int, IpcTransport] = {}
+    found: dict[int, IpcReceiver] = {}
 
     def open_one(rank: int) -> None:
         torch.cuda.set_device(device)
-        found[rank] = IpcTransport(Membership(where, rank, 60.0), device)
+        found[rank] = IpcReceiver(Membership(where, rank, 60.0), device)
 
     threads = [threading.Thread(target=open_one, args=(1 + n,)) for n in range(workers)]
     for thread in threads:

@@ -86,17 +86,17 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
 
 def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.rollout_server.inference.engine import TokenCounter
-    from slipstream.rollout_server.inference.silence import Silence
+    from slipstream.rollout_server.inference.engine_watchdog import EngineWatchdog
 
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    counter, silence = TokenCounter(None), Silence(10.0)
+    counter, watchdog = TokenCounter(None), EngineWatchdog(10.0)
     for _ in range(3):
         now_s[0] += 6.0
         # A step in which no token was finished.
         counter.record(None, None)
         now_s[0] += 6.0
-        silence.look(heard_s=counter.heard_s, num_requests=3)
+        watchdog.check(heard_s=counter.heard_s, num_requests=3)
     now_s[0] += 5.0
     with pytest.raises(EngineDied, match="did no step for 10 s, with 3 open requests"):
-        silence.look(heard_s=counter.heard_s, num_requests=3)
+        watchdog.check(heard_s=counter.heard_s, num_requests=3)

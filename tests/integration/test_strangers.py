@@ -22,14 +22,14 @@ from guarded_controller import TOKEN, serving, with_token
 from loopbacks import LOOPBACKS
 from slipstream.client.preflight import free_port
 from slipstream.learner.trainer.ranks.meeting import meeting_place
-from slipstream.learner.trainer.weights.weight_sender import GlooWeightSender
+from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
-from slipstream.rollout_server.weights.gloo_transport import GlooTransport
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 HOST = "127.0.0.1"
@@ -74,14 +74,14 @@ def listening_ports() -> set[int]:
 def test_weights_join_beside_strangers(host: str) -> None:
     before = listening_ports()
     weights = WeightsSection(host=host, join_deadline_s=JOIN_S, bucket_deadline_s=5.0)
-    sender = GlooWeightSender(weights)
+    sender = GlooSender(weights)
     announced = sender.announce("members-secret", num_senders=1, world_size=2)
     (bucket,) = plan_buckets([TensorSpec("w", "float32", (1000,))], 1 << 20)
     data = torch.arange(1000, dtype=torch.float32).view(torch.uint8)
     received = []
 
     def receive() -> None:
-        transport = GlooTransport(Membership(announced, 1, JOIN_S), torch.device("cpu"))
+        transport = GlooReceiver(Membership(announced, 1, JOIN_S), torch.device("cpu"))
         incoming = Incoming((bucket,), 5.0, own_buffers=True)
         received.extend(part.clone() for part in transport.receive(incoming))
 
@@ -105,7 +105,7 @@ def test_weights_join_beside_strangers(host: str) -> None:
 
 def test_strangers_alone_do_not_make_a_communicator() -> None:
     before = listening_ports()
-    sender = GlooWeightSender(WeightsSection(join_deadline_s=2.0))
+    sender = GlooSender(WeightsSection(join_deadline_s=2.0))
     announced = sender.announce("members-secret", num_senders=1, world_size=2)
     started_s = time.monotonic()
     with (

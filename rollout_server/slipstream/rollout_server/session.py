@@ -30,7 +30,7 @@ from slipstream.rollout_server.episodes.ledger import TokenLedger
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.inference.generation import Engine
 from slipstream.rollout_server.process import is_cpu_build
-from slipstream.rollout_server.publisher import Publisher
+from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Session:
             max_episodes=services.config.rollout_server.max_episodes,
             closed=self._lease_closed,
         )
-        self._publisher = Publisher(services.engine, self._dispatcher, self._publish_report)
+        self._orders = WeightOrders(services.engine, self._dispatcher, self._publish_report)
         self._group = group
         self._drain_ordered = asyncio.Event()
         # Nothing that runs is waited for.
@@ -117,7 +117,7 @@ class Session:
 
     async def serve(self, call: JoinCall, stop: asyncio.Event) -> End:
         """Serves until the stream ends or `stop` is set; then no episode runs any more."""
-        publishing = self._group.create_task(self._publisher.run())
+        publishing = self._group.create_task(self._orders.run())
         heart = self._group.create_task(self._beat())
         reader = self._group.create_task(self._read(call))
         stopping = self._group.create_task(_first(stop, self._drain_ordered))
@@ -192,7 +192,7 @@ class Session:
                     self._leave_at_once.set()
                 self._drain_ordered.set()
             case "prepare" | "receive" | "commit" | "abort" | "probe_verdict":
-                self._publisher.put(message)
+                self._orders.put(message)
 
     async def _beat(self) -> None:
         while True:
@@ -200,7 +200,7 @@ class Session:
             self._outbox.put(fleet_pb2.ServerMessage(heartbeat=self._report()))
 
     async def _end_episodes(self, publishing: asyncio.Task[None], *, carry_out: bool) -> None:
-        self._publisher.close(carry_out=carry_out)
+        self._orders.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
         await self._dispatcher.cancel_all()
         await _within(self._dispatcher.wait_idle(), _CANCEL_LIMIT_S)
@@ -213,7 +213,7 @@ class Session:
         return self._ledger.report(
             self._services.engine.use(),
             queued_bytes=self._services.sender.queued_bytes,
-            paused_s=self._publisher.paused_s,
+            paused_s=self._orders.paused_s,
         )
 
     def _lease_closed(self, report: fleet_pb2.LeaseReport) -> None:

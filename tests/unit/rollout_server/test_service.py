@@ -591,7 +591,7 @@ async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once
             await asyncio.sleep(0)
         connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost"))
         report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-        assert report.message == "the publish was given up"
+        assert report.message == "the publish was abandoned"
         server.engine.others_came.set()
         await connection.serve_version(6)
         assert server.engine.running.is_set()

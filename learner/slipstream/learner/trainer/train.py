@@ -31,11 +31,11 @@ from slipstream.learner.trainer.orders import (
 from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.roles.roles import open_roles
 from slipstream.learner.trainer.step import TrainingStep
+from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export import save_hf_folder
 from slipstream.learner.trainer.weights.probe import build_probe
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import open_published
-from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
@@ -73,7 +73,7 @@ class Trainer:
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._last_batch: Batch | None = None
         self._published = open_published(policy, config)
-        senders = WeightSenders(
+        senders = BucketSenders(
             config.weights, policy.ranks.device, largest_bucket=self._published.largest_bucket
         )
         self._publisher = WeightPublisher(

@@ -53,15 +53,15 @@ class Callers:
             self._leave(connection)
         self._selector.close()
 
-    def next(self, until_s: float, given_up: threading.Event | None = None) -> Call:
+    def next(self, until_s: float, abandoned: threading.Event | None = None) -> Call:
         """The next one to finish its line; TimeoutError at `until_s` on the monotonic clock.
 
-        Also soon after it is `given_up`. OSError when the listener was closed.
+        Also soon after it is `abandoned`. OSError when the listener was closed.
         """
         while True:
             self._drop_late()
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or (given_up is not None and given_up.is_set()):
+            if left_s <= 0 or (abandoned is not None and abandoned.is_set()):
                 raise TimeoutError
             ready = self._selector.select(min(left_s, _LOOK_PERIOD_S))
             if self._listener.fileno() < 0:

@@ -24,7 +24,7 @@ from pathlib import Path
 from slipstream.protocol.access.callers import HELLO_LIMIT_S, LINE_BYTES, Call, Callers
 from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError, WeightSyncError
-from slipstream.protocol.weights.giving_up import reason
+from slipstream.protocol.weights.waits import reason
 
 _NUMBER = struct.Struct("<Q")
 # What a receiver says: first that it has opened all, then of each bucket that it was read.
@@ -116,26 +116,26 @@ class HandoverSender:
         ranks: Sequence[int],
         offer: Offer,
         deadline_s: float,
-        given_up: threading.Event | None = None,
+        abandoned: threading.Event | None = None,
     ) -> None:
         """Waits until the receivers of these ranks have opened it; WeightSyncError after that long.
 
-        Also as soon as it is `given_up`. Refuses receivers of other hosts: they cannot open what is
-        offered.
+        Also as soon as `abandoned` is set. Refuses receivers of other hosts: they cannot open what
+        is offered.
         """
         until_s = time.monotonic() + deadline_s
         waiting = set(ranks)
         try:
             with Callers(self._listener) as callers:
                 while waiting:
-                    call = callers.next(until_s, given_up)
+                    call = callers.next(until_s, abandoned)
                     if not self._welcome(call, waiting, offer):
                         call.connection.close()
         except TimeoutError:
             missing = ", ".join(map(str, sorted(waiting)))
             raise WeightSyncError(
                 f"receivers {missing} of {self._communicator_id} did not come "
-                f"{reason(deadline_s, given_up)}"
+                f"{reason(deadline_s, abandoned)}"
             ) from None
         except (OSError, ValueError) as error:
             # ValueError: it was closed before it could be waited for.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.weights.giving_up import reason, wait_for
+from slipstream.protocol.weights.waits import reason, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +141,9 @@ class NcclGroup:
         rank: int,
         world_size: int,
         deadline_s: float,
-        given_up: threading.Event | None = None,
+        abandoned: threading.Event | None = None,
     ) -> NcclGroup:
-        """Waits for all members; WeightSyncError after the deadline, or when it is `given_up`.
+        """Waits for all members; WeightSyncError after the deadline, or when it is `abandoned`.
 
         A constructor that waits cannot be interrupted: its thread is left behind, and aborts the
         communicator should it still come about. From then on the group knows it: a member may die
@@ -151,7 +151,7 @@ class NcclGroup:
         """
         answers: queue.Queue[NcclGroup | WeightSyncError] = queue.Queue(maxsize=1)
         lock, made = threading.Lock(), list[NcclGroup]()
-        is_given_up = False
+        is_abandoned = False
 
         def connect() -> None:
             backend.use()
@@ -159,7 +159,7 @@ class NcclGroup:
                 group = cls(backend, backend.connect(unique_id, rank=rank, world_size=world_size))
                 with lock:
                     made.append(group)
-                    if is_given_up:
+                    if is_abandoned:
                         group.abort()
                 group._warm_up(deadline_s)
                 answers.put(group)
@@ -168,15 +168,15 @@ class NcclGroup:
 
         threading.Thread(target=connect, name="nccl-join", daemon=True).start()
         try:
-            answer = wait_for(answers, deadline_s, given_up)
+            answer = wait_for(answers, deadline_s, abandoned)
         except queue.Empty:
             with lock:
-                is_given_up = True
+                is_abandoned = True
             for group in made:
                 group.abort()
             raise WeightSyncError(
                 f"the {world_size} members of a communicator did not meet "
-                f"{reason(deadline_s, given_up)}"
+                f"{reason(deadline_s, abandoned)}"
             ) from None
         if isinstance(answer, WeightSyncError):
             raise answer

@@ -10,15 +10,15 @@ import asyncio
 import gc
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import psutil
-from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
 from slipstream.rollout_server.inference.adapter_slot import REQUEST
 from slipstream.rollout_server.inference.engine_arguments import engine_config
+from slipstream.rollout_server.inference.engine_pause import EnginePause
+from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.inference.generation import (
     EngineDied,
     EngineUse,
@@ -28,12 +28,11 @@ from slipstream.rollout_server.inference.generation import (
     LoadedWeights,
     Sampling,
 )
-from slipstream.rollout_server.inference.silence import SILENCE_LIMIT_S, Silence
-from slipstream.rollout_server.inference.standstill import Standstill
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
 from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
+from slipstream.rollout_server.weights.worker_calls import WorkerCalls
 from slipstream.v1 import weights_pb2
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -45,8 +44,8 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
-# What the engine may take to stand still or go on before it is taken for hung: a step or two, and
-# as many calls before it.
+# An engine that does not answer an order to pause or resume for so long hangs: a step or two, and
+# the calls before it, take less.
 _ANSWER_LIMIT_S = 120.0
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
@@ -67,16 +66,19 @@ class VllmEngine:
     ) -> None:
         self._llm = llm
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
-        self._processes, self._line = processes, line
+        self._processes = processes
         self._silence_limit_s = silence_limit_s
         (self._counter,) = (
             logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, TokenCounter)
         )
         self._clock = UseClock()
-        self._standstill = Standstill(
+        self._pauses = EnginePause(
             llm, answer_limit_s=answer_limit_s, recompute_context=recompute_context
         )
-        self._updates = WeightUpdate(self._ask, self._standstill.freeze, stage=stage)
+        self._workers = WorkerCalls(llm, line)
+        self._updates = WeightUpdate(
+            self._workers.call_all, self._pauses.pause_for_update, stage=stage
+        )
         self._returned_tokens = 0
         # Open requests; True: to be cancelled, also before the engine knows them.
         self._open: dict[str, bool] = {}
@@ -168,7 +170,7 @@ class VllmEngine:
         self._open[request_id] = False
         self._clock.enter()
         try:
-            await self._standstill.let_in(request_id)
+            await self._pauses.let_in(request_id)
             if self._open[request_id]:
                 return Generation.unbegun()
             output = await self._request(request_id, prompt_token_ids, parameters)
@@ -187,16 +189,16 @@ class VllmEngine:
         """See `Engine`."""
         if request_id in self._open:
             self._open[request_id] = True
-            self._standstill.release(request_id)
+            self._pauses.release(request_id)
             await self._llm.abort(request_id)
 
     async def pause(self) -> None:
         """See `Engine`."""
-        await self._standstill.pause()
+        await self._pauses.pause()
 
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
-        await self._standstill.resume(version)
+        await self._pauses.resume(version)
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
@@ -208,10 +210,10 @@ class VllmEngine:
         """See `Engine`."""
         if self._open:
             return await self._updates.receive(publish_id)
-        # Nothing runs, and nothing is let in before the update was judged: nothing has to be
-        # paused, and one way to the engine and back does for everything.
-        self._standstill.hold_back()
-        return await self._updates.receive(publish_id, self._standstill.turn_over)
+        # Nothing runs, and no request is let in before the verdict on the update: no pause is
+        # needed, and one call to the engine does for everything.
+        self._pauses.hold_requests()
+        return await self._updates.receive(publish_id, self._pauses.resume_idle)
 
     async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
         """See `Engine`."""
@@ -224,7 +226,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        await self._standstill.let_in(PROBE_PREFIX)
+        await self._pauses.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
             *(
                 self._request(f"{PROBE_PREFIX}{n}", sequence, parameters)
@@ -242,16 +244,16 @@ class VllmEngine:
 
     async def watch(self) -> None:
         """See `Engine`."""
-        silence = Silence(self._silence_limit_s)
+        watchdog = EngineWatchdog(self._silence_limit_s)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
-            num_requests = 0 if self._standstill.is_on else len(self._open)
-            silence.look(heard_s=self._counter.heard_s, num_requests=num_requests)
+            num_requests = 0 if self._pauses.is_paused else len(self._open)
+            watchdog.check(heard_s=self._counter.heard_s, num_requests=num_requests)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
         """See `Engine`."""
-        self._line.close()
+        self._workers.close()
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for process in alive:
@@ -271,7 +273,7 @@ class VllmEngine:
         try:
             collector = await self._llm.add_request(
                 request_id,
-                tokens_input(list(prompt_token_ids), cache_salt=self._standstill.salt),
+                tokens_input(list(prompt_token_ids), cache_salt=self._pauses.salt),
                 parameters,
                 lora_request=self._adapter,
             )
@@ -286,21 +288,6 @@ class VllmEngine:
             raise EngineDied(str(error)) from error
         except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
             raise GenerationFailed(f"{type(error).__name__}: {error}") from error
-
-    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        """Answers of all workers to one of `WorkerExtension`'s calls."""
-        if method == "slipstream_begin" and self._line.is_up:
-            return await self._line.begin()
-        return await self._line.of(lambda call: self._call(method, (call, *arguments)))
-
-    async def _call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        try:
-            return list(await self._llm.collective_rpc(method, args=arguments))
-        except EngineDeadError as error:
-            raise EngineDied(str(error)) from error
-        except Exception as error:
-            # vLLM gives every failed call the same class.
-            raise WeightSyncError(_last_line(error)) from error
 
 
 def _generation(output: RequestOutput) -> Generation:
@@ -324,8 +311,3 @@ def _generation(output: RequestOutput) -> Generation:
         cached_tokens=output.num_cached_tokens or 0,
         expert_ids=completion.routed_experts,
     )
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -104,8 +104,8 @@ class LoadedWeights:
     still finishing what was under way, for `pause_s`. Of the time that a worker took, `receive_s`
     went by until the last bucket had come, as far as nothing was loaded meanwhile; `load_s` is the
     rest. `wire_s`: from the first broadcast's start on the worker that came last to the end of the
-    last one; 0 where that cannot be timed. `goes_on`: nothing ran, and the engine has taken the
-    new version; `resume` takes no time.
+    last one; 0 where that cannot be timed. `already_resumed`: nothing ran, and the engine
+    has taken the new version; `resume` takes no time.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -114,7 +114,7 @@ class LoadedWeights:
     receive_s: float
     load_s: float
     wire_s: float = 0.0
-    goes_on: bool = False
+    already_resumed: bool = False
 
 
 class Engine(Protocol):

@@ -1,7 +1,7 @@
 """One update that is copied by a plan, in two calls: what waits for nothing, then the rest.
 
-Consumes: the buckets of a transport, or staged ones. Produces: copies, one digest for each bucket.
-Waits for: the device, in `finish` alone where the transport enqueues. Unblocked by: the bytes, or
+Consumes: the buckets of a receiver, or staged ones. Produces: copies, one digest for each bucket.
+Waits for: the device, in `finish` alone where the receiver enqueues. Unblocked by: the bytes, or
 the deadline of a bucket.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from slipstream.rollout_server.weights.bucket_transport import BucketTransport, Incoming
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 from slipstream.rollout_server.weights.staging import Staging
 
 # Copies the bucket of this number to where it belongs, on the current stream.
@@ -22,18 +22,18 @@ class Copying:
     """Of one update."""
 
     def __init__(
-        self, take: Take, transport: BucketTransport, incoming: Incoming, staging: Staging | None
+        self, take: Take, receiver: BucketReceiver, incoming: Incoming, staging: Staging | None
     ) -> None:
         """`staging`: all buckets lie there already."""
-        self._take, self._transport, self._incoming = take, transport, incoming
+        self._take, self._receiver, self._incoming = take, receiver, incoming
         self._staging = staging
         self._started_s: float | None = None
         # Until all had arrived; what is staged is not waited for.
         self.receive_s = 0.0
 
     def begin(self) -> None:
-        """Does what waits for nobody; WeightSyncError as `BucketTransport.receive`."""
-        if self._staging is not None or self._transport.enqueues:
+        """Does what waits for nobody; WeightSyncError as `BucketReceiver.receive`."""
+        if self._staging is not None or self._receiver.enqueues:
             self._copy()
 
     def finish(self) -> list[bytes]:
@@ -42,7 +42,7 @@ class Copying:
             self._copy()
         if self._staging is not None:
             return self._staging.digests
-        digests = self._transport.digests()
+        digests = self._receiver.digests()
         self.receive_s = self.seconds()
         return digests
 
@@ -54,6 +54,6 @@ class Copying:
     def _copy(self) -> None:
         self._started_s = time.perf_counter()
         staging = self._staging
-        arriving = self._transport.receive(self._incoming) if staging is None else staging.buffers
+        arriving = self._receiver.receive(self._incoming) if staging is None else staging.buffers
         for place, buffer in enumerate(arriving):
             self._take(place, buffer)

@@ -30,14 +30,14 @@ _inherited: list[socket.socket] = []
 
 
 class WorkerEnd:
-    """Of the worker of this rank, in its process; without a line it does nothing."""
+    """The end of this rank's worker, in its process; without a line it does nothing."""
 
     def __init__(self, rank: int) -> None:
         self._socket = _inherited[rank] if rank < len(_inherited) else None
         self._thread: threading.Thread | None = None
 
     def answer(self, call: int, answer: dict[str, Any]) -> None:
-        """Says it to the server, if that can hear it."""
+        """Sends the answer to the server, if that can hear it."""
         if self._socket is not None:
             # Too long, or nobody reads any more: vLLM brings it too.
             with contextlib.suppress(OSError):
@@ -71,11 +71,11 @@ class DirectLine:
         for ours in self._sockets:
             ours.setblocking(False)
         self._num_calls = 0
-        # By the number of a call that is under way: what was heard, and who waits for all of it.
+        # For each call under way, by its number: the answers so far, and the future of them all.
         self._heard: dict[int, tuple[list[Any], asyncio.Future[list[Any]]]] = {}
         # Whether all workers have answered here.
         self.is_up = False
-        # What was begun last.
+        # The call on the line that was begun last.
         self._beginning: asyncio.Future[list[Any]] | None = None
 
     def listen(self) -> None:
@@ -87,11 +87,11 @@ class DirectLine:
         for ours in self._sockets:
             asyncio.get_running_loop().add_reader(ours, self._read, ours)
 
-    async def of(self, call: Callable[[int], Awaitable[list[Any]]]) -> list[Any]:
-        """All workers' answers to `call`, which is given the number of the call.
+    async def answers(self, call: Callable[[int], Awaitable[list[Any]]]) -> list[Any]:
+        """Returns all workers' answers to `call`, which is given the number of the call.
 
-        In any order. Raises what `call` raises, unless the workers were faster. A call that was
-        made is made to its end, also when nobody waits for it any more.
+        The answers come in any order. Raises what `call` raises, unless the workers were faster. A
+        call that was made is made to its end, also when nobody waits for it any more.
         """
         with self._open() as (number, found):
             through_vllm = asyncio.ensure_future(call(number))
@@ -99,7 +99,10 @@ class DirectLine:
             return await found
 
     async def begin(self) -> list[Any]:
-        """All workers' answers to a call on the line, which `is_up`; EngineDied when it ends."""
+        """Returns all workers' answers to a call on the line; EngineDied when that ends.
+
+        For a line that `is_up`.
+        """
         with self._open() as (number, found):
             self._beginning = found
             try:

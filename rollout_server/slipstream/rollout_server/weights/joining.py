@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import torch
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.rollout_server.weights.bucket_transport import BucketTransport, Membership
-from slipstream.rollout_server.weights.gloo_transport import GlooTransport
-from slipstream.rollout_server.weights.ipc_transport import IpcTransport
-from slipstream.rollout_server.weights.nccl_transport import NcclTransport
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Membership
+from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver
+from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
+from slipstream.rollout_server.weights.nccl_receiver import NcclReceiver
 
-TRANSPORTS: dict[str, Callable[[Membership, torch.device], BucketTransport]] = {
-    "gloo": GlooTransport,
-    "ipc": IpcTransport,
-    "nccl": NcclTransport,
+TRANSPORTS: dict[str, Callable[[Membership, torch.device], BucketReceiver]] = {
+    "gloo": GlooReceiver,
+    "ipc": IpcReceiver,
+    "nccl": NcclReceiver,
 }
 
 
@@ -26,39 +26,39 @@ class Joining:
         self.communicator_id = membership.communicator.communicator_id
         self._lock = threading.Lock()
         self._closed = False
-        self._transport: BucketTransport | None = None
+        self._receiver: BucketReceiver | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(
             target=self._join, args=(membership, device), name="weight-join", daemon=True
         )
         self._thread.start()
 
-    def result(self) -> BucketTransport | None:
-        """The transport; None while it joins; WeightSyncError when it could not."""
+    def result(self) -> BucketReceiver | None:
+        """Returns the receiver; None while it joins; WeightSyncError when it could not."""
         with self._lock:
             if self._error is not None:
                 raise WeightSyncError(str(self._error)) from self._error
-            return self._transport
+            return self._receiver
 
     def close(self) -> None:
         """Leaves, at once or as soon as it has joined."""
         with self._lock:
             self._closed = True
-            transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close()
+            receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
 
     def _join(self, membership: Membership, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            transport = TRANSPORTS[membership.communicator.transport](membership, device)
+            receiver = TRANSPORTS[membership.communicator.transport](membership, device)
         except Exception as error:  # noqa: BLE001 - raised by `result`, in the worker's thread
             with self._lock:
                 self._error = error
             return
         with self._lock:
             if not self._closed:
-                self._transport = transport
+                self._receiver = receiver
                 return
-        transport.close()
+        receiver.close()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.rollout_server.weights.bucket_transport import BucketTransport, Incoming
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 
 
 class Staging:
@@ -37,11 +37,11 @@ class Staging:
         """Whether an update is on its way or here."""
         return self._thread is not None
 
-    def begin(self, transport: BucketTransport, incoming: Incoming) -> None:
+    def begin(self, receiver: BucketReceiver, incoming: Incoming) -> None:
         """Receives an update, each bucket into memory of its own."""
         self._error = None
         self._thread = threading.Thread(
-            target=self._receive, args=(transport, incoming), name="weight-staging", daemon=True
+            target=self._receive, args=(receiver, incoming), name="weight-staging", daemon=True
         )
         self._thread.start()
 
@@ -58,15 +58,15 @@ class Staging:
         """Forgets the update; one that is still on its way is left to its deadlines."""
         self._thread, self.buffers = None, ()
 
-    def _receive(self, transport: BucketTransport, incoming: Incoming) -> None:
+    def _receive(self, receiver: BucketReceiver, incoming: Incoming) -> None:
         buffers: list[torch.Tensor] = []
         digests: list[bytes] = []
         failure: Exception | None = None
         try:
             with self._own_stream():
-                buffers += transport.receive(incoming)
+                buffers += receiver.receive(incoming)
                 # Waits for the device: afterwards any stream may read the buffers.
-                digests += transport.digests()
+                digests += receiver.digests()
         except Exception as error:  # noqa: BLE001 - raised by `is_done`, in the worker's thread
             failure = error
         # Not of an update that was forgotten meanwhile.

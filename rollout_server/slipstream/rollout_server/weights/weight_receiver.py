@@ -23,7 +23,7 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
 from slipstream.rollout_server.inference.adapter_slot import Arriving
 from slipstream.rollout_server.weights import vllm_layers
-from slipstream.rollout_server.weights.bucket_transport import BucketTransport, Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, Proof, Replay, cut
 from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
@@ -68,7 +68,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     refresh_kept_linears = True
 
     _joining: Joining | None = None
-    _transport: BucketTransport | None = None
+    _receiver: BucketReceiver | None = None
     _incoming: Incoming | None = None
     _stages = False
     _staging: Staging | None = None
@@ -138,15 +138,15 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Whether an update can be received now; WeightSyncError when it never will."""
         if self._joining is None or self._incoming is None:
             raise WeightSyncError("no update was announced")
-        if self._transport is None:
-            self._transport = self._joining.result()
-            if self._transport is None:
+        if self._receiver is None:
+            self._receiver = self._joining.result()
+            if self._receiver is None:
                 return False
-        memory = self._transport.prepare(self._incoming)
+        memory = self._receiver.prepare(self._incoming)
         if self._stages:
             assert self._staging is not None
             if not self._staging.is_begun:
-                self._staging.begin(self._transport, self._incoming)
+                self._staging.begin(self._receiver, self._incoming)
             if not self._staging.is_done():
                 return False
             memory = self._staging.buffers
@@ -178,11 +178,11 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def begin_copies(self) -> None:
         """Does what waits for nobody of an update that is copied; `copy_weights` does the rest."""
-        transport, incoming = self._transport, self._incoming
-        if transport is None or incoming is None or not self.can_copy:
+        receiver, incoming = self._receiver, self._incoming
+        if receiver is None or incoming is None or not self.can_copy:
             raise WeightSyncError("no update was announced")
         staging = self._staging if self._stages else None
-        self._copying = Copying(self._take, transport, incoming, staging)
+        self._copying = Copying(self._take, receiver, incoming, staging)
         with self._leaving_on_errors():
             self._copying.begin()
 
@@ -190,9 +190,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Receives an update and copies it by the plan; after an error it must be repeated."""
         if self._copying is None:
             self.begin_copies()
-        copying, self._copying, transport = self._copying, None, self._transport
+        copying, self._copying, receiver = self._copying, None, self._receiver
         assert copying is not None
-        assert transport is not None
+        assert receiver is not None
         with self._leaving_on_errors():
             digests = copying.finish()
         self._settle()
@@ -202,7 +202,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             has_plan=self._replay is not None,
             receive_s=copying.receive_s,
             load_s=copying.seconds() - copying.receive_s,
-            wire_s=transport.take_wire().seconds,
+            wire_s=receiver.take_wire().seconds,
         )
         if self._staging is not None:
             # Views would keep its memory.
@@ -234,12 +234,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Receives all buckets, each within its deadline, and hands their tensors to the model."""
         if update_info.abandon:
             raise WeightSyncError("the update was abandoned")
-        transport, incoming = self._transport, self._incoming
-        if transport is None or incoming is None or not incoming.own_buffers:
+        receiver, incoming = self._receiver, self._incoming
+        if receiver is None or incoming is None or not incoming.own_buffers:
             raise WeightSyncError("no update was announced")
         self._proof = None if self._plan is None else Proof(self._plan, self._parameters)
         self._receive_s, waiting_s = 0.0, time.perf_counter()
-        for place, buffer in enumerate(transport.receive(incoming)):
+        for place, buffer in enumerate(receiver.receive(incoming)):
             self._receive_s += time.perf_counter() - waiting_s
             if place >= len(self._weights):
                 self._take(place, buffer)
@@ -253,8 +253,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             if self._proof is not None:
                 self._proof.add(place, buffer)
             waiting_s = time.perf_counter()
-        self._digests = transport.digests()
-        self._wire_s = transport.take_wire().seconds
+        self._digests = receiver.digests()
+        self._wire_s = receiver.take_wire().seconds
         if self._missing:
             names = ", ".join(sorted(self._missing)[:3])
             raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
@@ -294,7 +294,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._joining.close()
         if self._staging is not None:
             self._staging.clear()
-        self._joining = self._transport = self._incoming = self._copying = None
+        self._joining = self._receiver = self._incoming = self._copying = None
 
     @contextlib.contextmanager
     def _leaving_on_errors(self) -> Iterator[None]:

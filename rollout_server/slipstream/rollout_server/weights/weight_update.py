@@ -1,4 +1,4 @@
-"""A publish seen from the engine: what its workers are asked, in which order, within which time.
+"""A publish on one engine: the calls to its workers, their order and their time limits.
 
 Consumes: orders and layouts. Produces: one result of all workers. Waits for: the workers' answers.
 Unblocked by: these, or the sum of their own deadlines: then they hang.
@@ -25,14 +25,13 @@ _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
 
 Result = TypeVar("Result")
-# Calls a method of all workers; EngineDied, WeightSyncError. Never half of it: when nobody waits
-# any more it is still made to its end.
-Ask = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
-# Freezes all requests between two tokens, so many seconds later than its own limit where an update
-# may come first; EngineDied.
+# Calls a method of all workers (`WorkerCalls.call_all`).
+CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
+# Pauses all requests between two tokens; the seconds are added to its limit where an update may
+# come first. EngineDied. (`EnginePause.pause_for_update`)
 Pause = Callable[[float], Awaitable[None]]
-# Makes an engine in which nothing runs one of these weights, as late; EngineDied.
-TurnOver = Callable[[PolicyVersion, float], Awaitable[None]]
+# Gives an idle engine its new version (`EnginePause.resume_idle`); EngineDied.
+ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class LoadResult:
     """How a worker took an update; `receive_s` was spent waiting for buckets.
 
     `wire_s`: from the first broadcast's start to the end of the last; 0 where it cannot be timed.
-    `has_plan`: the next one of this layout is copied by a plan.
+    `has_plan`: a plan copies the next update of this layout.
     """
 
     digests: list[str]
@@ -56,36 +55,39 @@ class _Announced:
     publish_id: str
     version: PolicyVersion
     limit_s: float
-    # Of the communicator and the deadlines: an update like the one before finds all in its place.
+    # The communicator and the bucket deadline: workers keep what they prepared while these last.
     terms: tuple[str, float]
 
 
 class WeightUpdate:
-    """One engine's updates, one after the other."""
+    """Carries out the updates of one engine, one after the other.
 
-    def __init__(self, ask: Ask, pause: Pause, *, stage: bool) -> None:
+    For each update: `prepare`, which may be abandoned, while old weights serve; then `receive`.
+    """
+
+    def __init__(self, call_all: CallAll, pause: Pause, *, stage: bool) -> None:
         """`stage`: workers receive beside the weights that still serve."""
-        self._ask, self._pause, self._stage = ask, pause, stage
-        # One that stages waits for the buckets beforehand, one that loads takes them in the end: in
-        # one communicator they would wait for each other.
+        self._call_all, self._pause, self._stage = call_all, pause, stage
+        # A worker that stages receives the buckets in `prepare`, one that loads in `receive`: in
+        # one communicator they would wait for each other, so all must have a plan.
         self._all_have_plan = False
         self._announced: _Announced | None = None
-        # What the workers have at hand since the last update, which they copied by their plans:
-        # membership, memory and views. None: they are told everything anew.
+        # The terms of the last update, if all workers copied it by plan: they still have its
+        # membership, memory and views. None: the next `prepare` tells them everything anew.
         self._ready_for: tuple[str, float] | None = None
         # The layout of the last update; it hardly ever changes.
         self._layout, self._num_buckets = b"", 0
         self._are_adapters_alone = False
-        # The last one with weights: workers that are told of others have no plan for them yet.
+        # The last layout with weights: for another one the workers have no plan yet.
         self._weights_layout = b""
 
     async def prepare(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
-        """All that an update needs beforehand: membership, memory, views. Generation goes on.
+        """Prepares membership, memory and views of an update; generation continues meanwhile.
 
-        An empty layout is that of the update before. What is like the update before needs nothing:
-        then no worker is asked, and the engine's steps are not held up.
+        An empty layout is that of the update before. An update like the one before needs nothing:
+        then no worker is called, and the engine's steps are not delayed.
         """
         self._announced = None
         is_given = bool(layout.tensors or layout.adapters)
@@ -108,44 +110,45 @@ class WeightUpdate:
         version = version_from_pb(order.version)
         self._announced = _Announced(order.publish_id, version, self._limit_s(order), terms)
 
-    async def receive(self, publish_id: str, turn_over: TurnOver | None = None) -> LoadedWeights:
-        """Takes the update that was prepared; the engine stands still then.
+    async def receive(
+        self, publish_id: str, resume_idle: ResumeIdle | None = None
+    ) -> LoadedWeights:
+        """Receives and loads the update that was prepared; afterwards the engine is paused.
 
-        `turn_over`: for an engine in which nothing runs, and that gets no request before somebody
-        has judged the update. Where it is copied by plans this does for a pause and its end,
-        whatever becomes of the update.
+        `resume_idle`: given for an idle engine whose requests are held until the verdict. Where
+        plans copy the update it replaces the pause and its end, even if the update fails.
         """
         announced, self._announced = self._announced, None
         if announced is None or announced.publish_id != publish_id:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
-        # After a failure nobody knows who got how far.
+        # A failure leaves the workers at different places.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
-        goes_on = by_plan and turn_over is not None
-        if by_plan and turn_over is not None:
+        already_resumed = by_plan and resume_idle is not None
+        if by_plan and resume_idle is not None:
             pause_s = 0.0
             try:
                 await self._carry_out("slipstream_begin", announced.limit_s)
             except WeightSyncError:
-                # It is over when those that could begin are not inside it any more.
+                # The update is over when the workers that began it have left it.
                 with contextlib.suppress(WeightSyncError):
                     await self._carry_out("slipstream_receive", announced.limit_s)
                 raise
-            # Now the wire is busy. The engine takes calls in the order in which it gets them: what
-            # turns it over must not come behind the last bucket.
+            # The wire is busy now. The engine takes calls in their order: its new version must not
+            # come behind the last bucket.
             _, results = await asyncio.gather(
-                turn_over(announced.version, announced.limit_s),
+                resume_idle(announced.version, announced.limit_s),
                 self._carry_out("slipstream_receive", announced.limit_s),
             )
         elif by_plan:
             # Copies wait on the device for the steps before them, and an engine that was told to
-            # pause begins no other.
+            # pause begins no further step.
             pause_s, results = await asyncio.gather(
-                self._stand_still(announced.limit_s),
+                self._paused(announced.limit_s),
                 self._carry_out("slipstream_receive", announced.limit_s),
             )
         else:
-            # vLLM's loader takes layers apart: no step may be under way.
-            pause_s = await self._stand_still(0.0)
+            # vLLM's loader takes layers apart: no step may run meanwhile.
+            pause_s = await self._paused(0.0)
             results = await self._carry_out("slipstream_receive", announced.limit_s)
         if any(result["digests"] != results[0]["digests"] for result in results):
             raise WeightSyncError("the workers of one engine received different bytes")
@@ -159,13 +162,13 @@ class WeightUpdate:
             pause_s=pause_s,
             receive_s=max(result["receive_s"] for result in results),
             load_s=max(result["load_s"] for result in results),
-            # The worker that came last waited for no other one.
+            # The last worker waited for none.
             wire_s=min(result["wire_s"] for result in results),
-            goes_on=goes_on,
+            already_resumed=already_resumed,
         )
 
-    async def _stand_still(self, update_limit_s: float) -> float:
-        """Seconds until it does."""
+    async def _paused(self, update_limit_s: float) -> float:
+        """Pauses the engine; returns the seconds that it took."""
         begun_s = time.monotonic()
         await self._pause(update_limit_s)
         return time.monotonic() - begun_s
@@ -177,14 +180,14 @@ class WeightUpdate:
         return order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
 
     async def _get_ready(self, announcement: tuple[Any, ...]) -> None:
-        # A call waits for the engine's step: where nobody has to be waited for, one is enough.
+        # A call waits for the engine's step: one is enough where all workers are ready at once.
         ready = all(await self._answers("slipstream_prepare", announcement))
         while not ready:
             await asyncio.sleep(_READY_POLL_S)
             ready = all(await self._answers("slipstream_is_ready", ()))
 
     async def _answers(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        answers = await self._ask(method, arguments)
+        answers = await self._call_all(method, arguments)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             raise WeightSyncError(errors[0])

@@ -170,11 +170,11 @@ def test_a_receiver_that_does_not_come_costs_one_deadline(sender: HandoverSender
 
 
 def test_receivers_that_are_lost_are_not_waited_for(sender: HandoverSender) -> None:
-    given_up = threading.Event()
-    given_up.set()
+    abandoned = threading.Event()
+    abandoned.set()
     started_s = time.monotonic()
     with pytest.raises(WeightSyncError, match="did not come before one of them was lost"):
-        sender.accept([1, 2], Offer((), 0), LONG_S, given_up)
+        sender.accept([1, 2], Offer((), 0), LONG_S, abandoned)
     assert time.monotonic() - started_s < LONG_S / 2
 
 

@@ -93,12 +93,12 @@ def test_member_that_is_missing_costs_the_join_deadline() -> None:
 
 
 def test_join_that_is_given_up_ends_before_its_deadline() -> None:
-    given_up, meetings = threading.Event(), dict[bytes, Meeting]()
-    given_up.set()
+    abandoned, meetings = threading.Event(), dict[bytes, Meeting]()
+    abandoned.set()
     early, late = FakeNccl(meetings), FakeNccl(meetings)
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="did not meet before one of them was lost"):
-        NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=LONG_S, given_up=given_up)
+        NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=LONG_S, abandoned=abandoned)
     assert time.monotonic() - started < LONG_S / 2
     late.connect(b"id", rank=1, world_size=2)
     until(lambda: early.made and early.made[0].num_aborts == 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.weights.bucket_transport import Incoming
+from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.staging import Staging
 

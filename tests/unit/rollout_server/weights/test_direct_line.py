@@ -75,7 +75,7 @@ async def test_all_workers_answers_count_though_vllm_says_nothing(scene: Scene) 
     try:
         async with asyncio.timeout(LIMIT_S):
             for number in (1, 2):
-                found = await scene.line.of(call)
+                found = await scene.line.answers(call)
                 expected = [{"value": [number, place]} for place in range(2)]
                 assert sorted(found, key=str) == expected
     finally:
@@ -92,7 +92,7 @@ async def test_half_of_the_workers_are_not_enough(scene: Scene) -> None:
         await said.wait()
         return ["vllm", "vllm"]
 
-    asking = asyncio.ensure_future(scene.line.of(call))
+    asking = asyncio.ensure_future(scene.line.answers(call))
     scene.workers[0].join()
     await asyncio.sleep(0.1)
     assert not asking.done()
@@ -117,8 +117,8 @@ async def test_what_comes_late_is_no_answer_to_the_next_call(scene: Scene) -> No
         return ["vllm"]
 
     async with asyncio.timeout(LIMIT_S):
-        assert await scene.line.of(faster) == ["vllm"]
-        assert await scene.line.of(late) == ["vllm"]
+        assert await scene.line.answers(faster) == ["vllm"]
+        assert await scene.line.answers(late) == ["vllm"]
     scene.line.close()
 
 
@@ -131,7 +131,7 @@ async def test_an_answer_that_is_too_long_comes_through_vllm(scene: Scene) -> No
         return ["vllm"]
 
     async with asyncio.timeout(LIMIT_S):
-        assert await scene.line.of(call) == ["vllm"]
+        assert await scene.line.answers(call) == ["vllm"]
     assert scene.workers[0].exitcode == 0
     scene.line.close()
 
@@ -149,7 +149,7 @@ async def test_an_error_of_vllm_is_raised_when_the_workers_are_gone(scene: Scene
         raise RuntimeError("the engine died")
 
     with pytest.raises(RuntimeError, match="the engine died"):
-        await scene.line.of(call)
+        await scene.line.answers(call)
     scene.line.close()
 
 
@@ -171,7 +171,7 @@ async def up(scene: Scene) -> None:
     """Waits until all workers have answered the first call."""
     assert not scene.line.is_up
     async with asyncio.timeout(LIMIT_S):
-        answers = await scene.line.of(never)
+        answers = await scene.line.answers(never)
     assert sorted(answer["value"] for answer in answers) == list(range(len(scene.workers)))
     assert scene.line.is_up
 

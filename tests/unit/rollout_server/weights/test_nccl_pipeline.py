@@ -10,9 +10,9 @@ import pytest
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import NcclGroup
-from slipstream.rollout_server.weights import nccl_transport
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
-from slipstream.rollout_server.weights.nccl_transport import NcclTransport
+from slipstream.rollout_server.weights import nccl_receiver
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.nccl_receiver import NcclReceiver
 from slipstream.v1 import weights_pb2
 
 BROADCAST, DIGEST, COPY = 4.0, 1.0, 2.0
@@ -40,13 +40,13 @@ def consumer(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Stream]:
     ) -> None:
         fake_streams.Stream.by_handle[stream].work(BROADCAST)
 
-    nccl_transport._streams.cache_clear()
+    nccl_receiver._streams.cache_clear()
     with fake_cupy.installed(), fake_streams.installed() as consumer:
         monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
         monkeypatch.setattr(NcclGroup, "_warm_up", lambda group, deadline_s: None)
-        monkeypatch.setattr(NcclTransport, "_room", lambda _, size: torch.empty(size).byte())
+        monkeypatch.setattr(NcclReceiver, "_room", lambda _, size: torch.empty(size).byte())
         yield consumer
-    nccl_transport._streams.cache_clear()
+    nccl_receiver._streams.cache_clear()
 
 
 @pytest.mark.parametrize("own_buffers", [False, True])
@@ -54,7 +54,7 @@ def test_copies_of_a_bucket_run_while_the_next_one_arrives(
     consumer: fake_streams.Stream, own_buffers: bool
 ) -> None:
     membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
-    transport = NcclTransport(membership, torch.device("cuda", 0))
+    transport = NcclReceiver(membership, torch.device("cuda", 0))
     incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=own_buffers)
     transport.prepare(incoming)
     transport._digests = digests = Digests()
@@ -70,11 +70,11 @@ def test_copies_of_a_bucket_run_while_the_next_one_arrives(
 
 def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.Stream) -> None:
     membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
-    transport = NcclTransport(membership, torch.device("cuda", 0))
+    transport = NcclReceiver(membership, torch.device("cuda", 0))
     incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=False)
     transport.prepare(incoming)
     transport._digests = Digests()
-    (link,) = nccl_transport._streams(torch.device("cuda", 0))
+    (link,) = nccl_receiver._streams(torch.device("cuda", 0))
     consumer.work(100.0)
     ended = []
     for _ in transport.receive(incoming):
@@ -90,6 +90,6 @@ def test_broadcasts_come_before_copies_where_processors_are_scarce(
     consumer: fake_streams.Stream,
 ) -> None:
     membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
-    NcclTransport(membership, torch.device("cuda", 0)).close()
-    (stream,) = nccl_transport._streams(torch.device("cuda", 0))
+    NcclReceiver(membership, torch.device("cuda", 0)).close()
+    (stream,) = nccl_receiver._streams(torch.device("cuda", 0))
     assert stream.priority < consumer.priority

@@ -203,13 +203,13 @@ async def test_only_an_update_that_is_copied_needs_no_pause_of_an_idle_engine() 
     workers = Workers(both(True), loaded, both(True), both(None), both(result()))
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
-    async def turn_over(version: PolicyVersion, _: float) -> None:
+    async def resume_idle(version: PolicyVersion, _: float) -> None:
         workers.started.append(f"turn over to {version}")
 
     for step in (1, 2):
         version = version_to_pb(PolicyVersion(3, step))
         await update.prepare(order(f"p{step}", version=version), LAYOUT, 1)
-        await update.receive(f"p{step}", turn_over)
+        await update.receive(f"p{step}", resume_idle)
     assert workers.started[:4] == ["prepare", "pause", "paused", "receive"]
     turned = f"turn over to {PolicyVersion(3, 2)}"
     assert workers.started[4:] == ["prepare", "begin", turned, "receive"]
@@ -221,14 +221,14 @@ async def test_an_update_that_could_not_begin_fails_with_that_error() -> None:
     workers = Workers(both(True), both(result()), both(True), errors, late)
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
-    async def turn_over(*_: object) -> None:
+    async def resume_idle(*_: object) -> None:
         pass
 
     await update.prepare(ORDER, LAYOUT, 1)
     await update.receive("p1")
     await update.prepare(order("p2", new_communicator=True), LAYOUT, 1)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
-        await update.receive("p2", turn_over)
+        await update.receive("p2", resume_idle)
 
 
 async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() -> None:
@@ -243,14 +243,14 @@ async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() ->
             return [{"error": "no update was announced"}, {"error": "a member is gone"}]
         return await workers.ask(method, arguments)
 
-    async def turn_over(*_: object) -> None:
+    async def resume_idle(*_: object) -> None:
         pass
 
     update = WeightUpdate(ask, workers.pause, stage=False)
     await update.prepare(ORDER, LAYOUT, 1)
     await update.receive("p1")
     await update.prepare(order("p2", new_communicator=True), LAYOUT, 1)
-    receiving = asyncio.create_task(update.receive("p2", turn_over))
+    receiving = asyncio.create_task(update.receive("p2", resume_idle))
     await is_asked.wait()
     for _ in range(10):
         await asyncio.sleep(0)

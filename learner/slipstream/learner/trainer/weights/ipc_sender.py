@@ -33,8 +33,8 @@ class _Filling:
     done: torch.cuda.Event | None
 
 
-class IpcWeightSender:
-    """See `WeightSender`. The one sender of its communicators.
+class IpcSender:
+    """See `BucketSender`. The one sender of its communicators.
 
     The buffers are kept over communicators: a receiver that nobody waits for any more may still
     read them.
@@ -54,13 +54,13 @@ class IpcWeightSender:
 
     @property
     def communicator_id(self) -> str | None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         return self._id
 
     def announce(
         self, communicator_id: str, *, num_senders: int, world_size: int
     ) -> weights_pb2.Communicator:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         self.abort()
         if num_senders != 1:
             raise WeightSyncError(
@@ -81,9 +81,9 @@ class IpcWeightSender:
         self,
         announced: weights_pb2.Communicator,
         rank: int,
-        given_up: threading.Event | None = None,
+        abandoned: threading.Event | None = None,
     ) -> None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         assert rank == 0
         handover = self._live()
         if self._shared is None or self._device.type != "cuda":
@@ -96,7 +96,7 @@ class IpcWeightSender:
                     range(1, announced.world_size),
                     Offer(shared.handles, self._num_bytes),
                     self._weights.join_deadline_s,
-                    given_up,
+                    abandoned,
                 )
         finally:
             # All who will ever open them have; nothing stays behind when this process is killed.
@@ -105,7 +105,7 @@ class IpcWeightSender:
         self._number = self._first = 0
 
     def send(self, bucket: Bucket, data: Tensor) -> Callable[[], None]:
-        """See `WeightSender`: `data` is free as soon as the current stream comes past here."""
+        """See `BucketSender`: `data` is free as soon as the current stream comes past here."""
         handover, deadline_s = self._live(), self._weights.bucket_deadline_s
         with self._aborting():
             # While its copy ran, the caller has put this bucket together.
@@ -124,7 +124,7 @@ class IpcWeightSender:
         return lambda: None
 
     def finish(self) -> Wire:
-        """See `WeightSender`: the seconds are those in which receivers were waited for."""
+        """See `BucketSender`: the seconds are those in which receivers were waited for."""
         handover, deadline_s = self._live(), self._weights.bucket_deadline_s
         with self._aborting():
             self._tell()
@@ -137,7 +137,7 @@ class IpcWeightSender:
         return wire
 
     def abort(self) -> None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         if self._handover is not None:
             self._handover.close()
         self._handover = self._id = self._filling = None

@@ -1,4 +1,4 @@
-"""Sends buckets from GPU to GPU over NCCL; see `weight_sender.WeightSender`."""
+"""Sends buckets from GPU to GPU over NCCL; see `weight_sender.BucketSender`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CudaStream:
         return lambda: torch.cuda.current_stream().wait_event(sent)
 
 
-class NcclWeightSender:
+class NcclSender:
     """From GPU to GPU; all buckets are enqueued at once, each behind what fills it."""
 
     def __init__(
@@ -68,14 +68,14 @@ class NcclWeightSender:
 
     @property
     def communicator_id(self) -> str | None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         is_alive = self._group is not None and not self._group.is_aborted
         return self._id if is_alive else None
 
     def announce(
         self, communicator_id: str, *, num_senders: int, world_size: int
     ) -> weights_pb2.Communicator:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         self.abort()
         self._unused_id = self._unused_id or self._make_unique_id()
         return weights_pb2.Communicator(
@@ -90,9 +90,9 @@ class NcclWeightSender:
         self,
         announced: weights_pb2.Communicator,
         rank: int,
-        given_up: threading.Event | None = None,
+        abandoned: threading.Event | None = None,
     ) -> None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         self.abort()
         self._unused_id = None
         self._group = NcclGroup.join(
@@ -101,12 +101,12 @@ class NcclWeightSender:
             rank=rank,
             world_size=announced.world_size,
             deadline_s=self._weights.join_deadline_s,
-            given_up=given_up,
+            abandoned=abandoned,
         )
         self._id = announced.communicator_id
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         if self._group is None:
             raise WeightSyncError("there is no communicator to send through")
         self._stream.follow()
@@ -120,21 +120,21 @@ class NcclWeightSender:
         return self._stream.release()
 
     def finish(self) -> Wire:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         if self._group is None:
             raise WeightSyncError("there is no communicator to send through")
         self._group.wait()
         return self._group.take_wire()
 
     def abort(self) -> None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         if self._group is not None:
             self._group.abort()
         self._group = self._id = None
 
 
-def open_nccl_sender(weights: WeightsSection, device: torch.device) -> NcclWeightSender:
+def open_nccl_sender(weights: WeightsSection, device: torch.device) -> NcclSender:
     """On a CUDA device."""
-    return NcclWeightSender(
+    return NcclSender(
         weights, CupyNccl(device.index), CudaStream(device), make_unique_id=make_unique_id
     )

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.weights.bucket_sender import BucketSender, BucketSenders
 from slipstream.learner.trainer.weights.published import Published
-from slipstream.learner.trainer.weights.weight_sender import WeightSender, WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
@@ -36,14 +36,14 @@ class WeightPublisher:
     def __init__(
         self,
         published: Published,
-        senders: WeightSenders,
+        senders: BucketSenders,
         *,
         ranks: Ranks,
         client: ControllerClient,
     ) -> None:
         self._published, self._senders = published, senders
         self._ranks, self._client = ranks, client
-        self._sender: WeightSender | None = None
+        self._sender: BucketSender | None = None
 
     @property
     def communicator_id(self) -> str:
@@ -68,7 +68,7 @@ class WeightPublisher:
         if order.new_communicator:
             # The one before may be of another transport.
             self._senders.abort()
-        self._sender = sender = self._senders.of(order.communicator.transport)
+        self._sender = sender = self._senders.for_transport(order.communicator.transport)
         announced: weights_pb2.Communicator | None = order.communicator
         problem = ""
         if not order.begun:
@@ -92,7 +92,7 @@ class WeightPublisher:
         self._report(order, result, problem)
 
     def _agree(
-        self, order: weights_pb2.PublishOrder, sender: WeightSender
+        self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
         """The communicator to send through; or None, with a problem, or given up without one."""
         data = None
@@ -106,7 +106,7 @@ class WeightPublisher:
         return weights_pb2.Communicator.FromString(bytes.fromhex(found)), ""
 
     def _announce(
-        self, order: weights_pb2.PublishOrder, sender: WeightSender
+        self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
         """On rank 0: tells the controller, and hears who takes part."""
         wanted = order.communicator.communicator_id
@@ -142,22 +142,22 @@ class WeightPublisher:
         self,
         order: weights_pb2.PublishOrder,
         announced: weights_pb2.Communicator,
-        sender: WeightSender,
+        sender: BucketSender,
     ) -> str:
         """What went wrong on any rank."""
         place, problem = self._published.sender, ""
         if place is not None:
             try:
-                with self._listening(order) as given_up:
-                    sender.connect(announced, place, given_up)
+                with self._listening(order) as abandoned:
+                    sender.connect(announced, place, abandoned)
             except WeightSyncError as error:
                 # Who only heard of it has nothing to add; the other senders wait for who has.
-                if not self._ranks.words.was_said(_in_vain(order)):
+                if not self._ranks.words.was_said(_abandoned(order)):
                     problem = str(error)
-                    self._ranks.words.say(_in_vain(order))
+                    self._ranks.words.say(_abandoned(order))
         problem = self._first_problem(problem)
         if problem and self._ranks.is_main:
-            self._ranks.words.forget(_in_vain(order))
+            self._ranks.words.forget(_abandoned(order))
         return problem
 
     @contextlib.contextmanager
@@ -166,10 +166,10 @@ class WeightPublisher:
 
         Rank 0 asks the controller; NCCL tells no sender that another one has given up.
         """
-        given_up, is_over = threading.Event(), threading.Event()
+        abandoned, is_over = threading.Event(), threading.Event()
 
-        def is_in_vain() -> bool:
-            if self._ranks.words.was_said(_in_vain(order)):
+        def is_abandoned() -> bool:
+            if self._ranks.words.was_said(_abandoned(order)):
                 return True
             return self._ranks.is_main and not self._client.has_all_receivers(
                 order.publish_id, len(order.receivers)
@@ -177,13 +177,13 @@ class WeightPublisher:
 
         def listen() -> None:
             while not is_over.wait(_ASK_PERIOD_S):
-                if is_in_vain():
-                    given_up.set()
+                if is_abandoned():
+                    abandoned.set()
                     return
 
         threading.Thread(target=listen, name="publish-question", daemon=True).start()
         try:
-            yield given_up
+            yield abandoned
         finally:
             is_over.set()
 
@@ -191,7 +191,7 @@ class WeightPublisher:
         self,
         order: weights_pb2.PublishOrder,
         result: trainer_pb2.PublishResult,
-        sender: WeightSender,
+        sender: BucketSender,
     ) -> tuple[str, WeightDigests | None]:
         """What went wrong on any rank, or what was sent."""
         sends = _Sends(sender if self._published.sender is not None else None)
@@ -225,7 +225,7 @@ class WeightPublisher:
 class _Sends:
     """The sends of one publish; after the first problem nothing more is sent."""
 
-    def __init__(self, sender: WeightSender | None) -> None:
+    def __init__(self, sender: BucketSender | None) -> None:
         self._sender = sender
         self.problem = ""
 
@@ -258,7 +258,7 @@ class _Sends:
                 self.problem = f"bucket {place}: {error}"
 
 
-def _in_vain(order: weights_pb2.PublishOrder) -> str:
+def _abandoned(order: weights_pb2.PublishOrder) -> str:
     """The word that a sender could not join; the communicator's own name is a secret."""
     return f"in-vain/{order.publish_id}"
 

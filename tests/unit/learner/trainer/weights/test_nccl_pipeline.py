@@ -7,7 +7,7 @@ import json
 import fake_streams
 import torch
 from fake_nccl import FakeNccl
-from slipstream.learner.trainer.weights.nccl_sender import CudaStream, NcclWeightSender
+from slipstream.learner.trainer.weights.nccl_sender import CudaStream, NcclSender
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import TensorSpec
@@ -71,7 +71,7 @@ def begins(rank: int, senders: tuple[int, ...]) -> list[float]:
         stream._digests = Digests(stream.buckets)
         stream._stream = torch.cuda.Stream()
         link = CudaStream(torch.device("cpu"))
-        sender = NcclWeightSender(WeightsSection(), FakeNccl({}), link, make_unique_id=bytes)
+        sender = NcclSender(WeightsSection(), FakeNccl({}), link, make_unique_id=bytes)
         sender._group = group = Group()
         stream.run(lambda place, bucket, data: sender.send(bucket, data))
         # Where processors are scarce.

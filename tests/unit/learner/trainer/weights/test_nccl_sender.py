@@ -12,10 +12,10 @@ from fake_controller import FakeController, publish_order
 from fake_nccl import FakeNccl, Meeting
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.offload import HostMemory, Part
-from slipstream.learner.trainer.weights.nccl_sender import NcclWeightSender
+from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
+from slipstream.learner.trainer.weights.nccl_sender import NcclSender
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
-from slipstream.learner.trainer.weights.weight_sender import WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.settings.config import OffloadSection, WeightsSection
@@ -97,10 +97,10 @@ class Fleet:
         self._threads: list[threading.Thread] = []
         self._group: NcclGroup | None = None
 
-    def _sender(self) -> WeightSenders:
-        senders = WeightSenders(self._weights, torch.device("cpu"), largest_bucket=1)
+    def _sender(self) -> BucketSenders:
+        senders = BucketSenders(self._weights, torch.device("cpu"), largest_bucket=1)
         stream = HostStream()
-        sender = NcclWeightSender(
+        sender = NcclSender(
             self._weights, FakeNccl(self.meetings), stream, make_unique_id=self._unique_id
         )
         stream.wait = lambda: sender._group.wait()
@@ -204,7 +204,7 @@ def test_receiver_that_stops_costs_one_deadline_and_a_new_communicator(fleet: Fl
     assert time.monotonic() - started < PATIENT.bucket_deadline_s / 2
     (result,) = fleet.controller.results
     assert "was not done within 0.5 s" in result.error
-    assert [s.of("nccl").communicator_id for s in fleet.senders] == [None, None]
+    assert [s.for_transport("nccl").communicator_id for s in fleet.senders] == [None, None]
     fleet.num_buckets = len(BUCKETS)
     fleet.set_deadlines(PATIENT)
     fleet.publish(new_communicator=True)
@@ -234,7 +234,7 @@ def test_receiver_that_dies_while_all_meet_costs_no_sender_the_deadline() -> Non
 def test_sender_that_cannot_join_costs_no_other_one_the_deadline() -> None:
     fleet = Fleet(WeightsSection(join_deadline_s=60.0))
     fleet.is_silent = True
-    vars(fleet.senders[1].of("nccl"))["_backend"] = FakeNccl({b"id-1": Meeting(2)})
+    vars(fleet.senders[1].for_transport("nccl"))["_backend"] = FakeNccl({b"id-1": Meeting(2)})
     with fleet.controller:
         started = time.monotonic()
         fleet.publish(new_communicator=True)
@@ -269,7 +269,7 @@ def test_publishes_that_are_given_up_before_anybody_is_told_make_one_id(fleet: F
 
 
 def test_sender_without_a_communicator_says_so() -> None:
-    sender = NcclWeightSender(NO_MEETING, FakeNccl({}), HostStream(), make_unique_id=lambda: b"id")
+    sender = NcclSender(NO_MEETING, FakeNccl({}), HostStream(), make_unique_id=lambda: b"id")
     with pytest.raises(WeightSyncError, match="no communicator to send through"):
         sender.send(BUCKETS[0], torch.zeros(BUCKETS[0].num_bytes, dtype=torch.uint8))
     with pytest.raises(WeightSyncError, match="no communicator to send through"):

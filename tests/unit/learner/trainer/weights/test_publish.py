@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from fake_controller import FakeController, publish_order
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
+from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
-from slipstream.learner.trainer.weights.weight_sender import GlooWeightSender, WeightSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.settings.config import Config, WeightsSection
@@ -106,11 +107,11 @@ class Receivers:
             return
 
 
-def announce(sender: GlooWeightSender, num_receivers: int) -> weights_pb2.Communicator:
+def announce(sender: GlooSender, num_receivers: int) -> weights_pb2.Communicator:
     return sender.announce("members-1", num_senders=1, world_size=1 + num_receivers)
 
 
-def send_all(sender: GlooWeightSender) -> None:
+def send_all(sender: GlooSender) -> None:
     for bucket, tensor in zip(ONE_BUCKETS, ONE_SENDER.values(), strict=True):
         data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         data[: tensor.nbytes] = tensor.view(torch.uint8)
@@ -142,7 +143,7 @@ class Group:
 
 
 def test_a_lane_is_free_while_the_bucket_of_the_other_one_travels() -> None:
-    sender = GlooWeightSender(WeightsSection())
+    sender = GlooSender(WeightsSection())
     group = Group()
     vars(sender)["_group"] = group
     lanes = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in ONE_BUCKETS[:2]]
@@ -156,7 +157,7 @@ def test_a_lane_is_free_while_the_bucket_of_the_other_one_travels() -> None:
 
 
 def test_every_receiver_gets_every_bucket_and_the_communicator_is_kept() -> None:
-    sender = GlooWeightSender(WeightsSection())
+    sender = GlooSender(WeightsSection())
     where = announce(sender, 2)
     assert sender.communicator_id is None
     receivers = Receivers(where, 2 * ONE_BUCKETS)
@@ -175,7 +176,7 @@ def test_every_receiver_gets_every_bucket_and_the_communicator_is_kept() -> None
 
 
 def test_store_listens_on_the_given_host_only() -> None:
-    sender = GlooWeightSender(WeightsSection(host="127.0.0.1"))
+    sender = GlooSender(WeightsSection(host="127.0.0.1"))
     where = announce(sender, 1)
     with socket.create_connection(("127.0.0.1", where.store_port), timeout=5):
         pass
@@ -185,23 +186,23 @@ def test_store_listens_on_the_given_host_only() -> None:
 
 
 def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
-    sender = GlooWeightSender(WeightsSection(host="192.0.2.1"))
+    sender = GlooSender(WeightsSection(host="192.0.2.1"))
     with pytest.raises(ConfigError, match=r"weights\.host must be an address of this machine"):
         announce(sender, 1)
 
 
 def test_transport_that_cannot_be_is_refused() -> None:
     cpu = torch.device("cpu")
-    senders = WeightSenders(WeightsSection(), cpu, largest_bucket=1)
+    senders = BucketSenders(WeightsSection(), cpu, largest_bucket=1)
     with pytest.raises(ConfigError, match=r"weights\.transport is nccl, but the trainer has no"):
-        senders.of("nccl")
+        senders.for_transport("nccl")
     with pytest.raises(ConfigError, match="must be gloo, nccl or ipc, got 'mpi'"):
-        senders.of("mpi")
-    assert senders.of("gloo") is senders.of("gloo")
+        senders.for_transport("mpi")
+    assert senders.for_transport("gloo") is senders.for_transport("gloo")
 
 
 def test_receiver_that_never_joins_costs_one_deadline() -> None:
-    sender = GlooWeightSender(NO_MEETING)
+    sender = GlooSender(NO_MEETING)
     where = announce(sender, 1)
     with pytest.raises(WeightSyncError, match="1 others joining members-1"):
         sender.connect(where, 0)
@@ -210,12 +211,12 @@ def test_receiver_that_never_joins_costs_one_deadline() -> None:
 
 def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
     """The end of the process would come upon it in torch's code, and be an abort."""
-    sender = GlooWeightSender(WeightsSection(join_deadline_s=60.0))
+    sender = GlooSender(WeightsSection(join_deadline_s=60.0))
     where = announce(sender, 1)
-    given_up = threading.Event()
-    given_up.set()
+    abandoned = threading.Event()
+    abandoned.set()
     with pytest.raises(WeightSyncError, match="before one of them was lost"):
-        sender.connect(where, 0, given_up)
+        sender.connect(where, 0, abandoned)
     until = time.monotonic() + 20
     while any(thread.name == "weight-sender" for thread in threading.enumerate()):
         assert time.monotonic() < until
@@ -224,7 +225,7 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
 
 def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
     """Its meeting place is gone; nobody has to tell them."""
-    leader, other = (GlooWeightSender(WeightsSection(join_deadline_s=60.0)) for _ in range(2))
+    leader, other = (GlooSender(WeightsSection(join_deadline_s=60.0)) for _ in range(2))
     where = leader.announce("members-1", num_senders=2, world_size=3)
     failures: queue.Queue[WeightSyncError] = queue.Queue()
 
@@ -236,16 +237,16 @@ def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
 
     thread = threading.Thread(target=follow)
     thread.start()
-    given_up = threading.Event()
-    threading.Timer(0.5, given_up.set).start()
+    abandoned = threading.Event()
+    threading.Timer(0.5, abandoned.set).start()
     with pytest.raises(WeightSyncError, match="before one of them was lost"):
-        leader.connect(where, 0, given_up)
+        leader.connect(where, 0, abandoned)
     assert "2 others joining members-1" in str(failures.get(timeout=20))
     thread.join(20)
 
 
 def test_receiver_that_stops_taking_buckets_costs_one_deadline() -> None:
-    sender = GlooWeightSender(NO_BUCKET)
+    sender = GlooSender(NO_BUCKET)
     where = announce(sender, 1)
     receivers = Receivers(where, ONE_BUCKETS[:1])
     sender.connect(where, 0)
@@ -264,7 +265,7 @@ def test_receiver_that_stops_taking_buckets_costs_one_deadline() -> None:
 
 
 def test_new_communicator_works_after_a_failed_one() -> None:
-    sender = GlooWeightSender(NO_MEETING)
+    sender = GlooSender(NO_MEETING)
     where = announce(sender, 1)
     with pytest.raises(WeightSyncError):
         sender.connect(where, 0)
@@ -306,7 +307,7 @@ class Publish:
         # That the trainer says it has, after a publish.
         self.communicator_id: str | None = None
         self.senders = [
-            WeightSenders(weights, torch.device("cpu"), largest_bucket=1)
+            BucketSenders(weights, torch.device("cpu"), largest_bucket=1)
             for _ in range(num_senders)
         ]
         self.on_fill: Callable[[int, int], None] = lambda rank, place: None
@@ -330,7 +331,7 @@ class Publish:
 
     def set_deadlines(self, weights: WeightsSection) -> None:
         for senders in self.senders:
-            senders.of("gloo")._weights = weights
+            senders.for_transport("gloo")._weights = weights
 
     def close(self) -> None:
         for sender in self.senders:
@@ -439,7 +440,9 @@ def test_receiver_that_dies_in_the_middle_is_reported_once_and_all_senders_abort
     (result,) = publish.controller.results
     assert result.error.startswith("bucket ")
     assert not result.bucket_digests
-    assert [s.of("gloo").communicator_id for s in publish.senders] == [None] * publish.num_senders
+    assert [s.for_transport("gloo").communicator_id for s in publish.senders] == [
+        None
+    ] * publish.num_senders
     # Others may wait for the parts of a rank that cannot send any more.
     assert len(filled) == publish.num_senders * len(publish.buckets)
     publish.mode = "receives"
@@ -475,7 +478,7 @@ def test_server_that_dies_while_all_meet_does_not_cost_the_deadline(num_senders:
         publish.close()
 
 
-class LateFailure(GlooWeightSender):
+class LateFailure(GlooSender):
     """Sends everything, and notices at the end that it did not arrive."""
 
     def finish(self) -> None:
@@ -491,5 +494,5 @@ def test_problem_of_one_sender_is_known_to_all_and_reported_once() -> None:
         (result,) = publish.controller.results
         assert result.error == "the last bucket did not arrive"
         assert not result.bucket_digests
-        assert [s.of("gloo").communicator_id for s in publish.senders] == [None, None]
+        assert [s.for_transport("gloo").communicator_id for s in publish.senders] == [None, None]
         publish.close()

@@ -12,11 +12,12 @@ from fake_engine import DIGESTS, FakeEngine
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.types import LogprobArray, PolicyVersion, ServerId
-from slipstream.rollout_server import publisher as module
+from slipstream.rollout_server import weight_orders as module
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity
 from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.inference.generation import EngineDied, LoadedWeights
-from slipstream.rollout_server.publisher import Publisher, ServingState
+from slipstream.rollout_server.publish_phases import Phase
+from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
@@ -37,12 +38,14 @@ class SlowEngine(FakeEngine):
         )
         self.resumed = 0
         # As one in which nothing ran says.
-        self.goes_on = False
+        self.already_resumed = False
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         self.receiving.set()
         await self.arrived.wait()
-        return replace(await super().receive_weights(publish_id), goes_on=self.goes_on)
+        return replace(
+            await super().receive_weights(publish_id), already_resumed=self.already_resumed
+        )
 
     async def resume(self, version: PolicyVersion) -> None:
         self.resumed += 1
@@ -54,7 +57,7 @@ class SlowEngine(FakeEngine):
 
 
 class Rig:
-    """A publisher that runs, and all that it reported."""
+    """Weight orders that run, and all that it reported."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.engine = SlowEngine()
@@ -68,15 +71,15 @@ class Rig:
             max_episodes=1,
             closed=lambda *_: None,
         )
-        self.publisher = Publisher(self.engine, dispatcher, self._report)
-        self.running = tasks.create_task(self.publisher.run())
+        self.orders = WeightOrders(self.engine, dispatcher, self._report)
+        self.running = tasks.create_task(self.orders.run())
 
     def _report(self, report: fleet_pb2.PublishReport) -> None:
         self.reports.append((report.publish_id, report.phase))
         self.reported.set()
 
     def order(self, **order: Any) -> None:
-        self.publisher.put(fleet_pb2.ControllerMessage(**order))
+        self.orders.put(fleet_pb2.ControllerMessage(**order))
 
     def receive(self, publish_id: str) -> None:
         order = weights_pb2.PublishOrder(publish_id=publish_id)
@@ -97,7 +100,7 @@ class Rig:
                 await self.reported.wait()
 
     async def end(self) -> None:
-        self.publisher.close(carry_out=True)
+        self.orders.close(carry_out=True)
         await asyncio.wait((self.running,))
 
 
@@ -116,7 +119,7 @@ async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_momen
         await rig.until("p2", SERVING)
         assert rig.engine.resumed == 1
         assert rig.reports[:2] == [("p1", LOADED), ("p1", FAILED)]
-        assert rig.publisher.state is ServingState.SERVING
+        assert rig.orders.phase is Phase.SERVING
         await rig.end()
 
 
@@ -137,7 +140,7 @@ async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committ
         commit.bucket_digests.extend(digests)
         rig.order(commit=commit)
         await rig.until(publish_id, FAILED)
-        assert rig.publisher.state is ServingState.STALE
+        assert rig.orders.phase is Phase.FAILED
         # Once more: an engine may have been let go on while nothing was let in.
         assert rig.engine.pauses == pauses + 1
         assert rig.engine.resumed == 0
@@ -155,7 +158,7 @@ async def test_a_server_says_that_a_verdict_came_too_late(
         rig.receive("p1")
         rig.commit("p1", PROBE)
         await rig.until("p1", SERVING)
-        while rig.publisher.state is not ServingState.STALE:
+        while rig.orders.phase is not Phase.FAILED:
             await asyncio.sleep(0)
         rig.order(probe_verdict=fleet_pb2.ProbeVerdict(publish_id="p1", passed=True))
         await rig.until("p1", FAILED)
@@ -177,7 +180,7 @@ async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(
 
 
 @pytest.mark.parametrize(
-    ("goes_on", "probe", "phases"),
+    ("already_resumed", "probe", "phases"),
     [
         (True, None, [SERVING]),
         # Going on takes the time of a step, the trainer need not wait for it.
@@ -185,12 +188,12 @@ async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(
         (True, PROBE, [LOADED, SERVING]),
     ],
 )
-async def test_who_goes_on_already_tells_of_both_phases_at_once(
-    goes_on: bool, probe: weights_pb2.Probe | None, phases: list[int]
+async def test_an_engine_that_resumed_already_tells_of_both_phases_at_once(
+    already_resumed: bool, probe: weights_pb2.Probe | None, phases: list[int]
 ) -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         rig = Rig(tasks)
-        rig.engine.goes_on = goes_on
+        rig.engine.already_resumed = already_resumed
         rig.engine.arrived.set()
         rig.engine.scored.set()
         rig.receive("p1")
@@ -200,10 +203,10 @@ async def test_who_goes_on_already_tells_of_both_phases_at_once(
         await rig.end()
 
 
-async def test_who_goes_on_before_its_commit_has_come_tells_that_all_is_loaded() -> None:
+async def test_an_engine_that_resumed_before_its_commit_has_come_tells_that_all_is_loaded() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         rig = Rig(tasks)
-        rig.engine.goes_on = True
+        rig.engine.already_resumed = True
         rig.engine.arrived.set()
         rig.receive("p1")
         await rig.until("p1", LOADED)

@@ -12,12 +12,12 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from torch._C import _distributed_c10d as c10d
 
 
-class GlooTransport:
-    """See `BucketTransport`: broadcast from their senders; every wait is within a call."""
+class GlooReceiver:
+    """See `BucketReceiver`: broadcast from their senders; every wait is within a call."""
 
     enqueues = False
 
@@ -49,7 +49,7 @@ class GlooTransport:
             ) from error
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """See `BucketTransport`: two buffers in turn."""
+        """See `BucketReceiver`: two buffers in turn."""
         if incoming.own_buffers:
             self._buffers = []
             return []
@@ -62,7 +62,7 @@ class GlooTransport:
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketTransport`; the tensors lie in main memory."""
+        """See `BucketReceiver`; the tensors lie in main memory."""
         digests = self._digests = HostDigests(incoming.buckets)
         memory = self.prepare(incoming)
         for place, bucket in enumerate(incoming.buckets):
@@ -72,16 +72,16 @@ class GlooTransport:
             yield buffer
 
     def digests(self) -> list[bytes]:
-        """See `BucketTransport`."""
+        """See `BucketReceiver`."""
         assert self._digests is not None
         return [bucket_digest(tensors) for tensors in self._digests.read()]
 
     def take_wire(self) -> Wire:
-        """See `BucketTransport`: a bucket is taken when it is wanted."""
+        """See `BucketReceiver`: a bucket is taken when it is wanted."""
         return Wire()
 
     def close(self) -> None:
-        """See `BucketTransport`.
+        """See `BucketReceiver`.
 
         The others notice at once, by their connections. A thread that waits for a bucket goes on to
         its deadline, and the others with it: gloo has no abort that wakes it.

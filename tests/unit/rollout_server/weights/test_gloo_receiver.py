@@ -10,8 +10,8 @@ import torch
 from gloo_sender import GlooSender, layout_of
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
-from slipstream.rollout_server.weights.gloo_transport import GlooTransport
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver
 
 LONG_S = 30.0
 WEIGHTS = {name: torch.arange(1e6) for name in "abc"}
@@ -31,7 +31,7 @@ def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
 
     sending = threading.Thread(target=send)
     sending.start()
-    transport = GlooTransport(Membership(sender.communicator, 1, LONG_S), torch.device("cpu"))
+    transport = GlooReceiver(Membership(sender.communicator, 1, LONG_S), torch.device("cpu"))
     buckets = transport.receive(INCOMING)
     assert torch.equal(next(buckets).view(torch.float32), WEIGHTS["a"])
     started_s = time.monotonic()

@@ -14,13 +14,13 @@ import fake_cupy
 import ipc_learner
 import pytest
 import torch
-from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
+from slipstream.learner.trainer.weights.ipc_sender import IpcSender
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverSender, Offer
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
-from slipstream.rollout_server.weights.ipc_transport import IpcTransport
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.v1 import weights_pb2
 
 BUCKETS = ipc_learner.BUCKETS
@@ -69,14 +69,14 @@ def learner(process: Learner) -> Learner:
     return process
 
 
-def joined(learner: Learner, name: str, workers: int = 1) -> list[IpcTransport]:
+def joined(learner: Learner, name: str, workers: int = 1) -> list[IpcReceiver]:
     """Every worker's end of a new communicator."""
     where = learner.announce(name, workers)
     learner.tell("connect")
-    found: dict[int, IpcTransport] = {}
+    found: dict[int, IpcReceiver] = {}
 
     def join(rank: int) -> None:
-        found[rank] = IpcTransport(Membership(where, rank, LONG_S), torch.device("cpu"))
+        found[rank] = IpcReceiver(Membership(where, rank, LONG_S), torch.device("cpu"))
 
     threads = [threading.Thread(target=join, args=(1 + n,)) for n in range(workers)]
     for thread in threads:
@@ -180,7 +180,7 @@ def test_a_worker_that_leaves_breaks_the_communicator_and_a_new_one_works(
 
 def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
     weights = WeightsSection().model_copy(update={"join_deadline_s": 0.2})
-    sender = IpcWeightSender(weights, torch.device("cpu"), num_bytes=64)
+    sender = IpcSender(weights, torch.device("cpu"), num_bytes=64)
     where = sender.announce("nobody", num_senders=1, world_size=2)
     with pytest.raises(WeightSyncError, match=r"receivers 1 of nobody did not come"):
         sender.connect(where, 0)
@@ -201,7 +201,7 @@ def test_a_new_communicator_needs_room_for_its_own_buffers_alone(
         allocate(descriptor, start, size)
 
     monkeypatch.setattr(os, "posix_fallocate", count_then_allocate)
-    sender = IpcWeightSender(WeightsSection(), torch.device("cpu"), num_bytes=1 << 16)
+    sender = IpcSender(WeightsSection(), torch.device("cpu"), num_bytes=1 << 16)
     for name in ("first", "second"):
         sender.connect(sender.announce(name, num_senders=1, world_size=1), 0)
     sender.abort()
@@ -209,7 +209,7 @@ def test_a_new_communicator_needs_room_for_its_own_buffers_alone(
 
 
 def test_several_senders_are_refused() -> None:
-    sender = IpcWeightSender(WeightsSection(), torch.device("cpu"), num_bytes=64)
+    sender = IpcSender(WeightsSection(), torch.device("cpu"), num_bytes=64)
     with pytest.raises(WeightSyncError, match="but 2 send"):
         sender.announce("two", num_senders=2, world_size=3)
 
@@ -260,7 +260,7 @@ def test_memory_of_a_learner_is_closed_again_when_joining_fails(
     with fake_cupy.installed() as cupy:
         # There is no GPU on which torch could see what was opened.
         with pytest.raises((AssertionError, RuntimeError)):
-            IpcTransport(Membership(where, 1, LONG_S), torch.device("cuda", 0))
+            IpcReceiver(Membership(where, 1, LONG_S), torch.device("cuda", 0))
         # Before the others wait for it.
         assert cupy.seen == ["digest 0 spans", "open", "open"]
         assert not cupy.open_pointers

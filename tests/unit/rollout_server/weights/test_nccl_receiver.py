@@ -9,9 +9,9 @@ import fake_cupy
 import pytest
 import torch
 from slipstream.protocol.weights.nccl_environment import AGREED, agreed_settings
-from slipstream.rollout_server.weights import nccl_transport
-from slipstream.rollout_server.weights.bucket_transport import Membership
-from slipstream.rollout_server.weights.nccl_transport import NcclTransport
+from slipstream.rollout_server.weights import nccl_receiver
+from slipstream.rollout_server.weights.bucket_receiver import Membership
+from slipstream.rollout_server.weights.nccl_receiver import NcclReceiver
 from slipstream.v1 import weights_pb2
 from vllm.utils import nccl
 
@@ -36,14 +36,14 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.FakeCupy]:
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(Stream, "made", [])
-    nccl_transport._streams.cache_clear()
+    nccl_receiver._streams.cache_clear()
     with fake_cupy.installed() as cupy:
         yield cupy
-    nccl_transport._streams.cache_clear()
+    nccl_receiver._streams.cache_clear()
 
 
-def join() -> NcclTransport:
-    return NcclTransport(MEMBERSHIP, torch.device("cuda", 0))
+def join() -> NcclReceiver:
+    return NcclReceiver(MEMBERSHIP, torch.device("cuda", 0))
 
 
 def test_kernel_of_digests_is_loaded_before_the_others_wait(cupy: fake_cupy.FakeCupy) -> None:

@@ -17,13 +17,13 @@ from slipstream.protocol.weights.digests import BucketDigests, HostDigests, buck
 from slipstream.protocol.weights.handover import HandoverReceiver
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.protocol.weights.shared_buffers import open_buffers
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 
 _CLOSE_LIMIT_S = 5.0
 
 
-class IpcTransport:
-    """See `BucketTransport`: bucket k of an update lies in buffer k modulo their number."""
+class IpcReceiver:
+    """See `BucketReceiver`: bucket k of an update lies in buffer k modulo their number."""
 
     enqueues = False
 
@@ -60,7 +60,7 @@ class IpcTransport:
         self._buckets: tuple[Bucket, ...] = ()
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """See `BucketTransport`."""
+        """See `BucketReceiver`."""
         largest = max(bucket.num_bytes for bucket in incoming.buckets)
         if largest > self._memory[0].numel():
             raise WeightSyncError(
@@ -74,7 +74,7 @@ class IpcTransport:
         return [self._place(place, bucket) for place, bucket in enumerate(incoming.buckets)]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketTransport`."""
+        """See `BucketReceiver`."""
         self.prepare(incoming)
         digests = self._digests
         assert digests is not None
@@ -97,16 +97,16 @@ class IpcTransport:
                 yield data
 
     def digests(self) -> list[bytes]:
-        """See `BucketTransport`."""
+        """See `BucketReceiver`."""
         assert self._digests is not None
         return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
 
     def take_wire(self) -> Wire:
-        """See `BucketTransport`: nothing travels."""
+        """See `BucketReceiver`: nothing travels."""
         return Wire()
 
     def close(self) -> None:
-        """See `BucketTransport`; the engine computes with copies, nothing of it is left here."""
+        """See `BucketReceiver`; the engine computes with copies, nothing of it is left here."""
         self._link.close()
         # Where it is still read: better mapped for ever than gone under a copy.
         if self._copying.acquire(timeout=_CLOSE_LIMIT_S):

@@ -1,4 +1,4 @@
-"""New weights, step by step, as the controller orders it; the state of this server follows from it.
+"""The publish orders of the controller, carried out on this server's engine one after the other.
 
 Consumes: prepare, receive, commit, abort, verdict. Produces: one report for each but abort and
 verdict. Waits for: the next order, the engine. Unblocked by: the controller, the engine's
@@ -12,37 +12,54 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
+from dataclasses import dataclass, field
 
 import numpy as np
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.inference.generation import Engine, EngineDied, GenerationFailed
+from slipstream.rollout_server.inference.generation import (
+    Engine,
+    EngineDied,
+    GenerationFailed,
+    LoadedWeights,
+)
+from slipstream.rollout_server.publish_phases import Phase, PublishEvent, next_phase
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
 
 _MAX_ORDERS = 1024
 _VERDICT_LIMIT_S = 60.0
-# A few short sequences: an engine that takes longer hangs.
+# The engine scores a few short sequences; one that takes longer hangs.
 _PROBE_LIMIT_S = 120.0
 # Aborts whose publish may still wait in the queue: there is one at a time.
 _MAX_ABORTED = 16
 
 
-class ServingState(Enum):
-    """What this server may do with the weights that it has."""
+@dataclass
+class _Publish:
+    """The newest publish that this server was told of."""
 
-    JOINING = "joining"
-    LOADING = "loading"
-    SERVING = "serving"
-    STALE = "stale"
+    publish_id: str
+    phase: Phase = Phase.RECEIVING
+    # Digests of the buckets that the engine loaded.
+    digests: list[bytes] = field(default_factory=list)
+    stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
+
+    def move(self, event: PublishEvent) -> None:
+        self.phase = next_phase(self.phase, event)
 
 
-class Publisher:
-    """Takes publish orders in turn."""
+class WeightOrders:
+    """Carries out publish orders in turn; `publish_phases` has the table of a publish's phases.
+
+    orders = WeightOrders(engine, dispatcher, report)  # the engine is paused
+    running = tasks.create_task(orders.run())
+    orders.put(order)  # for each order, in the controller's order
+    orders.close(carry_out=True)  # `run` ends, with the engine paused
+    """
 
     def __init__(
         self,
@@ -50,32 +67,30 @@ class Publisher:
         dispatcher: Dispatcher,
         report: Callable[[fleet_pb2.PublishReport], None],
     ) -> None:
-        """The engine is paused."""
+        """Takes an engine that is paused."""
         self._engine = engine
         self._dispatcher = dispatcher
         self._report = report
         self._orders: asyncio.Queue[fleet_pb2.ControllerMessage | None] = asyncio.Queue(_MAX_ORDERS)
-        self.state = ServingState.JOINING
+        self._publish: _Publish | None = None
+        # The version that the engine served last.
         self.version: PolicyVersion | None = None
-        self._loaded_publish = ""
-        self._failed_publish = ""
-        # Who prepares a publish waits for its other members: it is told when that is in vain.
-        self._aborted, self._preparing = deque[str](maxlen=_MAX_ABORTED), ""
-        # Of what is prepared now.
-        self._giving_up: asyncio.Future[None] | None = None
-        # The commit that came last; it may be in the queue.
+        # What orders that still wait in the queue say: aborted publishes, the newest commit.
+        self._aborted = deque[str](maxlen=_MAX_ABORTED)
         self._committed = ""
-        # Of the buckets that were loaded last.
-        self._digests: list[bytes] = []
-        self._stages = fleet_pb2.PublishStages()
-        # The publish whose probe waits for its verdict.
-        self._unproved_publish = ""
+        # Ends the wait of `_prepare` for the other members of its publish.
+        self._abandoned: asyncio.Future[None] | None = None
         self._paused_s = 0.0
         self._paused_at_s: float | None = None
 
     @property
+    def phase(self) -> Phase | None:
+        """The phase of the newest publish; None before the first one."""
+        return None if self._publish is None else self._publish.phase
+
+    @property
     def paused_s(self) -> float:
-        """Seconds during which generation stood still for new weights."""
+        """Seconds during which generation was paused for new weights."""
         running = 0.0 if self._paused_at_s is None else time.monotonic() - self._paused_at_s
         return self._paused_s + running
 
@@ -84,8 +99,8 @@ class Publisher:
         kind = order.WhichOneof("message")
         if kind == "abort":
             self._aborted.append(order.abort.publish_id)
-            if self._preparing == order.abort.publish_id:
-                self._give_up_preparing()
+            if self._publish is not None and self._publish.publish_id == order.abort.publish_id:
+                self._abandon_preparing()
         elif kind == "commit" and not order.commit.HasField("probe"):
             self._committed = order.commit.publish_id
         self._orders.put_nowait(order)
@@ -93,10 +108,10 @@ class Publisher:
     def close(self, *, carry_out: bool) -> None:
         """Ends `run` after what is being done now; with `carry_out` after all orders that came.
 
-        Others wait for a receiver that was told to receive.
+        Other members wait for a server that was told to receive.
         """
         if not carry_out:
-            self._give_up_preparing()
+            self._abandon_preparing()
         while not (carry_out or self._orders.empty()):
             self._orders.get_nowait()
         self._orders.put_nowait(None)
@@ -104,8 +119,9 @@ class Publisher:
     async def run(self) -> None:
         """Carries out orders until `close`; afterwards the engine is paused."""
         while True:
+            limit_s = _VERDICT_LIMIT_S if self.phase is Phase.PROBING else None
             try:
-                async with asyncio.timeout(_VERDICT_LIMIT_S if self._unproved_publish else None):
+                async with asyncio.timeout(limit_s):
                     order = await self._orders.get()
             except TimeoutError:
                 await self._reject(f"no verdict on the probe within {_VERDICT_LIMIT_S:g} s")
@@ -113,7 +129,7 @@ class Publisher:
             if order is None:
                 break
             await self._carry_out(order)
-        await self._stand_still()
+        await self._pause()
         self._dispatcher.settle(passed=False)
 
     async def _carry_out(self, order: fleet_pb2.ControllerMessage) -> None:
@@ -130,83 +146,75 @@ class Publisher:
                 await self._take_verdict(order.probe_verdict)
 
     async def _receive(self, order: fleet_pb2.ReceiveWeights) -> None:
-        publish_id = order.order.publish_id
-        self.state, self._loaded_publish = ServingState.LOADING, ""
+        publish = self._publish = _Publish(order.order.publish_id)
         begun_s = time.monotonic()
         try:
             await self._prepare(order)
             prepared_s = time.monotonic()
             self._note_pause()
-            loaded = await self._engine.receive_weights(publish_id)
+            loaded = await self._engine.receive_weights(publish.publish_id)
         except WeightSyncError as error:
-            await self._give_back(publish_id, str(error))
+            await self._discard(publish.publish_id, str(error))
             return
-        self._loaded_publish, self._digests = publish_id, list(loaded.bucket_digests)
-        self._stages = fleet_pb2.PublishStages(
-            prepare_s=prepared_s - begun_s,
-            pause_s=loaded.pause_s,
-            receive_s=loaded.receive_s,
-            load_s=loaded.load_s,
-            copied=loaded.by_plan,
-            wire_s=loaded.wire_s,
-        )
-        if loaded.goes_on and self._committed == publish_id:
+        publish.move(PublishEvent.LOADED)
+        publish.digests = list(loaded.bucket_digests)
+        publish.stages = _stages(loaded, prepare_s=prepared_s - begun_s)
+        if loaded.already_resumed and self._committed == publish.publish_id:
             # Its commit is next and waits for nothing: one report says both.
             return
         self._answer(
-            publish_id,
+            publish.publish_id,
             fleet_pb2.PUBLISH_PHASE_LOADED,
-            bucket_digests=self._digests,
+            bucket_digests=publish.digests,
         )
 
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
-        """Old weights serve until all is ready: waiting for other members costs no pause."""
-        publish_id = order.order.publish_id
-        if publish_id in self._aborted:
-            raise WeightSyncError("the publish was given up")
-        self._preparing = publish_id
-        giving_up = self._giving_up = asyncio.get_running_loop().create_future()
+        """Makes ready while old weights serve: waiting for other members costs no pause."""
+        if order.order.publish_id in self._aborted:
+            raise WeightSyncError("the publish was abandoned")
+        abandoned = self._abandoned = asyncio.get_running_loop().create_future()
         preparing = asyncio.create_task(
             self._engine.prepare_weights(order.order, order.layout, order.first_rank)
         )
         try:
-            await asyncio.wait((preparing, giving_up), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((preparing, abandoned), return_when=asyncio.FIRST_COMPLETED)
             if not preparing.done():
-                raise WeightSyncError("the publish was given up")
+                raise WeightSyncError("the publish was abandoned")
             preparing.result()
         finally:
-            self._preparing, self._giving_up = "", None
+            self._abandoned = None
             if not preparing.done():
                 preparing.cancel()
                 await asyncio.wait((preparing,))
 
-    def _give_up_preparing(self) -> None:
-        if self._giving_up is not None and not self._giving_up.done():
-            self._giving_up.set_result(None)
+    def _abandon_preparing(self) -> None:
+        if self._abandoned is not None and not self._abandoned.done():
+            self._abandoned.set_result(None)
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
-        publish_id = order.publish_id
-        if publish_id == self._failed_publish:
-            # It was on its way before that was reported.
+        publish, publish_id = self._publish, order.publish_id
+        is_known = publish is not None and publish.publish_id == publish_id
+        if is_known and self.phase is Phase.FAILED:
+            # The commit was on its way before the failure was reported.
             return
         if publish_id in self._aborted:
-            # Nobody vouches for it any more, though its abort may lie behind this in the queue.
-            await self._give_back(publish_id, "the publish was given up")
+            # The controller gave the publish up; its abort may lie behind this order in the queue.
+            await self._discard(publish_id, "the publish was abandoned")
             return
-        if self._loaded_publish != publish_id:
-            cause = f"commit of {publish_id!r}, loaded is {self._loaded_publish!r}"
-            await self._give_back(publish_id, cause)
+        if publish is None or not is_known or publish.phase is not Phase.LOADED:
+            loaded = publish.publish_id if publish and publish.phase is Phase.LOADED else ""
+            await self._discard(publish_id, f"commit of {publish_id!r}, loaded is {loaded!r}")
             return
-        self._loaded_publish = ""
-        if list(order.bucket_digests) != self._digests:
+        if list(order.bucket_digests) != publish.digests:
             cause = "the digests of the loaded buckets are not those that were sent"
-            await self._give_back(publish_id, cause)
+            await self._discard(publish_id, cause)
             return
-        version = version_from_pb(order.version)
         if order.HasField("probe"):
             self._dispatcher.hold()
-            self._unproved_publish = publish_id
-        paused_s = await self._go_on(version)
+            publish.move(PublishEvent.PROBED)
+        else:
+            publish.move(PublishEvent.COMMITTED)
+        paused_s = await self._resume(version_from_pb(order.version), publish.stages)
         logprobs = b""
         if order.HasField("probe"):
             try:
@@ -218,38 +226,43 @@ class Publisher:
         self._answer(
             publish_id,
             fleet_pb2.PUBLISH_PHASE_SERVING,
-            bucket_digests=self._digests,
+            bucket_digests=publish.digests,
             probe_logprobs=logprobs,
             paused_s=paused_s,
-            stages=self._stages,
+            stages=publish.stages,
         )
 
     async def _abort(self, order: fleet_pb2.AbortPublish) -> None:
         log.warning("publish %s was aborted: %s", order.publish_id, order.reason)
-        if order.publish_id == self._unproved_publish:
+        if self.phase is Phase.PROBING:
             await self._reject(order.reason)
-        self._loaded_publish = ""
-        self.state = ServingState.STALE
-        await self._stand_still()
+        # No publish is under way; a commit that still comes is refused by its id.
+        self._publish = _Publish("", Phase.FAILED)
+        await self._pause()
 
     async def _take_verdict(self, verdict: fleet_pb2.ProbeVerdict) -> None:
-        if verdict.publish_id != self._unproved_publish:
+        publish = self._publish
+        is_expected = (
+            publish is not None
+            and publish.phase is Phase.PROBING
+            and publish.publish_id == verdict.publish_id
+        )
+        if publish is None or not is_expected:
             if verdict.passed:
                 # The controller takes this server for one that serves.
                 self._fail(verdict.publish_id, "the verdict on its probe came too late")
-            return
-        if verdict.passed:
-            self._unproved_publish = ""
+        elif verdict.passed:
+            publish.move(PublishEvent.PASSED)
             self._dispatcher.settle(passed=True)
         else:
             await self._reject(verdict.message)
 
     async def _reject(self, reason: str) -> None:
-        """The weights are not what they should be: nothing that they sampled may be trained."""
+        """Takes weights that failed their probe out of use: nothing they sampled may be trained."""
         log.error("the new weights are rejected: %s", reason)
-        self._unproved_publish = ""
-        self.state = ServingState.STALE
-        await self._stand_still()
+        if self._publish is not None:
+            self._publish.move(PublishEvent.FAILED)
+        await self._pause()
         # First the running ones, then the gate opens: nothing slips through between.
         await self._dispatcher.cancel_all()
         self._dispatcher.settle(passed=False)
@@ -258,26 +271,26 @@ class Publisher:
         if self._paused_at_s is None and self.version is not None:
             self._paused_at_s = time.monotonic()
 
-    async def _stand_still(self) -> None:
+    async def _pause(self) -> None:
         self._note_pause()
         await self._engine.pause()
 
-    async def _go_on(self, version: PolicyVersion) -> float:
-        """Serves `version`; the seconds that generation stood still."""
+    async def _resume(self, version: PolicyVersion, stages: fleet_pb2.PublishStages) -> float:
+        """Serves `version`; returns the seconds that generation was paused."""
         begun_s = time.monotonic()
         await self._engine.resume(version)
         now_s = time.monotonic()
-        self._stages.resume_s, self._stages.served_at = now_s - begun_s, now_s
-        self.state, self.version = ServingState.SERVING, version
+        stages.resume_s, stages.served_at = now_s - begun_s, now_s
+        self.version = version
         paused_s = 0.0
         if self._paused_at_s is not None:
             paused_s = now_s - self._paused_at_s
             self._paused_s, self._paused_at_s = self._paused_s + paused_s, None
         return paused_s
 
-    async def _give_back(self, publish_id: str, message: str) -> None:
-        """What was loaded is nobody's: the engine lets requests in again, but runs none."""
-        await self._stand_still()
+    async def _discard(self, publish_id: str, message: str) -> None:
+        """Pauses the engine, which then accepts requests but runs none, and reports the failure."""
+        await self._pause()
         self._fail(publish_id, message)
 
     async def _score(self, probe: weights_pb2.Probe) -> bytes:
@@ -292,8 +305,9 @@ class Publisher:
 
     def _fail(self, publish_id: str, message: str) -> None:
         log.warning("publish %s failed: %s", publish_id, message)
-        self._failed_publish = publish_id
-        self.state = ServingState.STALE
+        if self._publish is None or self._publish.publish_id != publish_id:
+            self._publish = _Publish(publish_id)
+        self._publish.move(PublishEvent.FAILED)
         self._answer(publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message=message)
 
     def _answer(
@@ -318,3 +332,14 @@ class Publisher:
                 stages=stages,
             )
         )
+
+
+def _stages(loaded: LoadedWeights, *, prepare_s: float) -> fleet_pb2.PublishStages:
+    return fleet_pb2.PublishStages(
+        prepare_s=prepare_s,
+        pause_s=loaded.pause_s,
+        receive_s=loaded.receive_s,
+        load_s=loaded.load_s,
+        copied=loaded.by_plan,
+        wire_s=loaded.wire_s,
+    )

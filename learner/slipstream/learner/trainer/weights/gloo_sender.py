@@ -1,10 +1,4 @@
-"""Sends buckets to the rollout servers: the trainer's side of a communicator.
-
-The sending ranks are its first ranks, trainer rank 0 is rank 0 and leads; receivers follow. Every
-wait has a deadline. After an error the communicator is aborted, and the next publish builds a new
-one. `GlooWeightSender` is for machines without a GPU, `NcclWeightSender` from GPU to GPU,
-`IpcWeightSender` within one host.
-"""
+"""Sends buckets over TCP from main memory: the trainer's side of a gloo communicator."""
 
 from __future__ import annotations
 
@@ -14,108 +8,34 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.weights.ipc_sender import IpcWeightSender
-from slipstream.learner.trainer.weights.nccl_sender import open_nccl_sender
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.giving_up import reason, wait_for
 from slipstream.protocol.weights.nccl_group import Wire
+from slipstream.protocol.weights.waits import reason, wait_for
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 Result = TypeVar("Result")
 
-# How long a call may outlast the deadline that was given to gloo itself before its thread is left
-# behind.
+
+# A call may outlast gloo's own deadline by so much before its thread is left behind.
 _GRACE_S = 1.0
-# Where gloo's own source says so.
+
+
+# The place in gloo's own source with which its messages begin.
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
-class WeightSender(Protocol):
-    """One communicator at a time, kept over publishes until its members change or it fails."""
-
-    def announce(
-        self, communicator_id: str, *, num_senders: int, world_size: int
-    ) -> weights_pb2.Communicator:
-        """On the leader: begins a new communicator and says where its members meet.
-
-        Waits for none of them. ConfigError when nothing can listen on `weights.host`.
-        """
-
-    def connect(
-        self,
-        announced: weights_pb2.Communicator,
-        rank: int,
-        given_up: threading.Event | None = None,
-    ) -> None:
-        """Waits for all members; WeightSyncError after the join deadline, or once `given_up`."""
-
-    def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """Begins the broadcast of a bucket, from its root to all others.
-
-        `data` is not touched before `Release` was called. WeightSyncError when this or one before
-        is not done within the deadline of a bucket.
-        """
-
-    def finish(self) -> Wire:
-        """Waits until all is sent, and says what that took; WeightSyncError after a deadline."""
-
-    @property
-    def communicator_id(self) -> str | None:
-        """The communicator that is connected; None after an error, and before `connect`."""
-
-    def abort(self) -> None:
-        """Breaks the communicator, so that a member that waits in it fails too."""
-
-
-class WeightSenders:
-    """The senders of one rank, one for each transport; each is made when it is first used."""
-
-    def __init__(
-        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int
-    ) -> None:
-        """`largest_bucket`: its bytes."""
-        self._weights, self._device = weights, device
-        self._largest_bucket = largest_bucket
-        self._made: dict[str, WeightSender] = {}
-
-    def of(self, transport: str) -> WeightSender:
-        """For the communicators of one transport; ConfigError when it needs a GPU."""
-        if transport not in self._made:
-            self._made[transport] = self._make(transport)
-        return self._made[transport]
-
-    def abort(self) -> None:
-        """Leaves every communicator."""
-        for sender in self._made.values():
-            sender.abort()
-
-    def _make(self, transport: str) -> WeightSender:
-        if transport == "gloo":
-            return GlooWeightSender(self._weights)
-        if transport == "ipc":
-            return IpcWeightSender(self._weights, self._device, num_bytes=self._largest_bucket)
-        if transport != "nccl":
-            raise ConfigError(
-                f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
-            )
-        if self._device.type != "cuda":
-            raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
-        return open_nccl_sender(self._weights, self._device)
-
-
-class GlooWeightSender:
-    """Over TCP, from main memory; store and group listen on `weights.host` only.
+class GlooSender:
+    """Sends over TCP; store and group listen on `weights.host` only.
 
     One bucket is under way at a time, while the caller fills the next one.
     """
@@ -123,7 +43,7 @@ class GlooWeightSender:
     def __init__(self, weights: WeightsSection) -> None:
         self._weights = weights
         self._id: str | None = None
-        # On the leader: where all meet. Without it, who still waits there fails at once.
+        # On the leader: the store where all meet. Closing it ends the waits of members there.
         self._meeting_place: Store | None = None
         self._group: dist.ProcessGroupGloo | None = None
         self._under_way: tuple[dist.Work, Bucket] | None = None
@@ -131,13 +51,13 @@ class GlooWeightSender:
 
     @property
     def communicator_id(self) -> str | None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         return self._id if self._group is not None else None
 
     def announce(
         self, communicator_id: str, *, num_senders: int, world_size: int
     ) -> weights_pb2.Communicator:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         self.abort()
         # The store would listen on all addresses if it opened the socket itself.
         try:
@@ -169,9 +89,9 @@ class GlooWeightSender:
         self,
         announced: weights_pb2.Communicator,
         rank: int,
-        given_up: threading.Event | None = None,
+        abandoned: threading.Event | None = None,
     ) -> None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         if rank != 0:
             self.abort()
         timeout = timedelta(seconds=self._weights.join_deadline_s)
@@ -200,12 +120,12 @@ class GlooWeightSender:
             self._weights.join_deadline_s,
             join,
             what=f"{announced.world_size - 1} others joining {announced.communicator_id}",
-            given_up=given_up,
+            abandoned=abandoned,
         )
         self._id = announced.communicator_id
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         self._settle()
         if self._group is None:
             raise WeightSyncError("there is no communicator to send through")
@@ -217,13 +137,13 @@ class GlooWeightSender:
         return lambda: self._release(work)
 
     def finish(self) -> Wire:
-        """See `WeightSender`; the seconds are those in which nothing else was left to do."""
+        """See `BucketSender`; the seconds are those in which nothing else was left to do."""
         self._settle()
         found, self._wire = self._wire, Wire()
         return found
 
     def abort(self) -> None:
-        """See `WeightSender`."""
+        """See `BucketSender`."""
         if self._group is not None:
             self._group.abort()
         self._group = self._meeting_place = self._id = self._under_way = None
@@ -254,7 +174,7 @@ class GlooWeightSender:
         work: Callable[[], Result],
         *,
         what: str,
-        given_up: threading.Event | None = None,
+        abandoned: threading.Event | None = None,
     ) -> Result:
         """Result of `work` on a thread; aborts with WeightSyncError when it fails or is late.
 
@@ -271,10 +191,10 @@ class GlooWeightSender:
 
         threading.Thread(target=run, name="weight-sender", daemon=True).start()
         try:
-            answer = wait_for(answers, deadline_s + _GRACE_S, given_up)
+            answer = wait_for(answers, deadline_s + _GRACE_S, abandoned)
         except queue.Empty:
             self.abort()
-            raise WeightSyncError(f"{what}: not done {reason(deadline_s, given_up)}") from None
+            raise WeightSyncError(f"{what}: not done {reason(deadline_s, abandoned)}") from None
         if isinstance(answer, RuntimeError):
             self.abort()
             raise WeightSyncError(f"{what}: {_SOURCE.sub('', str(answer))}") from answer

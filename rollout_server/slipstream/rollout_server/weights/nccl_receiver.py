@@ -15,7 +15,7 @@ from slipstream.protocol.weights.cuda_digests import CudaDigests, load_kernel
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
 from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.weights.bucket_transport import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from vllm.utils.nccl import unpinned_nccl_env
 
 # Buffers start at multiples of this.
@@ -23,8 +23,8 @@ _ALIGNMENT_BYTES = 512
 _NUM_BUFFERS = 2
 
 
-class NcclTransport:
-    """See `BucketTransport`: two receive buffers in turn, each broadcast from its sender."""
+class NcclReceiver:
+    """See `BucketReceiver`: two receive buffers in turn, each broadcast from its sender."""
 
     enqueues = True
 
@@ -54,7 +54,7 @@ class NcclTransport:
         self._digested: tuple[Bucket, ...] = ()
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """See `BucketTransport`."""
+        """See `BucketReceiver`."""
         self._backend.use()
         if self._digested != incoming.buckets:
             self._digests, self._digested = CudaDigests(incoming.buckets), incoming.buckets
@@ -74,7 +74,7 @@ class NcclTransport:
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketTransport`; nothing waits on the host, a missed deadline shows later."""
+        """See `BucketReceiver`; nothing waits on the host, a missed deadline shows later."""
         memory, digests = self.prepare(incoming), self._digests
         assert digests is not None
         buckets, consumer = incoming.buckets, torch.cuda.current_stream(self._device)
@@ -110,7 +110,7 @@ class NcclTransport:
             self._stream.wait_stream(consumer)
 
     def digests(self) -> list[bytes]:
-        """See `BucketTransport`."""
+        """See `BucketReceiver`."""
         assert self._digests is not None
         # The stream comes here behind the last bucket, or when the communicator is aborted.
         found = self._digests.read(torch.cuda.current_stream(self._device).cuda_stream)
@@ -118,11 +118,11 @@ class NcclTransport:
         return [bucket_digest(tensors) for tensors in found]
 
     def take_wire(self) -> Wire:
-        """See `BucketTransport`."""
+        """See `BucketReceiver`."""
         return self._group.take_wire()
 
     def close(self) -> None:
-        """See `BucketTransport`."""
+        """See `BucketReceiver`."""
         self._group.abort()
 
     def _room(self, num_bytes: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Whether vLLM's engine runs its requests, and what it is told for that.
+"""The pauses of vLLM's engine, and the requests that are held meanwhile.
 
-Consumes: orders to stand still and to go on. Waits for: the engine's answers; requests wait to be
+Consumes: orders to pause and to resume. Waits for: the engine's answers; held requests wait to be
 let in. Unblocked by: the answers, or their limit: then the engine hangs; `resume`, `pause` or
 `release`.
 """
@@ -16,8 +16,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 
-class Standstill:
-    """Of one engine."""
+class EnginePause:
+    """Pauses and resumes one engine; holds requests meanwhile.
+
+    An engine with requests: `pause_for_update`, the update, `resume(version)`. An idle one:
+    `hold_requests`, the update beside `resume_idle(version)`, `resume(version)`. Weights that may
+    not be used: `pause`, after which requests wait in the engine.
+    """
 
     def __init__(
         self, llm: AsyncLLM, *, answer_limit_s: float, recompute_context: bool = True
@@ -26,12 +31,12 @@ class Standstill:
         self._llm, self._answer_limit_s = llm, answer_limit_s
         self._recompute = recompute_context
         self._version: PolicyVersion | None = None
-        # Between the order to stand still, or to hold back, and the answer to the one to go on.
-        self.is_on = False
+        # From the order to pause, or to hold requests, to the answer of `resume`.
+        self.is_paused = False
         self._lets_in = True
-        # Requests that are held back, in the order in which they came.
+        # Requests that are held, in the order in which they came.
         self._held: dict[str, asyncio.Future[None]] = {}
-        # The version that the engine goes on with already, while nothing is let in.
+        # The version of an engine that was resumed while its requests are held.
         self._ahead: PolicyVersion | None = None
 
     @property
@@ -45,52 +50,51 @@ class Standstill:
         return _stamp(self._version)
 
     async def pause(self) -> None:
-        """See `Engine`; requests that were held back wait in the engine then.
+        """See `Engine`; requests that were held wait in the engine then.
 
-        Whatever was computed is forgotten: the weights may be nobody's.
+        The engine forgets whatever it computed: its weights may not be used.
         """
-        await self._freeze(0.0, clear_cache=True)
+        await self._pause(0.0, clear_cache=True)
         self._let_all_in()
 
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
         if self._ahead != version:
-            await self._call(asyncio.gather(*self._going_on(version)))
-        self._version, self.is_on = version, False
+            await self._call(asyncio.gather(*self._resuming(version)))
+        self._version, self.is_paused = version, False
         self._let_all_in()
 
-    async def freeze(self, update_limit_s: float) -> None:
-        """Freezes what runs for an update; its context is forgotten if it is to be computed anew.
+    async def pause_for_update(self, update_limit_s: float) -> None:
+        """Pauses what runs; its context is forgotten if the new weights shall compute it anew.
 
-        `update_limit_s`: of an update that is ordered with it. The engine may take that first.
+        `update_limit_s`: the limit of an update ordered with it, which the engine may take first.
         """
         if not self._recompute:
-            # What comes from now on is the new weights', and is not to be salted as the old ones'.
+            # Requests from now on belong to the new weights: the old ones' salt is not for them.
             self._lets_in = False
-        await self._freeze(update_limit_s, clear_cache=self._recompute)
+        await self._pause(update_limit_s, clear_cache=self._recompute)
 
-    async def _freeze(self, update_limit_s: float, *, clear_cache: bool) -> None:
+    async def _pause(self, update_limit_s: float, *, clear_cache: bool) -> None:
         # What `pause_generation` does, without its 20 ms of sleep for the look of things: late
         # tokens carry the version that the engine process stamped on them.
-        self._ahead, self.is_on = None, True
+        self._ahead, self.is_paused = None, True
         core = self._llm.engine_core
         pausing = core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         await self._call(pausing, update_limit_s)
 
-    def hold_back(self) -> None:
+    def hold_requests(self) -> None:
         """Lets no request in any more; for an engine in which nothing runs."""
-        self.is_on = True
+        self.is_paused = True
         self._lets_in = False
 
-    async def turn_over(self, version: PolicyVersion, update_limit_s: float) -> None:
-        """Takes `version` and goes on with nothing to do, until `resume` lets requests in.
+    async def resume_idle(self, version: PolicyVersion, update_limit_s: float) -> None:
+        """Gives an idle engine its new version at once; requests stay held until `resume`.
 
-        For an engine that is held back and was not paused: that waits for all that the device was
-        given, buckets too. Its scheduler forgets cached prefixes then. For `update_limit_s` see
-        `freeze`.
+        The engine need not be paused, which would wait for all that the device was given, buckets
+        too. Its scheduler forgets cached prefixes. For `update_limit_s` see `pause_for_update`.
         """
         self._ahead = version
-        await self._call(asyncio.gather(*self._going_on(version)), update_limit_s)
+        await self._call(asyncio.gather(*self._resuming(version)), update_limit_s)
 
     async def let_in(self, request_id: str) -> None:
         """Returns when a request may be handed to the engine, or is released."""
@@ -103,7 +107,7 @@ class Standstill:
             del self._held[request_id]
 
     def release(self, request_id: str) -> None:
-        """Ends the waiting of a request that is held back, if it is."""
+        """Ends the wait of a request, if it is held."""
         held = self._held.get(request_id)
         if held is not None and not held.done():
             held.set_result(None)
@@ -113,8 +117,8 @@ class Standstill:
         for request_id in self._held:
             self.release(request_id)
 
-    def _going_on(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[None]]:
-        """Taken in this order; the second does not wait for the answer to the first."""
+    def _resuming(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[None]]:
+        """The two calls in the order in which the engine takes them, both under way at once."""
         stamping = self._llm.update_weight_version(_stamp(version))
         return stamping, self._llm.resume_generation()
 

@@ -34,7 +34,7 @@ class Incoming:
     own_buffers: bool
 
 
-class BucketTransport(Protocol):
+class BucketReceiver(Protocol):
     """One member of a communicator, on the receiving side."""
 
     # `receive` only enqueues on the device: who iterates over it waits for nothing.
