@@ -11,9 +11,10 @@ export TORCHDYNAMO_DISABLE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos client rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-slow compose-test mutants lint type protos protos-check clean
+.PHONY: install quickstart smollm2 test test-slow compose-test mutants lint type protos protos-check docs plots clean
 
 install: $(STAMP)
 
@@ -48,11 +49,11 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
 
-# Needs Docker Engine with Compose, and no `make install`: docs/deployment.md says what it does.
+# Needs Docker Engine with Compose, and no `make install`: docs/guides/deployment.md says what it does.
 compose-test:
 	$(PYTHON) tests/compose/run.py $(COMPOSE_FLAGS)
 
-# Takes the code behind each row of docs/feature-parity.md away and shows that its tests notice.
+# Takes the code behind each row of tests/parity/feature-parity.md away and shows that its tests notice.
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ITEMS)
 
@@ -69,5 +70,17 @@ protos: $(STAMP)
 protos-check: $(STAMP)
 	$(BIN)/python protos/generate.py --check protos
 
+$(DOCS_STAMP): $(STAMP) requirements/docs.txt
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/docs.txt
+	touch $@
+
+# The documentation site, in site/; a warning, such as a broken link, fails it.
+docs: $(DOCS_STAMP)
+	$(BIN)/sphinx-build -q -W --keep-going -j auto -c docs/site -d build/doctrees . site
+
+# The plots of docs/performance.md, from the results in benchmarks/results.
+plots: $(STAMP)
+	$(BIN)/python benchmarks/plots.py
+
 clean:
-	rm -rf $(VENV) build dist models runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site models runs .pytest_cache .mypy_cache .ruff_cache

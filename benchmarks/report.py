@@ -1,7 +1,8 @@
-"""Puts the newest results into docs/performance.md.
+"""Puts the newest results into the pages beside them, benchmarks/results/*.md.
 
 Between a line `<!-- results NAME -->` and the next `<!-- end -->` comes what
 benchmarks/results/NAME.json holds: its command, date, machine, versions and table.
+docs/performance.md has the short form and is written by hand; a test compares its figures.
 
     python benchmarks/report.py
 """
@@ -16,7 +17,6 @@ from typing import Any
 
 from measure import RESULTS
 
-PAGE = RESULTS.parents[1] / "docs" / "performance.md"
 BLOCK = re.compile(r"(<!-- results (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_YET = "Not measured yet."
 
@@ -56,9 +56,9 @@ def fill(page: str, folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
-    parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
-    arguments.page.write_text(fill(arguments.page.read_text(), arguments.results))
+    for page in sorted(arguments.results.glob("*.md")):
+        page.write_text(fill(page.read_text(), arguments.results))
 
 
 if __name__ == "__main__":

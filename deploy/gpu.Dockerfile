@@ -1,5 +1,5 @@
 # Trainer and rollout server for NVIDIA GPUs, with TransformerEngine built in. Never built as a whole so far:
-# docs/deployment.md says what was tested.
+# docs/guides/deployment.md says what was tested.
 #
 #   docker build --file deploy/gpu.Dockerfile --tag slipstream:gpu --build-arg NVTE_CUDA_ARCHS=90 .
 

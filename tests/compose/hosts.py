@@ -1,4 +1,4 @@
-"""Hosts as docs/deployment.md sets them up: env files from deploy/env, folders, secrets by role."""
+"""Hosts as the guide to deployment sets them up: env files, folders, secrets by role."""
 
 from __future__ import annotations
 

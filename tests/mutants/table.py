@@ -1,7 +1,7 @@
 """Reads the feature table: what is promised, which tests show it, and which lines they guard.
 
-`docs/feature-parity.toml` is the source; `python tests/mutants/table.py` prints the page that is
-made of it.
+`tests/parity/feature-parity.toml` is the source; `python tests/mutants/table.py` prints the page
+that is made of it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "feature-parity.toml"
-PAGE = ROOT / "docs" / "feature-parity.md"
+TABLE = ROOT / "tests" / "parity" / "feature-parity.toml"
+PAGE = ROOT / "tests" / "parity" / "feature-parity.md"
 
 INTRODUCTION = """\
 # Feature parity
 
 What engineers expect from a Megatron-based reinforcement-learning trainer, drawn from the documents
-of SkyRL, siiRL, Oumi and Trinity-RFT: each item, our setting or command for it, and the tests that
-show it. An item that has no place here says why. What Slipstream has beyond these is not listed.
+of SkyRL, siiRL, Oumi and Trinity-RFT. Each of its 61 rows has an item of theirs, our setting or
+command for it, and the tests that show it. Features beyond these items are not listed.
 
 A test counts only if it fails when the code that it is about is taken away. `make mutants` takes
 that code away, one place after the other, and runs the tests of the row: each must be noticed.
 
-This page is made from `docs/feature-parity.toml` by `python tests/mutants/table.py`; a test
+`python tests/mutants/table.py` makes this page from `tests/parity/feature-parity.toml`; a test
 compares both.
 
 | | feature | setting or command | shown by | guarded places |

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 import report
+
+PAGES = sorted(report.RESULTS.glob("*.md"))
 
 
 def test_a_block_shows_command_machine_and_table_of_its_result(tmp_path: Path) -> None:
@@ -31,6 +35,30 @@ def test_a_block_shows_command_machine_and_table_of_its_result(tmp_path: Path) -
     assert report.fill(filled, tmp_path) == filled
 
 
-def test_every_block_of_the_page_has_an_end() -> None:
-    page = report.PAGE.read_text()
-    assert page.count("<!-- results ") == page.count("<!-- end -->") > 0
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_its_results_as_they_are(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("<!-- results ") == text.count("<!-- end -->")
+    assert report.fill(text, report.RESULTS) == text, "run python benchmarks/report.py"
+
+
+def test_every_result_with_a_table_is_shown() -> None:
+    shown = set(re.findall(r"<!-- results (\S+) -->", "".join(page.read_text() for page in PAGES)))
+    made = {path.stem: json.loads(path.read_text()) for path in report.RESULTS.glob("*.json")}
+    assert {name for name, result in made.items() if result.get("table")} == shown
+
+
+ROW = re.compile(r"^\|.*\]\((\S+/results/[\w-]+\.md)\) \|$", re.MULTILINE)
+FIGURE = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def test_figures_of_the_short_page_are_those_of_the_results() -> None:
+    page = report.RESULTS.parents[1] / "docs" / "performance.md"
+    rows = [(match[0], match[1]) for match in ROW.finditer(page.read_text())]
+    assert len(rows) > 25
+    wrong = []
+    for row, link in rows:
+        figures = FIGURE.findall(" ".join(row.split("|")[2:-3]))
+        known = set(FIGURE.findall((page.parent / link).read_text()))
+        wrong += [f"{figure} in: {row}" for figure in figures if figure not in known]
+    assert wrong == []

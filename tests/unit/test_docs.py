@@ -25,7 +25,9 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(
+    page for place in ("*.md", "docs/**/*.md", "benchmarks/**/*.md") for page in ROOT.glob(place)
+)
 
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -33,6 +35,9 @@ INLINE_COMMAND = re.compile(r"`slipstream ([a-z][\w-]*)")
 # A synopsis has parts that may be left out, and describes the command to its right.
 OPTIONAL = re.compile(r" \[[^\]]*\]")
 DESCRIPTION = re.compile(r"(?<=\S) {2,}\S.*")
+
+# The reader's own, and what must not be there.
+NOT_OURS = {"my_environments.py", "replies.py", "chat.py", "slipstream/__init__.py"}
 
 for_all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -61,7 +66,8 @@ def python_commands(page: Path) -> Iterator[list[str]]:
             line = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
             if line.startswith("python "):
                 program = shlex.split(line, comments=True)[1:]
-                if program[0] != "-" and program[:2] != ["-m", "pytest"]:
+                ours = program[0] not in {"-", *NOT_OURS}
+                if ours and program[:2] != ["-m", "pytest"]:
                     yield program
 
 
@@ -112,8 +118,6 @@ def test_every_link_leads_somewhere(page: Path):
         assert not anchor or anchor in headings(found), target
 
 
-# The reader's own, and what must not be there.
-NOT_OURS = {"my_environments.py", "slipstream/__init__.py"}
 OUR_FOLDERS = (
     "protos",
     "client",
@@ -188,7 +192,8 @@ def setting_exists(name: str) -> bool:
 
 
 def test_every_setting_that_the_page_on_migration_names_exists():
-    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "migration.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "guides" / "migration.md").read_text()
+    rows = re.findall(r"^\|.*\|$", page, re.MULTILINE)
     ours = [row.replace("\\|", "").split("|")[-2] for row in rows]
     names = [n for cell in ours for n in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[ `]", cell)]
     settings = [name for name in names if name.split(".")[0] in Config.model_fields]
@@ -273,3 +278,77 @@ async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: 
     verdict = await judged if inspect.isawaitable(judged) else judged
     assert isinstance(verdict, StepResult)
     assert verdict.done is (found.__name__ != "Warmer")
+
+
+def options() -> dict[str, set[str]]:
+    """The options of each command; those of argparse's own are left out."""
+    choices = next(action.choices for action in _parser()._actions if action.choices)
+    return {
+        name: {o for a in command._actions for o in a.option_strings if o.startswith("--")}
+        - {"--help"}
+        for name, command in choices.items()
+    }
+
+
+def test_the_page_of_commands_has_all_of_them_with_their_options() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    named = set(re.findall(r"`[^`]*?(--[a-z][a-z-]+)", page)) | set(
+        re.findall(r"(--[a-z][a-z-]+) ", page)
+    )
+    assert {name for name in options() if f"`slipstream {name}" not in page} == set()
+    assert set().union(*options().values()) - named == set()
+    assert named - set().union(*options().values()) == {"--help", "--version"}
+
+
+EVENT = re.compile(r"^\| `([^`]+)` \| (?:information|warning|error) \|", re.MULTILINE)
+VALUE = re.compile(r"\b(?:NAME|CAUSE|N|V|ID|RUN|REASON|FOLDER|KIND|WHAT|SIZES|SECONDS)\b")
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    """Every text in code, with s in the place of values."""
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(p.value if isinstance(p, ast.Constant) else "s" for p in node.values)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
+            yield node.value
+
+
+def events_of_the_controller() -> tuple[set[str], set[str]]:
+    """All texts in the controller, and those that are handed to `events.add` where they stand."""
+    texts: set[str] = set()
+    added: set[str] = set()
+    for path in (ROOT / "learner" / "slipstream" / "learner" / "controller").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        texts.update(literals(tree))
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("events.add"):
+                added.update(text for text in literals(call.args[0]) if len(text.strip()) > 6)
+    return texts, added
+
+
+def test_the_page_of_events_has_what_the_controller_says() -> None:
+    events = EVENT.findall((ROOT / "docs" / "events.md").read_text())
+    patterns = [re.compile(".+".join(map(re.escape, VALUE.split(event)))) for event in events]
+    texts, added = events_of_the_controller()
+    assert len(added) > 25
+    unknown = [e for e, p in zip(events, patterns, strict=True) if not any(map(p.fullmatch, texts))]
+    assert unknown == []
+    missing = {text for text in added if not any(p.match(text) for p in patterns)}
+    assert missing == set()
+
+
+def test_the_page_of_errors_has_all_of_them() -> None:
+    tree = ast.parse((ROOT / "protos/slipstream/protocol/errors.py").read_text())
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    page = (ROOT / "docs" / "errors.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == classes
