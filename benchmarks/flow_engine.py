@@ -74,7 +74,6 @@ class Board:
 
 def timed(scheduler_class: Any, board: Board) -> Any:  # noqa: ANN401 - vLLM's
     """The scheduler, whose steps are counted on the board."""
-    from slipstream.rollout_server.inference import prompt_gathering
 
     class Timed(scheduler_class):  # type: ignore[misc]
         _began_s: float | None = None
@@ -91,7 +90,8 @@ def timed(scheduler_class: Any, board: Board) -> Any:  # noqa: ANN401 - vLLM's
 
         def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
             began_s = time.perf_counter()
-            self._gathering.most_steps, prompt_gathering.REPLIES_PER_PROMPT = board.lever
+            gathering = self._gathering
+            gathering.most_steps, gathering.replies_per_prompt = board.lever
             plan = super().schedule(throttle_prefills)
             num_replies = len(plan.num_scheduled_tokens)
             if self._began_s is not None:

@@ -187,22 +187,26 @@ class _Chunking(PausingScheduler):
         return finished
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See vLLM; prompts wait for each other as `PromptGathering` says."""
-        holds = self._gathering.holds(num_ready=self._num_ready(), num_replies=len(self.running))
+        """See vLLM; prompts wait for each other as `PromptGathering` says.
+
+        vLLM takes them all the same where a step had no room for all: the rest follows at once.
+        """
+        num_ready = 0 if self._takes_a_prompt() else len(self.waiting)
+        holds = self._gathering.holds(num_ready=num_ready, num_replies=len(self.running))
         return super().schedule(throttle_prefills or holds)
 
-    def _num_ready(self) -> int:
-        """Prompts that the next step could take and need not; 0 where it takes one anyway."""
-        # After a step without room for all, the rest follow at once.
-        if not self.waiting or self.prefill_capacity_bound:
-            return 0
-        # A long prompt is computed in several steps. Those that are scored prove new weights.
-        if any(request.is_prefill_chunk for request in self.running) or any(
-            request.sampling_params and request.sampling_params.prompt_logprobs is not None
-            for request in self.waiting
-        ):
-            return 0
-        return min(len(self.waiting), self.max_num_running_reqs - len(self.running))
+    def _takes_a_prompt(self) -> bool:
+        """Whether the next step has one in any case, and those that wait may come along.
+
+        A long prompt is computed in several steps. Those that are scored prove new weights.
+        """
+        return bool(self.waiting) and (
+            any(request.is_prefill_chunk for request in self.running)
+            or any(
+                request.sampling_params and request.sampling_params.prompt_logprobs is not None
+                for request in self.waiting
+            )
+        )
 
     def has_requests(self) -> bool:
         """Also when a pause has still to hand out what is held."""

@@ -13,12 +13,19 @@ REPLIES_PER_PROMPT = 32
 MOST_STEPS = 32
 
 
-def prompts_wait(*, num_ready: int, num_replies: int, num_steps: int, most_steps: int) -> bool:
+def prompts_wait(
+    *,
+    num_ready: int,
+    num_replies: int,
+    num_steps: int,
+    most_steps: int,
+    replies_per_prompt: int = REPLIES_PER_PROMPT,
+) -> bool:
     """The next step takes none of `num_ready` prompts, which could have a place in it.
 
     They have waited for `num_steps`, the first of them. Nothing waits in an engine without replies.
     """
-    return num_steps < most_steps and 0 < num_ready * REPLIES_PER_PROMPT < num_replies
+    return num_steps < most_steps and 0 < num_ready * replies_per_prompt < num_replies
 
 
 class PromptGathering:
@@ -28,9 +35,9 @@ class PromptGathering:
     `most_steps` steps.
     """
 
-    def __init__(self, most_steps: int) -> None:
+    def __init__(self, most_steps: int, *, replies_per_prompt: int = REPLIES_PER_PROMPT) -> None:
         """`most_steps` of 0: no prompt waits."""
-        self.most_steps = most_steps
+        self.most_steps, self.replies_per_prompt = most_steps, replies_per_prompt
         self._num_steps = 0
 
     def holds(self, *, num_ready: int, num_replies: int) -> bool:
@@ -40,6 +47,7 @@ class PromptGathering:
             num_replies=num_replies,
             num_steps=self._num_steps,
             most_steps=self.most_steps,
+            replies_per_prompt=self.replies_per_prompt,
         )
         self._num_steps = self._num_steps + 1 if waits else 0
         return waits
