@@ -42,7 +42,7 @@ from measure import Spread, note, part, progress, table, write_result
 from rollout_engines import REPLY, START_LIMIT_S, Sizes, Turn
 from rollout_entry_point import MODES, EntryPoint
 from rollout_episodes import Episodes
-from rollout_setup import SHAPES, config_text, make_model
+from rollout_setup import add_size_arguments, config_text, fill_sizes, make_model
 from slipstream.protocol.settings.config_file import load_config
 
 HERE = Path(__file__).resolve().parent
@@ -319,28 +319,13 @@ def cpu_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Runs everything interleaved."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--shape", choices=list(SHAPES), help="qwen3-0.6b; on a CPU tiny")
-    parser.add_argument("--concurrent", type=int, help="requests at one time; 512, on a CPU 64")
-    parser.add_argument("--prompt-tokens", type=int, help="128; on a CPU 32")
-    parser.add_argument("--reply-tokens", type=int, help="512; on a CPU 64")
-    parser.add_argument("--memory", type=float, default=0.42, help="GPU memory of each engine")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    add_size_arguments(parser)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=DEFAULT_ENGINES)
-    parser.add_argument("--workers", type=int, default=4, help="environment processes")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine of all, as JSON")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.name = f"{NAME}-bench" if "bench" in arguments.engines else NAME
     arguments.out = arguments.out or HERE / "results" / f"{arguments.name}.json"
-    on_cpu = arguments.device == "cpu"
-    arguments.shape = arguments.shape or ("tiny" if on_cpu else "qwen3-0.6b")
-    arguments.concurrent = arguments.concurrent or (64 if on_cpu else 512)
-    arguments.prompt_tokens = arguments.prompt_tokens or (32 if on_cpu else 128)
-    arguments.reply_tokens = arguments.reply_tokens or (64 if on_cpu else 512)
-    arguments.dtype = "float32" if on_cpu else "bfloat16"
-    arguments.enforce_eager = on_cpu
+    fill_sizes(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", arguments.shape, arguments.dtype)

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.protocol.settings.config import Config
 
@@ -45,6 +45,8 @@ class Turn:
     slots: int
     least_tokens: int
     most_tokens: int
+    # The first ones are in the middle of their replies, as if the flow had begun long ago.
+    staggered: bool = False
 
 
 Run = Callable[[Turn], Coroutine[Any, Any, dict[str, Any]]]
@@ -59,8 +61,15 @@ class Sizes:
 
 
 def reply_tokens(seed: int, turn: Turn) -> int:
-    """The length of a reply."""
-    return random.Random(seed).randint(turn.least_tokens, turn.most_tokens)
+    """The length of a reply; what is left of it where the turn begins in its middle."""
+    chosen = random.Random(seed)
+    length = chosen.randint(turn.least_tokens, turn.most_tokens)
+    if not turn.staggered or seed >= turn.first_seed + turn.slots:
+        return length
+    # The longer a reply, the likelier it is to be found under way.
+    while chosen.randint(1, turn.most_tokens) > length:
+        length = chosen.randint(turn.least_tokens, turn.most_tokens)
+    return chosen.randint(1, length)
 
 
 async def in_slots(turn: Turn, generate: Callable[[int, int], Coroutine[Any, Any, int]]) -> int:
@@ -120,7 +129,7 @@ class Ours(Served):
         self._vllm, self._sizes, self._config = engine, sizes, config
 
     @classmethod
-    async def start(cls, config: Config, sizes: Sizes, address: str) -> Ours:
+    async def start(cls, config: Config, sizes: Sizes, address: str) -> Self:
         """Ready, with the weights that it was started with."""
         from slipstream.protocol.types import PolicyVersion
         from slipstream.rollout_server.inference.engine import VllmEngine
@@ -318,6 +327,10 @@ async def _start(role: str, config: Config, sizes: Sizes, address: str) -> Serve
     match role:
         case "ours":
             return await Ours.start(config, sizes, address)
+        case "measured":
+            from flow_engine import Measured
+
+            return await Measured.start(config, sizes, address)
         case "instant":
             from rollout_instant import InstantEngine
 

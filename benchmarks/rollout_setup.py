@@ -33,6 +33,31 @@ SHAPES = {
 }
 
 
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is run, and on what; `fill_sizes` chooses what is left out."""
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--shape", choices=list(SHAPES), help="qwen3-0.6b; on a CPU tiny")
+    parser.add_argument("--concurrent", type=int, help="requests at one time; 512, on a CPU 64")
+    parser.add_argument("--prompt-tokens", type=int, help="128; on a CPU 32")
+    parser.add_argument("--reply-tokens", type=int, help="512; on a CPU 64")
+    parser.add_argument("--memory", type=float, default=0.42, help="GPU memory of each engine")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=4, help="environment processes")
+    parser.add_argument("--out", type=Path)
+
+
+def fill_sizes(arguments: argparse.Namespace) -> None:
+    """Completes what `add_size_arguments` reads."""
+    on_cpu = arguments.device == "cpu"
+    arguments.shape = arguments.shape or ("tiny" if on_cpu else "qwen3-0.6b")
+    arguments.concurrent = arguments.concurrent or (64 if on_cpu else 512)
+    arguments.prompt_tokens = arguments.prompt_tokens or (32 if on_cpu else 128)
+    arguments.reply_tokens = arguments.reply_tokens or (64 if on_cpu else 512)
+    arguments.dtype = "float32" if on_cpu else "bfloat16"
+    arguments.enforce_eager = on_cpu
+
+
 def make_model(folder: Path, shape: str, dtype: str) -> None:
     """A Hugging Face folder without weights."""
     sys.path.insert(0, str(HERE.parent / "deploy"))

@@ -369,27 +369,158 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
     assert taken == [0, 59]
 
 
-@both
-@pytest.mark.parametrize("interval", [1, 4])
-def test_prompts_wait_for_each_other_when_they_are_told_to(
-    start, settings, monkeypatch, overlapping: bool, interval: int
-) -> None:
-    monkeypatch.setattr(settings.scheduler_config, "prefill_schedule_interval", interval)
-    engine = start(ours=True, overlapping=overlapping)
-    # Nothing runs yet: the first one waits for nobody.
-    add(engine, "r0", 60)
+def gathering(engine: Engine, most_steps: int) -> Engine:
+    """Whose prompts wait until there is one for every two replies."""
+    from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
+
+    engine.scheduler._gathering = PromptGathering(most_steps, replies_per_prompt=2)
+    return engine
+
+
+def begun(engine: Engine) -> dict[str, int]:
+    """The step that took each request first."""
+    steps: dict[str, int] = {}
+    for step, (new, *_) in enumerate(engine.plans, 1):
+        for name, *_ in new:
+            steps.setdefault(name, step)
+    return steps
+
+
+def busy(engine: Engine, number: int) -> Engine:
+    """With so many replies under way, for 60 steps."""
+    for n in range(number):
+        add(engine, f"busy{n}", 60)
     engine.step()
-    for number in range(1, 7):
-        add(engine, f"r{number}", 30)
+    engine.step()
+    assert all(f"busy{n}" in begun(engine) for n in range(number))
+    return engine
+
+
+@both
+def test_prompts_wait_for_each_other_and_for_so_many_steps_at_the_most(
+    start, overlapping: bool
+) -> None:
+    engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=5), 4)
+    now = len(engine.plans)
+    add(engine, "alone", 20)
+    for _ in range(12):
         engine.step()
+    # Five steps without it.
+    assert begun(engine)["alone"] == now + 6
+    assert all(len(plan[2]) == 4 for plan in engine.plans[now : now + 5])
+    # One for every two of the five replies.
+    now = len(engine.plans)
+    for name in ("first", "second", "third"):
+        add(engine, name, 20)
         engine.step()
+    assert [begun(engine)[name] for name in ("first", "second", "third")] == [now + 3] * 3
     engine.drain()
-    begun = {p[0][0][0]: step for step, p in enumerate(engine.plans, 1) if p[0]}
-    several = [step for step, p in enumerate(engine.plans, 1) if len(p[0]) > 1]
-    assert begun.pop("r0") == 1
-    assert all(step % interval == 0 for step in begun.values())
-    assert bool(several) is (interval > 1)
-    assert [len(engine.tokens[f"r{number}"]) for number in range(7)] == [60, *[30] * 6]
+    assert [len(engine.tokens[name]) for name in ("busy0", "alone", "third")] == [60, 20, 20]
+
+
+@both
+def test_no_prompt_waits_where_nothing_else_runs_or_weights_are_proved(
+    start, overlapping: bool
+) -> None:
+    engine = gathering(start(ours=True, overlapping=overlapping), most_steps=50)
+    add(engine, "first", 60)
+    engine.step()
+    assert begun(engine)["first"] == 1
+    busy(engine, 4)
+    now = len(engine.plans)
+    add(engine, "waits", 20)
+    engine.step()
+    assert "waits" not in begun(engine)
+    # What scores a sequence takes the others with it.
+    add(engine, "probe", 1, prompt_logprobs=0)
+    engine.step()
+    assert begun(engine)["probe"] == begun(engine)["waits"] == now + 2
+
+
+@both
+def test_a_long_prompt_goes_on_in_every_step_and_takes_others_along(
+    start, overlapping: bool
+) -> None:
+    engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=5), 4)
+    engine.scheduler.max_num_scheduled_tokens = 20
+    now = len(engine.plans)
+    add(engine, "long", 10, prompt=list(range(4, 74)))
+    for _ in range(6):
+        engine.step()
+    add(engine, "short", 20)
+    for _ in range(8):
+        engine.step()
+    assert begun(engine)["long"] == now + 6
+    # 16 tokens a step beside the replies.
+    steps = [dict(plan[2]).get("long") for plan in engine.plans[now + 5 : now + 11]]
+    assert steps == [16, 16, 16, 16, 6, 1]
+    assert begun(engine)["short"] == now + 10
+    engine.drain()
+
+
+@both
+def test_what_a_step_has_no_room_for_follows_in_the_next(start, overlapping: bool) -> None:
+    engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=5), 4)
+    # A token of each reply, and one prompt of ten.
+    engine.scheduler.max_num_scheduled_tokens = 14
+    for n in range(4):
+        add(engine, f"new{n}", 5)
+    now = len(engine.plans)
+    for _ in range(8):
+        engine.step()
+    # Nothing else is computed of a prompt that has begun.
+    assert [begun(engine)[f"new{n}"] for n in range(4)] == [now + n + 1 for n in range(4)]
+
+
+@both
+def test_members_of_a_group_that_waited_share_their_prompt(start, overlapping: bool) -> None:
+    engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=50), 4)
+    prompt = list(range(300, 340))
+    for n in range(3):
+        add(engine, f"member{n}", 5, prompt=prompt)
+    engine.step()
+    computed = {name: cached for name, _, cached in engine.plans[-1][0]}
+    assert computed == {"member0": 0, "member1": 32, "member2": 32}
+
+
+@both
+@pytest.mark.parametrize("most_steps", [0, 3])
+@pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
+def test_replies_are_the_same_however_long_prompts_wait(
+    start, overlapping: bool, num_blocks: int, most_steps: int
+) -> None:
+    for seed in range(SEEDS):
+        waiting = start(ours=True, overlapping=overlapping, num_blocks=num_blocks)
+        theirs = start(ours=False, overlapping=overlapping, num_blocks=num_blocks)
+        left = disturbed(gathering(waiting, most_steps), seed)
+        # Who is cancelled depends on who has ended by then.
+        both_left = left & disturbed(theirs, seed)
+        assert left <= set(waiting.finished)
+        assert len(both_left) > 5
+        assert {name: waiting.tokens[name] for name in both_left} == {
+            name: theirs.tokens[name] for name in both_left
+        }
+        assert not waiting.scheduler.requests
+
+
+@both
+def test_no_prompt_is_held_longer_than_it_may_whatever_comes(start, overlapping: bool) -> None:
+    """Requests of all lengths come at any time into places that suffice."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        most_steps = rng.randrange(6)
+        engine = gathering(start(ours=True, overlapping=overlapping), most_steps)
+        added: dict[str, int] = {}
+        for number in range(60):
+            if len(engine.scheduler.requests) < 8 and rng.random() < 0.3:
+                add(engine, f"r{number}", rng.randrange(1, 40))
+                added[f"r{number}"] = len(engine.plans)
+            engine.step()
+        engine.drain()
+        waited = {name: step - added[name] - 1 for name, step in begun(engine).items()}
+        assert waited.keys() == added.keys()
+        assert all(0 <= steps <= most_steps for steps in waited.values())
+        assert max(waited.values()) == most_steps
 
 
 @both

@@ -85,6 +85,7 @@ OWNED = {
     "max_num_queued_reqs": _TURNED_AWAY,
     "max_num_queued_tokens": _TURNED_AWAY,
     "scheduler_cls": "it is ours",
+    "prefill_schedule_interval": "set rollout_server.prompt_wait_steps",
     "enable_return_routed_experts": "set algorithm.router_replay",
     "aux_output_config": "set algorithm.router_replay",
     "disable_log_stats": "generated tokens are counted there",

@@ -243,6 +243,10 @@ class RolloutServerSection(Section):
     # Neither torch.compile nor CUDA graphs. None: false on GPUs, and true on CPUs, where the engine
     # starts sooner without a compiler. False on CPUs needs a C++ compiler.
     enforce_eager: bool | None = None
+    # Steps for which new prompts may wait for each other, so that most steps only go on with
+    # replies and are one CUDA graph. They wait until there is one for every 32 replies under way.
+    # 0: none waits. None: 32 on GPUs with CUDA graphs, 0 elsewhere.
+    prompt_wait_steps: int | None = Field(None, ge=0)
     # Cached prefixes never serve a request of a newer version.
     enable_prefix_caching: bool = True
     # New weights compute the context of running replies anew: each token is what the weights of
@@ -271,6 +275,10 @@ class RolloutServerSection(Section):
     def is_eager(self, *, on_cpu: bool) -> bool:
         """Whether the engine compiles nothing, on a CPU or on GPUs."""
         return on_cpu if self.enforce_eager is None else self.enforce_eager
+
+    def has_graphs(self, *, on_cpu: bool) -> bool:
+        """Whether the engine's steps are CUDA graphs."""
+        return not (on_cpu or self.is_eager(on_cpu=on_cpu))
 
 
 class WeightsSection(Section):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from slipstream.protocol.errors import ConfigError
 from slipstream.rollout_server.inference.pausing_scheduler import PausingScheduler
+from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
 from slipstream.rollout_server.inference.steady_decoding import (
     KnownSlots,
     SteadyRequest,
@@ -149,6 +150,7 @@ class _Chunking(PausingScheduler):
         # Requests beside them whose log-probabilities vLLM cuts out itself.
         self._streamed: set[str] = set()
         self._num_added = 0
+        self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
         self._decodes_plainly, self._plans_ahead = decodes_plainly(self), plans_ahead(self)
         if self._decodes_plainly:
             manager = self.kv_cache_manager
@@ -185,12 +187,26 @@ class _Chunking(PausingScheduler):
         return finished
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See vLLM; its `prefill_schedule_interval` counts here without data parallelism too.
+        """See vLLM; prompts wait for each other as `PromptGathering` says.
 
-        Prompts then wait for each other while replies go on: a step without a prompt is one graph.
+        vLLM takes them all the same where a step had no room for all: the rest follows at once.
         """
-        waits = (self.current_step + 1) % self.scheduler_config.prefill_schedule_interval != 0
-        return super().schedule(throttle_prefills or waits)
+        num_ready = 0 if self._takes_a_prompt() else len(self.waiting)
+        holds = self._gathering.holds(num_ready=num_ready, num_replies=len(self.running))
+        return super().schedule(throttle_prefills or holds)
+
+    def _takes_a_prompt(self) -> bool:
+        """Whether the next step has one in any case, and those that wait may come along.
+
+        A long prompt is computed in several steps. Those that are scored prove new weights.
+        """
+        return bool(self.waiting) and (
+            any(request.is_prefill_chunk for request in self.running)
+            or any(
+                request.sampling_params and request.sampling_params.prompt_logprobs is not None
+                for request in self.waiting
+            )
+        )
 
     def has_requests(self) -> bool:
         """Also when a pause has still to hand out what is held."""

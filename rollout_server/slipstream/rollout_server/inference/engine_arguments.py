@@ -13,6 +13,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.vllm_source import unknown_name
 from slipstream.rollout_server.inference.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, scheduler_class
+from slipstream.rollout_server.inference.cuda_graphs import graph_values
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig, WeightTransferConfig
@@ -25,10 +26,12 @@ _WORKER_EXTENSION = "slipstream.rollout_server.weights.worker_extension.WorkerEx
 
 def engine_config(config: Config, seed: int) -> VllmConfig:
     """The whole configuration for vLLM; ConfigError, before anything is loaded, when it refuses."""
-    values = own_values(config, seed) | passed_through(config.rollout_server.engine)
+    passed = passed_through(config.rollout_server.engine)
+    on_cpu = current_platform.is_cpu()
+    graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
+    values = own_values(config, seed) | graphs | passed
     if config.algorithm.router_replay != "off":
         # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
-        on_cpu = current_platform.is_cpu()
         values |= {"worker_cls": CPU_WORKER} if on_cpu else {"enable_return_routed_experts": True}
     try:
         # In the context of offline use a step takes as many tokens of prompts as the GPU likes.

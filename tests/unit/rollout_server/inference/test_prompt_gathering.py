@@ -1,0 +1,58 @@
+"""How long new prompts wait for each other: every small case of the rule."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from slipstream.rollout_server.inference.prompt_gathering import (
+    REPLIES_PER_PROMPT,
+    PromptGathering,
+    prompts_wait,
+)
+
+PLACES = 3 * REPLIES_PER_PROMPT
+
+
+def waits(num_ready: int, num_replies: int, num_steps: int = 0, most_steps: int = 4) -> bool:
+    return prompts_wait(
+        num_ready=num_ready, num_replies=num_replies, num_steps=num_steps, most_steps=most_steps
+    )
+
+
+def test_prompts_wait_until_there_is_one_for_each_32_replies() -> None:
+    assert REPLIES_PER_PROMPT == 32
+    assert [number for number in range(20) if waits(number, 512)] == list(range(1, 16))
+    assert waits(1, 33)
+
+
+@pytest.mark.parametrize("num_replies", range(33))
+def test_nothing_waits_beside_few_replies(num_replies: int) -> None:
+    assert not any(waits(number, num_replies) for number in range(9))
+
+
+@pytest.mark.parametrize("most_steps", range(5))
+def test_nothing_waits_for_more_steps_than_it_may(most_steps: int) -> None:
+    held = [steps for steps in range(9) if waits(1, 512, steps, most_steps)]
+    assert held == list(range(most_steps))
+
+
+@pytest.mark.parametrize("most_steps", range(4))
+def test_no_prompt_is_held_longer_whenever_the_others_come(most_steps: int) -> None:
+    """All arrivals of up to two prompts in each of six steps, and replies that end meanwhile."""
+    longest = 0
+    for arrivals, leaving in product(product(range(3), repeat=6), (0, 20)):
+        gathering, held, replies = PromptGathering(most_steps), [], PLACES
+        for arriving in (*arrivals, *[0] * most_steps):
+            held += [0] * arriving
+            ready = len(held)
+            if gathering.holds(num_ready=ready, num_replies=replies):
+                assert 0 < ready < replies / REPLIES_PER_PROMPT
+                held = [steps + 1 for steps in held]
+                longest = max(longest, *held)
+            else:
+                replies += ready
+                held = []
+            replies = max(0, replies - leaving)
+        assert not held
+    assert longest == most_steps
