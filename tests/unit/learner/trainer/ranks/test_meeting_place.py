@@ -98,7 +98,8 @@ def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
     with pytest.raises(
         ConfigError,
-        match=f"rank 0 at 127.0.0.1:{port} did not recognise rank 1 .*belongs to another run, or has another",
+        match=f"rank 0 at 127.0.0.1:{port} did not recognise rank 1 "
+        r".*belongs to another run, or has another",
     ):
         meeting_place(1, 2, LONG)
 
