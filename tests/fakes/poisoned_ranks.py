@@ -170,7 +170,7 @@ def run_rank(folder: Path, name: str) -> None:
         error = ""
         try:
             trainer.run()
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - told below
             error = f"{type(raised).__name__}: {raised}"
     told = {
         "error": error,

@@ -1,1 +1,1 @@
-"""What a step optimises: advantages, losses, corrections, divergences; mostly pure functions."""
+"""The objective of a step: advantages, losses, corrections, divergences; mostly pure functions."""

@@ -1,8 +1,8 @@
-"""What each sampled token is worth, from the rewards of a batch: pure functions, float64.
+"""Advantages of sampled tokens, from the rewards of a batch: pure functions, float64.
 
-Sequence-level estimators give one number for each episode, token-level ones one for each sampled
-token. The context between the replies of an episode is no step: the tokens that the model sampled
-follow each other.
+Sequence-level estimators give one number for each episode, token-level estimators one for each
+sampled token. Only sampled tokens are steps: the context between the replies of an episode is
+skipped.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ STD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Episode:
-    """What is known of an episode; arrays are [sampled tokens]."""
+    """The inputs of the estimators for one episode; arrays are [sampled tokens]."""
 
     group_id: str
-    # Penalties on the whole episode included.
+    # Reward of the episode, penalties on the whole episode included.
     reward: float
-    # What each token costs, its divergence from the reference model say.
+    # Cost of each token, for example its divergence from the reference model.
     token_costs: FloatArray
     # The critic's estimate before each token was sampled.
     values: FloatArray | None = None
 
     def token_rewards(self) -> FloatArray:
-        """The reward at the last token, less what each token costs."""
+        """Returns the reward at the last token, less the cost of each token."""
         rewards = -self.token_costs
         if len(rewards):
             rewards[-1] += self.reward
@@ -42,7 +42,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Of one episode, [sampled tokens]; `returns` are what a critic should have said."""
+    """Advantages of one episode, [sampled tokens]; `returns` are the critic's targets."""
 
     advantages: FloatArray
     returns: FloatArray | None = None
@@ -51,9 +51,9 @@ class TokenAdvantages:
 def token_advantages(
     episodes: Sequence[Episode], algorithm: AlgorithmSection
 ) -> list[TokenAdvantages]:
-    """The advantages of all tokens of a batch, by `algorithm.advantage`.
+    """Returns the advantages of all tokens of a batch, by `algorithm.advantage`.
 
-    `episodes` are those that count: a filtered one is in no statistic.
+    `episodes` are those that count: filtered episodes are in no statistic.
     """
     groups = [episode.group_id for episode in episodes]
     scores = episode_scores(episodes)
@@ -75,24 +75,24 @@ def token_advantages(
 
 
 def episode_scores(episodes: Sequence[Episode]) -> FloatArray:
-    """The reward of each episode, less what its tokens cost."""
+    """Returns the reward of each episode, less the costs of its tokens."""
     rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
     if not episodes:
         return rewards
     costs = np.concatenate([episode.token_costs for episode in episodes])
-    places = np.repeat(np.arange(len(episodes)), [len(one.token_costs) for one in episodes])
+    places = np.repeat(np.arange(len(episodes)), [len(e.token_costs) for e in episodes])
     return rewards - np.bincount(places, weights=costs, minlength=len(episodes))
 
 
 def group_advantages(
     scores: FloatArray, group_ids: Sequence[str], *, normalize_by_std: bool
 ) -> FloatArray:
-    """Each score less its group's mean, over its group's deviation + 1e-6 if asked for.
+    """Returns each score less its group's mean, divided by deviation + 1e-6 if asked for.
 
-    The deviation is that of the group itself (its mean square, no correction of the degrees of
-    freedom), so rewards 0 and 1 in equal numbers give -1 and 1. A group of equal rewards gives 0.
-    Source: GRPO (arXiv:2402.03300); without the deviation Dr. GRPO (arXiv:2503.20783), which
-    shows that dividing by it favours tasks that are nearly always or nearly never solved.
+    The standard deviation is that of the group itself, without a correction of the degrees of
+    freedom, so rewards 0 and 1 in equal numbers give -1 and 1. A group of equal rewards gives 0.
+    Source: GRPO (arXiv:2402.03300); without the deviation Dr. GRPO (arXiv:2503.20783), which shows
+    that dividing by it favours tasks that are nearly always or nearly never solved.
     """
     advantages = np.zeros(len(scores), dtype=np.float64)
     for members in _groups(group_ids):
@@ -104,9 +104,9 @@ def group_advantages(
 
 
 def leave_one_out_advantages(scores: FloatArray, group_ids: Sequence[str]) -> FloatArray:
-    """Each score less the mean of the others of its group; 0 for one that is alone.
+    """Returns each score less the mean of the other scores of its group; 0 for a group of 1.
 
-    Source: RLOO (arXiv:2402.14740). It is n / (n - 1) times the score less the group's mean.
+    Source: RLOO (arXiv:2402.14740). The result is n / (n - 1) times (score - group's mean).
     """
     advantages = np.zeros(len(scores), dtype=np.float64)
     for members in _groups(group_ids):
@@ -118,15 +118,15 @@ def leave_one_out_advantages(scores: FloatArray, group_ids: Sequence[str]) -> Fl
 
 
 def returns_to_go(rewards: FloatArray) -> FloatArray:
-    """The sum of the rewards of each token and of all after it; not discounted."""
+    """Returns the sum of the rewards of each token and of all later tokens; not discounted."""
     return np.cumsum(rewards[::-1])[::-1]
 
 
 def whitened(values: Sequence[FloatArray]) -> list[FloatArray]:
-    """The same with mean 0 and deviation 1 over all tokens of the batch.
+    """Returns `values` scaled to mean 0 and deviation 1 over all tokens of the batch.
 
-    Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global batch instead of
-    within groups. Equal values give 0.
+    Equal values give 0. Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global
+    batch instead of within groups.
     """
     joined = np.concatenate(list(values)) if values else np.zeros(0)
     if not joined.size:
@@ -139,12 +139,12 @@ def whitened(values: Sequence[FloatArray]) -> list[FloatArray]:
 def gae(
     rewards: FloatArray, values: FloatArray, *, gamma: float, lam: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Advantages and returns (advantage + value) of one episode, both [sampled tokens].
+    """Returns advantages and returns (advantage + value) of one episode, both [sampled tokens].
 
-    With d(t) = r(t) + gamma * V(t + 1) - V(t) and V = 0 behind the last token, the advantage is
-    A(t) = d(t) + gamma * lam * A(t + 1). An episode that a limit cut ends like any other: its
-    environment has judged it. Source: generalised advantage estimation (arXiv:1506.02438), as in
-    PPO (arXiv:1707.06347).
+    With d(t) = r(t) + gamma * V(t + 1) - V(t) and V = 0 after the last token, the advantage is
+    A(t) = d(t) + gamma * lam * A(t + 1). An episode that was cut at a limit ends like any other:
+    its environment has judged it. Source: generalised advantage estimation (arXiv:1506.02438), as
+    in PPO (arXiv:1707.06347).
     """
     advantages = np.zeros(len(rewards), dtype=np.float64)
     following_value, following_advantage = 0.0, 0.0
@@ -157,7 +157,7 @@ def gae(
 
 
 def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
-    """The same rewards in another order, which `seed` and `step` alone decide: a control."""
+    """Returns the rewards in a random order set by `seed` and `step`, for a control experiment."""
     return np.random.default_rng([seed, step]).permutation(rewards)
 
 
@@ -181,6 +181,6 @@ def _spread(advantages: FloatArray, episodes: Sequence[Episode]) -> list[TokenAd
 
 
 def _groups(group_ids: Sequence[str]) -> list[npt.NDArray[np.bool_]]:
-    """The members of each group, in the order in which groups appear first."""
+    """Returns the mask of each group's members, in the order in which groups first appear."""
     ids = np.asarray(group_ids)
     return [ids == group_id for group_id in dict.fromkeys(group_ids)]

@@ -1,4 +1,4 @@
-"""How the losses of tokens add up to one number: what a token of each sequence counts."""
+"""Aggregation of token losses to one number: the weight of a token of each sequence."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from slipstream.protocol.settings.algorithm_section import AggregationKind
 def loss_weights(
     num_trained: Sequence[int], kind: AggregationKind, *, fixed_tokens: int
 ) -> list[float]:
-    """The weight of each token of each sequence of one mini-batch.
+    """Returns, for each sequence of one mini-batch, the weight of each of its tokens.
 
-    `num_trained` are the trained tokens of all sequences of the mini-batch, over all ranks. The sum
-    of weight * loss over all tokens, divided by all trained tokens N, is
+    `num_trained` has the number of trained tokens of every sequence of the mini-batch, over all
+    ranks. The sum of weight * loss over all tokens, divided by all trained tokens N, is
     - `token_mean`: the mean over tokens, DAPO's (arXiv:2503.14476): weight 1;
-    - `sequence_mean`: the mean over the S sequences with a trained token of their means, GRPO's
-      (arXiv:2402.03300): N / (S * n) for a sequence with n of them;
-    - `fixed`: the sum over tokens / (all sequences * `fixed_tokens`), with which the length of no
-      reply matters to another, Dr. GRPO's (arXiv:2503.20783): N / (all sequences * `fixed_tokens`).
+    - `sequence_mean`: the mean of the means of the S sequences with a trained token, GRPO's
+     (arXiv:2402.03300): weight N / (S * n) for a sequence with n trained tokens;
+    - `fixed`: the sum over tokens / (all sequences * `fixed_tokens`), Dr. GRPO's
+     (arXiv:2503.20783): weight N / (all sequences * `fixed_tokens`). The length of one reply then
+     does not affect the weight of another.
     Every rank knows the whole mini-batch, so the weights are the same in every layout, and the
     schedule divides by N in every case.
     """

@@ -1,4 +1,4 @@
-"""Corrections for another policy having sampled the tokens: weights and masks, without gradient."""
+"""Corrections for tokens that another policy sampled: weights and masks, without gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Correction:
-    """All [tokens]; what stands at tokens that are not trained has no meaning."""
+    """The correction of each token, all [tokens]; values at untrained tokens have no meaning."""
 
-    # What multiplies the loss: 0 for masked tokens.
+    # Factor of the loss: 0 for masked tokens.
     weights: Tensor
-    # The ratios that `weights` are made of, before they were cut.
+    # Ratios from which `weights` are made, before the cap.
     ratios: Tensor
     is_capped: Tensor
     is_token_masked: Tensor
@@ -31,15 +31,16 @@ def correct(
     settings: CorrectionSection,
     sequences: SequenceSums,
 ) -> Correction:
-    """Weights for tokens that `behavior` sampled and the loss takes for the policy's.
+    """Returns weights for tokens that the behavior policy sampled.
 
-    `policy_logprobs` are those of the policy from which the loss measures its own ratio (the
-    proximal policy), so that weight and ratio together lead from the behavior policy to the one
-    that is trained: decoupled PPO (arXiv:2110.00641), as in AReaL (arXiv:2505.24298).
+    `policy_logprobs` belong to the policy from which the loss measures its own ratio (the proximal
+    policy). Weight and ratio together lead from the behavior policy to the trained policy:
+    decoupled PPO (arXiv:2110.00641), as in AReaL (arXiv:2505.24298).
     - `weight = "token"`: min(ratio, cap), truncated importance sampling (IMPALA, arXiv:1802.01561);
-    - `weight = "sequence"`: min(product of the sequence's ratios, cap), unbiased but for the cut;
+    - `weight = "sequence"`: min(product of the sequence's ratios, cap), unbiased except for the
+    cap;
     - `token_band`: 0 outside the band, IcePop (arXiv:2510.18855);
-    - `sequence_band`: 0 for a sequence whose geometric mean of the ratios is outside.
+    - `sequence_band`: 0 for a sequence whose geometric mean of the ratios is outside the band.
     Log ratios, and their sum over a sequence, are limited to 20 before exp.
     """
     log_ratios = policy_logprobs - behavior_logprobs

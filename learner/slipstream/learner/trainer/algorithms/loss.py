@@ -1,4 +1,4 @@
-"""The loss of a packed micro batch: objective, correction, divergence and entropy put together."""
+"""The loss of a packed micro batch from objective, correction, divergence and entropy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of one micro batch and what it is made of."""
+    """The loss of one micro batch and its statistics."""
 
     # Sum over the trained tokens; the caller divides by their number in the whole mini-batch.
     loss: Tensor
@@ -37,16 +37,16 @@ def policy_loss(
     *,
     group: dist.ProcessGroup | None,
 ) -> TokenLoss:
-    """Sum over `loss_mask` of the loss of each token, times its `loss_weights`.
+    """Returns the sum over `loss_mask` of each token's loss times its `loss_weights`.
 
     The loss of a token is weight * (objective + kl.coefficient * divergence) - entropy_coefficient
-    * entropy, where the weight corrects for what sampled the token and is 0 for masked ones. It
-    holds for the divergence, too: that is a mean over tokens of the policy.
+    * entropy. The weight corrects for the policy that sampled the token and is 0 for masked tokens.
+    It also applies to the divergence, which is a mean over tokens of the policy.
 
-    `old_logprobs` are those of the policy before the first mini-batch, the proximal policy; None:
-    the policy is still that one. REINFORCE knows no proximal policy: its weight leads from the
-    behavior policy to the present one. `entropy` carries a gradient if its coefficient is not 0.
-    Collective over `group`, the context parallel ranks, or None.
+    `old_logprobs` belong to the policy before the first mini-batch, the proximal policy; None: no
+    mini-batch has changed the policy yet. REINFORCE has no proximal policy: its weight leads from
+    the behavior policy to the present one. `entropy` carries a gradient if its coefficient is not
+    0. Collective over `group`, the context parallel ranks, unless it is None.
     """
     mask, behavior = micro_batch.loss_mask, micro_batch.behavior_logprobs
     proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs

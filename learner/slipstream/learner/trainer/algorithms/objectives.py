@@ -1,7 +1,7 @@
-"""The losses of single tokens, before anything is added up: pure functions.
+"""The losses of single tokens, before aggregation: pure functions.
 
-`policy_logprobs` [tokens] carry the gradient. `anchor_logprobs` [tokens] are those of the policy to
-which the ratio is taken, and carry none. Log ratios are limited to 20 before exp.
+`policy_logprobs` [tokens] carry the gradient. `anchor_logprobs` [tokens] belong to the policy in
+the denominator of the ratio, and carry no gradient. Log ratios are limited to 20 before exp.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """All [tokens]. A clipped token has no gradient, but with CISPO, where its weight was cut."""
+    """Losses and clip marks, all [tokens].
+
+    A clipped token has no gradient; with CISPO it has one, and only its weight was cut.
+    """
 
     losses: Tensor
     is_clipped_low: Tensor
@@ -32,7 +35,7 @@ def token_losses(
     algorithm: AlgorithmSection,
     sequences: SequenceSums,
 ) -> TokenLosses:
-    """The losses by `algorithm.loss`."""
+    """Returns the losses of the objective `algorithm.loss`."""
     clip = (algorithm.clip_low, algorithm.clip_high)
     match algorithm.loss:
         case "ppo":
@@ -59,10 +62,11 @@ def clipped_losses(
     *,
     dual_clip: float | None = None,
 ) -> TokenLosses:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); at most -dual_clip * A.
+    """Returns -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
 
-    Source: PPO eq. 7 (arXiv:1707.06347); a wider upper range is DAPO's clip-higher
-    (arXiv:2503.14476); the bound for A < 0 is dual-clip PPO's (arXiv:1912.09729).
+    For A < 0 the loss is at most -dual_clip * A. Source: PPO eq. 7 (arXiv:1707.06347); a wider
+    upper range is DAPO's clip-higher (arXiv:2503.14476); the bound for A < 0 is dual-clip PPO's
+    (arXiv:1912.09729).
     """
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
@@ -80,12 +84,12 @@ def clipped_losses(
 def sequence_ratio(
     policy_logprobs: Tensor, anchor_logprobs: Tensor, sequences: SequenceSums
 ) -> Tensor:
-    """The geometric mean of a sequence's token ratios, at each of its tokens.
+    """Returns the geometric mean of a sequence's token ratios, at each of its tokens.
 
-    Its value is the sequence's, its gradient the token's own: GSPO-token (arXiv:2507.18071, eq.
-    13). Where all tokens of a sequence have one advantage, the mean over its tokens has value and
-    gradient of GSPO's sequence loss (eq. 5), and no gradient need travel between ranks that share
-    the sequence.
+    The value is the sequence's, the gradient is the token's own: GSPO-token (arXiv:2507.18071, eq.
+    13). If all tokens of a sequence have the same advantage, the mean over its tokens has the value
+    and gradient of GSPO's sequence loss (eq. 5), and ranks that share the sequence need not
+    exchange gradients.
     """
     log_ratio = sequences.means(policy_logprobs - anchor_logprobs)
     return safe_ratio(log_ratio + policy_logprobs - policy_logprobs.detach())
@@ -98,10 +102,11 @@ def cispo_losses(
     clip_low: float,
     clip_high: float,
 ) -> TokenLosses:
-    """-clip(ratio, 1 - clip_low, 1 + clip_high) * A * log policy; the ratio without a gradient.
+    """Returns -clip(ratio, 1 - clip_low, 1 + clip_high) * A * log policy.
 
-    No token loses its gradient: only its weight is cut. `clip_low` 1 is no lower bound, which is
-    the paper's setting. Source: CISPO, MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5).
+    The ratio carries no gradient. No token loses its gradient: only its weight is cut. `clip_low` 1
+    means no lower bound, the paper's setting. Source: CISPO, MiniMax-M1 (arXiv:2506.13585, eq. 4
+    and 5).
     """
     ratio = safe_ratio(policy_logprobs - anchor_logprobs).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -113,17 +118,17 @@ def cispo_losses(
 def sapo_losses(
     ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float
 ) -> Tensor:
-    """-gate(ratio) * A with gate(x) = sigmoid(tau * (x - 1)) * 4 / tau.
+    """Returns -gate(ratio) * A with gate(x) = sigmoid(tau * (x - 1)) * 4 / tau.
 
-    The gradient fades smoothly as the ratio leaves 1, where its slope is 1; `tau_negative` holds
-    where A <= 0. Source: SAPO (arXiv:2511.20347).
+    The slope of the gate is 1 at ratio 1, and fades smoothly away from it. tau is `tau_positive`
+    for A > 0, else `tau_negative`. Source: SAPO (arXiv:2511.20347).
     """
     taus = torch.where(advantages > 0, tau_positive, tau_negative)
     return -torch.sigmoid(taus * (ratio - 1)) * (4 / taus) * advantages
 
 
 def reinforce_losses(policy_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A * log policy.
+    """Returns -A * log policy.
 
     Source: R. J. Williams, "Simple statistical gradient-following algorithms for connectionist
     reinforcement learning" (1992); for language models arXiv:2402.14740.

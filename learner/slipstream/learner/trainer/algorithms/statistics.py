@@ -1,4 +1,4 @@
-"""What a step's losses say about themselves: sums over tokens, over ranks, and their metrics."""
+"""Statistics of a step's losses: sums over tokens and ranks, and metrics from them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slipstream.learner.trainer.batches.packing import MicroBatch
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
-# Lags 0 to 6 each, and all above.
+# One bin for each lag 0 to 6, and one for all larger lags.
 NUM_LAGS = 8
 
 
 class Sum(IntEnum):
-    """What `TokenStatistics.sums` holds: sums over the trained tokens."""
+    """Indices of `TokenStatistics.sums`, sums over the trained tokens."""
 
     LOSS = 0
     TOKENS = 1
@@ -37,21 +37,22 @@ class Sum(IntEnum):
 
 
 class Max(IntEnum):
-    """What `TokenStatistics.maxima` holds."""
+    """Indices of `TokenStatistics.maxima`."""
 
-    # Of the log-probabilities, among tokens of lag 0.
+    # Largest gap of the log-probabilities among tokens of lag 0.
     GAP = 0
-    # Before weights are cut.
+    # Largest ratio before the cap.
     IMPORTANCE_RATIO = 1
 
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Of one micro batch on one rank; without a trained token everything is 0."""
+    """Statistics of one micro batch on one rank; all 0 without a trained token."""
 
     # float64, indexed by `Sum`.
     sums: Tensor
-    # float64 [2, NUM_LAGS]: by lag, absolute gaps of the log-probabilities, and tokens.
+    # float64 [2, NUM_LAGS]: for each lag the sum of absolute gaps of the log-probabilities, and
+    # the number of tokens.
     gaps: Tensor
     # float32, indexed by `Max`.
     maxima: Tensor
@@ -66,7 +67,7 @@ def token_statistics(
     entropy: Tensor,
     micro_batch: MicroBatch,
 ) -> TokenStatistics:
-    """Statistics of `losses` [tokens]; `logprobs` are the policy's, now and before the step."""
+    """Returns statistics of `losses` [tokens]; `logprobs` are the policy's now and before."""
     mask, behavior = micro_batch.loss_mask, micro_batch.behavior_logprobs
     policy, proximal = logprobs
     reference = micro_batch.reference_logprobs
@@ -82,7 +83,7 @@ def token_statistics(
         Sum.CAPPED: correction.is_capped,
         Sum.TOKEN_MASKED: correction.is_token_masked,
         Sum.SEQUENCE_MASKED: correction.is_sequence_masked,
-        # The policy is the one that measures, the behavior policy the one that sampled.
+        # KL(behavior || policy): the behavior policy sampled the tokens.
         Sum.KL: kl_estimate(behavior, policy, "k3"),
         Sum.REFERENCE_KL: torch.zeros_like(policy)
         if reference is None
@@ -103,7 +104,7 @@ def token_statistics(
 
 
 class StepStatistics:
-    """Adds up over mini-batches and ranks; the same on every rank."""
+    """Sums over mini-batches and ranks, the same on every rank; `add` each, then `metrics`."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(len(Sum), dtype=torch.float64)
@@ -115,7 +116,7 @@ class StepStatistics:
         mine = torch.zeros(len(Sum) + 2 * NUM_LAGS, dtype=torch.float64)
         maxima = torch.zeros(len(Max))
         if ranks.counts:
-            # One copy for all: each would wait for the device.
+            # All are copied at once, because each copy waits for the device.
             rows = torch.stack([torch.cat([o.sums, o.gaps.flatten(), o.maxima]) for o in found])
             for row in rows.cpu():
                 mine += row[: len(mine)]
@@ -128,7 +129,7 @@ class StepStatistics:
         return float(sums[Sum.LOSS])
 
     def metrics(self) -> dict[str, float]:
-        """Means over the trained tokens of the step; docs/metrics.md says what each is."""
+        """Returns means over the trained tokens of the step; docs/metrics.md explains each."""
         weight, squared = self._total(Sum.WEIGHT), self._total(Sum.WEIGHT_SQUARED)
         tokens = max(1.0, self._total(Sum.TOKENS))
         low, high = self._mean(Sum.CLIPPED_LOW), self._mean(Sum.CLIPPED_HIGH)

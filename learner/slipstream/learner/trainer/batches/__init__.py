@@ -1,1 +1,1 @@
-"""From the trajectories of a batch to the packed micro batches of each rank."""
+"""The way from the trajectories of a batch to the packed micro batches of each rank."""

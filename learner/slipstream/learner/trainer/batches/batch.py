@@ -1,4 +1,4 @@
-"""One step's trajectories, as facts: their rewards, their lag, and the promise on the lag."""
+"""One step's trajectories with their rewards and lags, and the check of their lags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LagArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Batch:
-    """What trains version `step` into version `step` + 1: whole groups, one after the other."""
+    """Trajectories that train version `step` into version `step` + 1: whole groups, in order."""
 
     step: int
     batch_id: str
@@ -32,7 +32,10 @@ class Batch:
         return np.array([t.reward for t in self.trajectories], dtype=np.float64)
 
     def check(self, max_staleness: int) -> None:
-        """StalenessError for a token too old or of the future; UntrainableBatch without reward."""
+        """Raises StalenessError for a lag not in 0..`max_staleness`.
+
+        Raises UntrainableBatch for a trajectory without a reward.
+        """
         for trajectory in self.trajectories:
             for span in trajectory.version_spans:
                 found = lag(self.step, span.version.step)
@@ -51,7 +54,10 @@ class Batch:
                 )
 
     def mini_batches(self, number: int) -> list[list[int]]:
-        """Indices of each mini-batch's trajectories: equal shares of the groups, in order."""
+        """Returns indices of each mini-batch's trajectories: equal shares of the groups, in order.
+
+        Raises RunFailed when there are fewer groups than mini-batches.
+        """
         groups = list(dict.fromkeys(self.group_ids))
         if len(groups) < number:
             raise RunFailed(
@@ -64,7 +70,7 @@ class Batch:
         return parts
 
     def metrics(self) -> dict[str, float]:
-        """Rewards, sizes and lags."""
+        """Returns metrics of rewards, sizes and lags."""
         rewards = self.rewards()
         lags = token_lags(self.trajectories, self.step)
         spans = [{s.version for s in t.version_spans if s.length} for t in self.trajectories]
@@ -84,7 +90,7 @@ class Batch:
 
 
 def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:
-    """The lag of each sampled token, one trajectory after the other."""
+    """Returns the lag of each sampled token, of all trajectories in order."""
     spans = [span for trajectory in trajectories for span in trajectory.version_spans]
     return np.repeat(
         np.array([lag(step, span.version.step) for span in spans], dtype=np.int32),

@@ -1,8 +1,8 @@
-"""Which tokens of packed sequences each context parallel rank holds: pure functions.
+"""The split of packed sequences over context parallel ranks: pure functions.
 
-Every sequence is cut into 2 * size chunks of equal length; rank r holds chunks r and
-2 * size - 1 - r of each, so that all ranks have about equal work under a causal mask. Megatron's
-rotary embedding and TransformerEngine's attention expect this order.
+Every sequence is cut into 2 * size chunks of equal length. Rank r holds chunks r and
+2 * size - 1 - r of each sequence, so that all ranks have about equal work under a causal mask.
+Megatron's rotary embedding and TransformerEngine's attention expect this order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
-    """Where the tokens of `rank` are in the whole micro batch, int64, in the order it holds them.
+    """Returns int64 places in the whole micro batch of the tokens of `rank`, in its order.
 
-    `bounds` are where the sequences begin, and the end. With more than one rank every length is a
-    multiple of 2 * size, and a sequence has 1 / size of its length on each rank.
+    `bounds` has the start of each sequence, and the end. With more than one rank every length must
+    be a multiple of 2 * size, and each rank holds 1 / size of a sequence.
     """
     if size == 1:
         return torch.arange(bounds[-1])
@@ -35,14 +35,14 @@ def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def gathered_places(bounds: tuple[int, ...], size: int) -> Tensor:
-    """Where each token of the micro batch is found when the ranks' tokens lie one after another."""
+    """Returns each token's place in the tokens of all ranks joined in rank order."""
     return torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).argsort()
 
 
 def share_of_rank(whole: MicroBatch, rank: int, size: int) -> MicroBatch:
-    """What one context parallel rank trains of a micro batch.
+    """Returns one context parallel rank's share of a micro batch.
 
-    `cu_seqlens` and `max_seqlen` go on describing the whole sequences.
+    `cu_seqlens` and `max_seqlen` still describe the whole sequences.
     """
     if size == 1:
         return whole

@@ -1,8 +1,8 @@
-"""From sequences of uneven length to micro batches of bounded size: pure functions.
+"""Packing of sequences of uneven length into micro batches of bounded size: pure functions.
 
-A micro batch is one row of tokens, its sequences one after the other. Position i of a sequence
+A micro batch is one row of tokens, with its sequences one after the other. Position i of a sequence
 predicts token i + 1 of the same sequence: targets, loss mask, advantages, behavior
-log-probabilities and lags stand where the prediction is made.
+log-probabilities and lags are stored at the position of the prediction.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _NOTHING: FloatArray = np.zeros(0, dtype=np.float32)
 
 @dataclass(frozen=True)
 class TokenEstimates:
-    """What is known of the sampled tokens of one trajectory, float32 [sampled tokens] each.
+    """Estimates for the sampled tokens of one trajectory, each float32 [sampled tokens].
 
-    The advantages come from the rewards, the others from models that the run may not have.
+    Advantages come from the rewards. The other estimates come from a reference model and a critic,
+    which a run may lack.
     """
 
     advantages: FloatArray
     # Natural logarithm, at the sampling temperature.
     reference_logprobs: FloatArray | None = None
-    # The critic's estimate before each token was sampled, and what it should have been.
+    # The critic's estimate before each token was sampled, and its target.
     values: FloatArray | None = None
     returns: FloatArray | None = None
 
     def map(self, change: Callable[[FloatArray], FloatArray]) -> TokenEstimates:
-        """The same with every array that there is changed."""
+        """Returns estimates with `change` applied to every array that is not None."""
         reference, values, returns = (
             None if known is None else change(known)
             for known in (self.reference_logprobs, self.values, self.returns)
@@ -52,44 +53,45 @@ class TokenEstimates:
     def map_all(
         cls, many: Sequence[TokenEstimates], change: Callable[[FloatArray], list[FloatArray]]
     ) -> list[TokenEstimates]:
-        """From the joined arrays of all to one entry for each, as `change` parts them."""
+        """Joins the arrays of `many`, and returns an entry for each part that `change` makes."""
 
         def mapped(arrays: Sequence[FloatArray | None]) -> Sequence[FloatArray | None]:
             joined = _joined_or_none(arrays)
             return [None] * len(arrays) if joined is None else change(joined)
 
         columns = [
-            mapped([one.reference_logprobs for one in many]),
-            mapped([one.values for one in many]),
-            mapped([one.returns for one in many]),
+            mapped([each.reference_logprobs for each in many]),
+            mapped([each.values for each in many]),
+            mapped([each.returns for each in many]),
         ]
-        advantages = change(np.concatenate([one.advantages for one in many]))
+        advantages = change(np.concatenate([each.advantages for each in many]))
         return [cls(*arrays) for arrays in zip(advantages, *columns, strict=True)]
 
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One sequence, its arrays as long as itself; the last position predicts nothing."""
+    """One sequence with arrays of its length; the last position predicts nothing."""
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
     behavior_logprobs: npt.NDArray[np.float32]
     lags: npt.NDArray[np.int32]
     estimates: TokenEstimates
-    # What its tokens count in the loss, beside those of other sequences.
+    # Weight of its tokens in the loss.
     loss_weight: float = 1.0
-    # [tokens, layers, experts per token], as `RoutedExperts` has them; None: nothing is known.
+    # [tokens, layers, experts per token], like `RoutedExperts`; None: no experts are known.
     expert_ids: ExpertArray | None = None
 
     @classmethod
     def of_trajectories(
         cls, trajectories: Sequence[Trajectory], estimates: Sequence[TokenEstimates], *, step: int
     ) -> list[TrainingSequence]:
-        """Trains the sampled tokens. One at the very beginning is left out: nothing predicts it.
+        """Makes sequences that train the sampled tokens, except a first token: nothing predicts it.
 
-        `estimates` has an entry for each trajectory; all have the same arrays, or None. The
-        sequences are parts of arrays for the whole batch: for short ones many small arrays would
-        cost more than their training.
+        `estimates` has an entry for each trajectory; an array is None in all of them or in none.
+        The
+        sequences are views of arrays for the whole batch: many small arrays would cost more time
+        than the training of short sequences.
         """
         if not trajectories:
             return []
@@ -120,7 +122,7 @@ class TrainingSequence:
 
     @classmethod
     def of_tokens(cls, token_ids: TokenArray) -> TrainingSequence:
-        """All tokens but the first are of interest, none has a behavior policy."""
+        """Makes a sequence whose loss mask covers all predictions, without a behavior policy."""
         length = len(token_ids)
         return cls(
             token_ids=token_ids.astype(np.int64),
@@ -136,35 +138,35 @@ class TrainingSequence:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences, all tensors of shape [tokens] but `cu_seqlens` and `expert_ids`."""
+    """Packed sequences; all tensors are [tokens] except `cu_seqlens` and `expert_ids`."""
 
     token_ids: Tensor
     position_ids: Tensor
     targets: Tensor
     loss_mask: Tensor
-    # What each token counts in the loss; the sum is divided by the trained tokens of all ranks.
+    # Weight of each token in the loss; the sum is divided by the trained tokens of all ranks.
     loss_weights: Tensor
     advantages: Tensor
     behavior_logprobs: Tensor
     lags: Tensor
-    # int64: the place in `indices` of each token's sequence; filler has `len(indices)`.
+    # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.
     sequence_ids: Tensor
-    # int32, where each sequence begins, and the end; filler is a last sequence without loss.
+    # int32: the start of each sequence, and the end; filler is a last sequence without loss.
     cu_seqlens: Tensor
     max_seqlen: int
-    # Which sequences these are, in order, filler left out.
+    # Indices of the sequences, in order, without filler.
     indices: tuple[int, ...]
     # None without a reference model.
     reference_logprobs: Tensor | None = None
     # Both None without a critic.
     values: Tensor | None = None
     returns: Tensor | None = None
-    # [tokens, layers, experts per token]: the experts that the token itself goes to, not the one
-    # that it predicts. An id that no expert has: not known. None: nothing is known.
+    # [tokens, layers, experts per token]: the experts of the token itself, not of the token that
+    # it predicts. The largest id of the type means "not known". None: no experts are known.
     expert_ids: Tensor | None = None
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The same with every tensor that begins with the tokens changed."""
+        """Returns a micro batch with `change` applied to every tensor whose first dim is tokens."""
         tensors: dict[str, Any] = {
             name: change(value)
             for name, value in vars(self).items()
@@ -173,7 +175,7 @@ class MicroBatch:
         return dataclasses.replace(self, **tensors)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device, without waiting for it."""
+        """Returns a copy on `device`, without waiting for the device."""
         if device.type == "cpu":
             return self
         moved = self.map_tokens(lambda tensor: to_device(tensor, device))
@@ -181,7 +183,7 @@ class MicroBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same on `device`; a copy from pageable memory would wait for all that runs there."""
+    """Returns a copy on `device`; pinned memory avoids a wait for the device's earlier work."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -194,12 +196,12 @@ def build_micro_batch(
     multiple: int = 1,
     sequence_multiple: int = 1,
 ) -> MicroBatch:
-    """Packs `sequences[i]` for i in `indices`, and filler up to a multiple of `multiple`.
+    """Packs `sequences[i]` for i in `indices`, and filler up to a multiple of `multiple` tokens.
 
-    Each is padded at its end to a multiple of `sequence_multiple`, which must divide `multiple`;
-    what comes last in a sequence disturbs nobody before it, and has no loss.
-    There is filler for no sequence at all, too: a micro batch is never empty. `sequences` are all
-    of the step's, and what is estimated of them is estimated of filler too: as 0.
+    Each sequence is padded at its end to a multiple of `sequence_multiple`, which must divide
+    `multiple`; padding has no loss, and does not affect the tokens before it. Without any
+    sequence the micro batch is all filler: it is never empty. `sequences` are all of the step's;
+    filler has zeros for each estimate that they have.
     """
     chosen = [_padded(sequences[index], sequence_multiple) for index in indices]
     total = sum(map(len, chosen))
@@ -233,7 +235,7 @@ def build_micro_batch(
 
 
 def _expert_ids(sequences: Sequence[TrainingSequence]) -> Tensor | None:
-    """Of all tokens, with the mark of what is not known where a sequence has none."""
+    """Joins the experts of all tokens; sequences without experts get ids that mean "not known"."""
     known = next((s.expert_ids for s in sequences if s.expert_ids is not None), None)
     if known is None:
         return None
@@ -244,7 +246,7 @@ def _expert_ids(sequences: Sequence[TrainingSequence]) -> Tensor | None:
         for sequence in sequences
     ]
     joined = np.concatenate(parts)
-    # torch does next to nothing with unsigned integers of two bytes.
+    # torch supports hardly any operation on unsigned integers of two bytes.
     return torch.from_numpy(joined if joined.dtype == np.uint8 else joined.astype(np.int32))
 
 
@@ -253,14 +255,14 @@ def _unknown_experts(length: int, like: ExpertArray) -> ExpertArray:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `number`."""
+    """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDArray[Item]:
-    """Moves what belongs to token i + 1 to position i; the last of each sequence gets 0.
+    """Moves the value of token i + 1 to position i; the last position of each sequence gets 0.
 
-    `ends` is where each of the joined sequences ends.
+    `ends` has the end of each of the joined sequences.
     """
     moved = np.roll(values, -1)
     moved[ends - 1] = 0
@@ -268,7 +270,7 @@ def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.ND
 
 
 def parts_of(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
-    """The array cut at `ends`, views of it; the last of them is its length."""
+    """Returns views of the array, cut at `ends`; the last end is the array's length."""
     bounds = [0, *ends.tolist()]
     return [values[start:end] for start, end in itertools.pairwise(bounds)]
 
@@ -296,7 +298,7 @@ def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
 
 
 def _filler(length: int, like: TokenEstimates) -> TrainingSequence:
-    """A sequence without loss, with zeros for whatever `like` has."""
+    """Makes a sequence without loss, with zeros for each estimate that `like` has."""
     nothing = TrainingSequence.of_tokens(np.zeros(length, dtype=np.uint32))
     return dataclasses.replace(
         nothing,

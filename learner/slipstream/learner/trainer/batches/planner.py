@@ -1,8 +1,8 @@
-"""Which sequences go into which micro batch of which data-parallel rank: a pure function.
+"""The assignment of sequences to micro batches and data-parallel ranks: a pure function.
 
-Full micro batches leave no room unused, and ranks with equal work do not wait for each other at
-the end of a step. The two pull apart, because attention costs the square of a sequence's length: a
-micro batch of one long sequence costs more than one of many short ones with as many tokens.
+Full micro batches leave no room unused, and ranks with equal work do not wait for each other at the
+end of a step. These two aims conflict, because attention costs the square of a sequence's length: a
+micro batch of one long sequence costs more than many short sequences with as many tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.protocol.errors import ConfigError
 # Micro batches of each data-parallel rank: each a list of sequence indices, possibly empty.
 Plan = list[list[list[int]]]
 _Bins = list[list[int]]
-# Costs are whole numbers, so that no rounding decides: this many for one token without attention.
+# Cost of one token without attention. Costs are whole numbers, so that no rounding decides.
 _UNITS = 64
 
 
@@ -32,12 +32,13 @@ def plan_micro_batches(
     multiple: int = 1,
     attention_length: float = math.inf,
 ) -> Plan:
-    """Deals sequences to micro batches of at most `max_tokens`, as many for each rank.
+    """Assigns sequences to micro batches of at most `max_tokens`, the same number for each rank.
 
-    There are as few micro batches as can be found; the ranks get about equal work, and as far as
-    the tokens allow so do the n-th micro batches of all ranks. A sequence of l tokens costs
-    l + l² / `attention_length`. Micro batches that only make the number equal, and a multiple of
-    `multiple`, may be empty. The same lengths give the same plan.
+    There are as few micro batches as the search finds. The ranks get about equal work, and the n-th
+    micro batches of all ranks too, as far as the token limit allows. A sequence of l tokens costs
+    l + l² / `attention_length`. The number of micro batches of a rank is a multiple of `multiple`;
+    some may be empty to reach it. The same lengths give the same plan. Raises ConfigError when a
+    sequence is longer than `max_tokens`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     too_long = int(sizes.max(initial=0))
@@ -55,26 +56,26 @@ def plan_micro_batches(
 
 @dataclass(frozen=True)
 class _Work:
-    """Sequences, longest first; they go by their place here."""
+    """Sequences, longest first; a sequence is named by its place in this order."""
 
     sizes: list[int]
     costs: list[int]
     max_tokens: int
 
     def part(self, places: list[int]) -> _Work:
-        """Some of them."""
+        """Returns the sequences at `places`, in this order."""
         sizes, costs = [self.sizes[p] for p in places], [self.costs[p] for p in places]
         return _Work(sizes, costs, self.max_tokens)
 
     def levelled(self, number: int) -> _Bins | None:
-        """`number` micro batches of about equal costs, or else of about equal tokens."""
+        """Returns `number` micro batches of about equal cost, else about equal tokens, or None."""
         return _level(self.sizes, self.costs, self.max_tokens, number) or _level(
             self.sizes, self.sizes, self.max_tokens, number
         )
 
 
 def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
-    """With the fewest micro batches that the tokens allow, or else those that first fit finds."""
+    """Plans with the fewest micro batches that the tokens allow, else with those of first fit."""
 
     def per_rank(number: int) -> int:
         return round_up(max(1, number), dp_size * multiple) // dp_size
@@ -92,9 +93,10 @@ def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
 
 
 def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """First to the ranks, then to the micro batches of each: the ranks come out most equal.
+    """Splits sequences over ranks, then over micro batches: this makes the ranks most equal.
 
-    The costliest micro batch comes first on each rank. None when a rank does not fit `number`.
+    The costliest micro batch comes first on each rank. Returns None when a rank's sequences do not
+    fit `number` micro batches.
     """
     shares = _level(work.sizes, work.costs, work.max_tokens * number, dp_size)
     if shares is None:
@@ -110,21 +112,21 @@ def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
 
 
 def _level_all(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """First to the micro batches, then those to the ranks: they come out fullest."""
+    """Splits sequences over micro batches, then these over ranks: this fills them most."""
     bins = work.levelled(number * dp_size)
     return None if bins is None else _deal(bins, work.costs, dp_size)
 
 
 def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> _Bins | None:
-    """Each sequence, longest first, to the cheapest of `number` micro batches with room for it.
+    """Puts each sequence, longest first, into the cheapest of `number` micro batches with room.
 
-    None when one finds no room.
+    Returns None when a sequence finds no room.
     """
     bins: _Bins = [[] for _ in range(number)]
     room = [max_tokens] * number
-    # cost * number + place: whole numbers compare faster than pairs.
+    # Keys are cost * number + place: whole numbers compare faster than pairs.
     cheapest = list(range(number))
-    # Those without room for the sequence at hand, the roomiest first; a shorter one may fit.
+    # Micro batches without room for the current sequence, roomiest first; a shorter one may fit.
     narrow: list[tuple[int, int]] = []
     for place, size in enumerate(sizes):
         while narrow and -narrow[0][0] >= size:
@@ -142,7 +144,7 @@ def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> 
 
 
 def _first_fit(sizes: list[int], max_tokens: int) -> _Bins:
-    """First fit of the longest first: each micro batch takes the longest that fits, and again."""
+    """Fills micro batches in turn; each takes the longest sequence that fits, and again."""
     waiting: dict[int, list[int]] = {}
     for place, size in enumerate(sizes):
         waiting.setdefault(size, []).append(place)
@@ -162,7 +164,7 @@ def _first_fit(sizes: list[int], max_tokens: int) -> _Bins:
 
 
 def _deal(bins: _Bins, costs: list[int], dp_size: int) -> Plan:
-    """Neighbours in cost to the ranks, the costliest of them to the rank with the least so far."""
+    """Deals micro batches in rounds, costliest first, the costliest to the least loaded rank."""
     totals = [sum(costs[index] for index in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda place: -totals[place])
     ranks: Plan = [[] for _ in range(dp_size)]

@@ -1,6 +1,6 @@
-"""Packed sequences with the experts that their tokens are to go to.
+"""Packed sequences with the experts to which their tokens are routed.
 
-Import it only after `compat.install`: the class is defined by inheriting from Megatron's.
+The class inherits from Megatron's, so import this module only after `compat.install`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @dataclass
 class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
-    """What Megatron hands to every layer with a micro batch, also when it recomputes the layer.
+    """The object that Megatron passes to every layer with a micro batch, also on recomputation.
 
-    That is why the experts travel in it: whichever micro batch a layer works on, forward or again
-    on the way back, they are that micro batch's.
+    Experts travel in it so that every layer, in the forward pass and when recomputed, has the
+    experts of its current micro batch.
     """
 
-    # As `MicroBatch.expert_ids`; None: the routers choose.
+    # The ids of `MicroBatch.expert_ids`; None: the routers choose.
     expert_ids: Tensor | None = None

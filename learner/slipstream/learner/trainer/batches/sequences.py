@@ -1,4 +1,4 @@
-"""From a batch to sequences to train: rewards, advantages, and what leaves the loss."""
+"""Training sequences of a batch: rewards, advantages, and episodes left out of the loss."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from slipstream.protocol.types import LogprobArray, Trajectory
 
 @dataclass(frozen=True)
 class ModelEstimates:
-    """What other models say of the sampled tokens of one trajectory, [sampled tokens] each."""
+    """Estimates of the reference model and the critic for one trajectory, [sampled tokens] each."""
 
     # Natural logarithm, at the sampling temperature.
     reference_logprobs: LogprobArray | None = None
-    # Before each token was sampled.
+    # The critic's estimate before each token was sampled.
     values: LogprobArray | None = None
 
 
@@ -40,10 +40,10 @@ NO_ESTIMATES = ModelEstimates()
 def training_sequences(
     batch: Batch, config: Config, estimates: Sequence[ModelEstimates] | None = None
 ) -> list[TrainingSequence]:
-    """One sequence for each trajectory, in order; the same on every rank.
+    """Returns one sequence for each trajectory, in order; the same on every rank.
 
-    `estimates` has one entry for each trajectory, None without other models. What overlong
-    filtering leaves out has no trained token and is in no statistic of the advantages.
+    `estimates` has one entry for each trajectory; None without other models. A trajectory that
+    overlong filtering removes has no trained token and is in no statistic of the advantages.
     """
     known = estimates if estimates is not None else [NO_ESTIMATES] * len(batch.trajectories)
     rewards = np.array([shaped_reward(t, config) for t in batch.trajectories], dtype=np.float64)
@@ -79,7 +79,7 @@ def training_sequences(
 def weighted(
     sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]], config: Config
 ) -> list[TrainingSequence]:
-    """The same sequences with the loss weights that they have in their mini-batch."""
+    """Returns the sequences with the loss weights of their mini-batches."""
     algorithm = config.algorithm
     changed = list(sequences)
     for members in mini_batches:
@@ -99,7 +99,7 @@ def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, config: Conf
     if not kl.coefficient or kl.placement != "reward":
         return np.zeros(trajectory.num_sampled_tokens)
     assert estimates.reference_logprobs is not None, "a cost of divergence needs a reference model"
-    # The behavior policy sampled the tokens: it is its divergence that the reward can charge.
+    # The cost is the behavior policy's divergence, because that policy sampled the tokens.
     divergence = kl_estimate(
         torch.from_numpy(trajectory.behavior_logprobs.astype(np.float64)),
         torch.from_numpy(estimates.reference_logprobs.astype(np.float64)),
@@ -113,14 +113,14 @@ def _token_estimates(
     found: Mapping[int, TokenAdvantages],
     known: Sequence[ModelEstimates],
 ) -> list[TokenEstimates]:
-    """One for each trajectory; what is not `found` is of an episode that does not count."""
+    """Returns estimates for each trajectory; episodes not in `found` do not count and get 0."""
     worths = [
         found[index] if index in found else _worthless(trajectory)
         for index, trajectory in enumerate(trajectories)
     ]
     advantages = _float32([worth.advantages for worth in worths])
     returns: Sequence[LogprobArray | None] = [None] * len(worths)
-    # Without a critic nobody asks what it should have said.
+    # Only a critic needs returns.
     if any(one.values is not None for one in known):
         returns = _float32([worth.returns for worth in worths if worth.returns is not None])
     return [
@@ -135,7 +135,7 @@ def _worthless(trajectory: Trajectory) -> TokenAdvantages:
 
 
 def _float32(arrays: Sequence[FloatArray]) -> list[LogprobArray]:
-    """Converted together: many short arrays one by one would cost more than their training."""
+    """Converts all arrays at once: one by one would cost more time than training short ones."""
     if not arrays:
         return []
     joined = np.concatenate(list(arrays)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Each rank's share of a batch, and what a model says of it, from all its ranks to all ranks."""
+"""Each rank's share of a batch, and a model's outputs for it, gathered on all ranks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from slipstream.learner.trainer.model.model import ParallelModel
 from slipstream.protocol.types import LogprobArray, Trajectory
 from torch import Tensor
 
-# From this replica's micro batches to one [tokens] each on the last stage; nothing on the others.
+# Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,
+# and [] on the other stages.
 Forward = Callable[[Sequence[MicroBatch]], Sequence[Tensor]]
 
 
 def batch_outputs(
     model: ParallelModel, batch: Batch, forward: Forward, *, max_tokens: int
 ) -> list[LogprobArray]:
-    """For each trajectory what stands where its sampled tokens are predicted; on every rank.
+    """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
-    float32 [sampled tokens]; 0 for one at the very beginning, which nothing predicts. The layout of
-    `model` must be in force; each replica computes its share. Collective: besides what the model
-    itself sends, one sum over all ranks of 4 bytes for each sampled token of the batch.
+    Each is float32 [sampled tokens], with 0 for a sampled first token, which nothing predicts. The
+    layout of `model` must be in force; each replica computes its share. Collective: besides the
+    model's own messages, it sums 4 bytes for each sampled token of the batch over all ranks.
     """
     nothing = [
         TokenEstimates(np.zeros(trajectory.num_sampled_tokens, dtype=np.float32))
@@ -54,9 +55,9 @@ def masked_outputs(
     *,
     max_tokens: int,
 ) -> list[LogprobArray]:
-    """For each sequence what stands at the positions of its loss mask, float32; on every rank.
+    """Returns for each sequence the float32 outputs at its loss mask; on every rank.
 
-    Collective as `batch_outputs`.
+    Collective, with the messages of `batch_outputs`.
     """
     ranks = model.ranks
     wholes = _packed(model, sequences, range(len(sequences)), max_tokens=max_tokens)
@@ -66,7 +67,7 @@ def masked_outputs(
     if ranks.counts:
         for whole, values in zip(wholes, outputs, strict=True):
             bounds = whole.cu_seqlens.tolist()
-            # Each context parallel rank knows some; the sum over all ranks completes them.
+            # Each context parallel rank has some values; the sum over all ranks completes them.
             row = torch.zeros(bounds[-1], dtype=torch.float32)
             row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.float().cpu()
             for part, index in zip(
@@ -84,7 +85,7 @@ def rank_micro_batches(
     *,
     max_tokens: int,
 ) -> list[MicroBatch]:
-    """This rank's share of `members` of `sequences`; the layout of `model` must be in force."""
+    """Returns this rank's share of the `members`; the layout of `model` must be in force."""
     wholes = _packed(model, sequences, members, max_tokens=max_tokens)
     return [share_of_rank(whole, model.ranks.cp_rank, model.ranks.cp_size) for whole in wholes]
 
@@ -96,7 +97,7 @@ def _packed(
     *,
     max_tokens: int,
 ) -> list[MicroBatch]:
-    """This replica's micro batches, whole: context parallel ranks share them."""
+    """Returns this replica's whole micro batches, which context parallel ranks share."""
     plan = plan_micro_batches(
         [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
         max_tokens=max_tokens * model.ranks.cp_size,

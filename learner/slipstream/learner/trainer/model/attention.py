@@ -1,6 +1,6 @@
 """Attention without TransformerEngine: packed sequences on torch's own kernel, context parallel.
 
-It is defined by inheriting from Megatron's classes, so import it only after `compat.install`.
+The class inherits from Megatron's, so import this module only after `compat.install`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Returns [tokens, heads * dim], or [sequence, batch, heads * dim].
 
-        Under context parallelism packed tokens are this rank's, and `cu_seqlens_q` says where the
-        whole sequences are. Collective over the context parallel group then.
+        Under context parallelism packed tokens are this rank's, and `cu_seqlens_q` gives the
+        bounds of the whole sequences; the call is then collective over the context parallel group.
         """
         if packed_seq_params is None:
             assert self.cp_group.size() == 1, "only packed sequences are split over ranks"
@@ -76,9 +76,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Over dim 1 of [sequences, length, heads, dim]; padding at the end disturbs nobody.
+        """Attends over dim 1 of [sequences, length, heads, dim]; trailing padding has no effect.
 
-        Without a mask queries and keys are of the same tokens.
+        Without a mask, queries and keys belong to the same tokens and attention is causal.
         """
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -93,9 +93,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 class _GatheredTokens(torch.autograd.Function):
-    """The tokens of all ranks one after another; the gradient of each token goes back to its rank.
+    """Gathers the tokens of all ranks in rank order; each token's gradient returns to its rank.
 
-    Every rank holds as many.
+    Every rank holds the same number of tokens.
     """
 
     @staticmethod
@@ -115,14 +115,14 @@ class _GatheredTokens(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LengthGroup:
-    """Sequences of similar length, which one call attends."""
+    """Sequences of similar length, which one call of the kernel handles."""
 
-    # [sequences, longest]: where this rank's tokens of each are, and which are no padding.
+    # [sequences, longest]: places of this rank's tokens, and which of them are no padding.
     queries: Tensor
     is_query: Tensor
-    # [sequences, longest]: where all tokens of each sequence are.
+    # [sequences, longest]: places of all tokens of each sequence.
     keys: Tensor
-    # [sequences, 1, queries, keys]: who sees whom; None: each query the keys up to its own.
+    # [sequences, 1, queries, keys]: which keys a query sees; None: those up to its own place.
     mask: Tensor | None
 
 
@@ -134,10 +134,10 @@ def _rows(tokens: Tensor, places: Tensor) -> Tensor:
 def _length_groups(
     bounds: tuple[int, ...], rank: int, size: int, device: torch.device
 ) -> tuple[list[_LengthGroup], Tensor]:
-    """Sequences of similar length together, so that few and hardly padded calls serve all.
+    """Groups sequences of similar length, so that few calls with little padding serve all.
 
-    And where in the groups' queries, one group after the other, each of this rank's tokens is
-    found.
+    Returns the groups, and for each of this rank's tokens its place in the groups' queries when
+    these are joined in order.
     """
     by_class: dict[int, list[tuple[int, int]]] = {}
     for start, end in itertools.pairwise(bounds):
@@ -163,7 +163,10 @@ def _length_groups(
 
 
 def _places(members: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """[members, longest] places from start to end, the last one repeated; which are no repeats."""
+    """Returns [members, longest] places from start to end, padded with the last place.
+
+    The second tensor is true where a place is no padding.
+    """
     starts, ends = torch.tensor(members).unbind(1)
     places = starts[:, None] + torch.arange(int((ends - starts).max()))
     return torch.minimum(places, ends[:, None] - 1), places < ends[:, None]

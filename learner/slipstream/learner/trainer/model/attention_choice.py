@@ -1,4 +1,4 @@
-"""Which attention runs: TransformerEngine decides at the first call, from shapes and versions."""
+"""The attention that runs; TransformerEngine chooses it at the first call by shape and version."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _KINDS = {
 
 @functools.cache
 def log_attention_once() -> None:
-    """One line in the log, after the first call of the attention; nothing is decided here."""
+    """Logs one line after the first call of the attention; it does not affect the choice."""
     logger.info("attention: %s", chosen_attention())
 
 
 def chosen_attention() -> str:
-    """What the last call of the attention ran, in one line."""
+    """Describes in one line the kernel of the last call of the attention."""
     if _DECISION not in sys.modules:
         return "torch's scaled_dot_product_attention"
     return describe(vars(importlib.import_module(_DECISION)))
 
 
 def describe(decision: dict[str, Any]) -> str:
-    """What TransformerEngine says of its last decision, in one line; `decision` is its module's."""
+    """Describes TransformerEngine's last choice; `decision` holds the names of its module."""
     found = decision["_attention_backends"]
     kinds = [name for key, name in _KINDS.items() if found[key]]
     parameters = found["attention_params"]

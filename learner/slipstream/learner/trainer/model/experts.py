@@ -1,6 +1,6 @@
 """Mixtures of experts: our experts without TransformerEngine, and what all experts need.
 
-Import it only after `compat.install`: the modules are defined by inheriting from Megatron's.
+The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 
 
 def mixture_settings(sizes: Mapping[str, Any]) -> dict[str, object]:
-    """Values of Megatron's model provider for the mixture of experts of a model's config.json."""
+    """Returns values for Megatron's model provider from `sizes`, a model's config.json."""
     return {
-        # Which experts are the largest must not depend on the rounding of bfloat16.
+        # The choice of experts must not depend on the rounding of bfloat16.
         "moe_router_dtype": "fp32",
-        # A policy's loss is the objective's alone; `learner.transformer` may set it.
+        # A policy's loss is the objective alone; `learner.transformer` may set a coefficient.
         "moe_aux_loss_coeff": 0.0,
         # Bridge always lets the probabilities of the chosen experts add up to 1.
         "moe_router_pre_softmax": not normalizes_experts(sizes),
@@ -37,10 +37,10 @@ def mixture_settings(sizes: Mapping[str, Any]) -> dict[str, object]:
 def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
     """Marks the experts' parameters so that gradients and norms are summed over the right ranks.
 
-    Megatron marks them when `ep` > 1 only. It then takes them for copies on the data parallel
-    ranks, which they are not where `etp` differs from `tp`; and TransformerEngine's lack the mark
-    by which those of all tensor parallel ranks enter the norm. To be called before the chunks are
-    wrapped for data parallelism.
+    Megatron marks them only when `ep` > 1. Without the mark it treats them as copies on the data
+    parallel ranks, which is wrong where `etp` differs from `tp`. TransformerEngine's experts also
+    lack the mark by which the norm counts those of all tensor parallel ranks. Call it before the
+    chunks are wrapped for data parallelism.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -53,11 +53,11 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
 class GroupedLinear(MegatronModule):  # type: ignore[misc]
     """One matrix for each expert of this rank, named as in TransformerEngine: weight0, weight1...
 
-    Bridge loads and exports parameters of these names only. Each is this rank's part, split along
-    `partition_dim` over the expert tensor parallel ranks.
+    Bridge loads and exports parameters of these names only. Each matrix is this rank's part, split
+    along `partition_dim` over the expert tensor parallel ranks.
     """
 
-    # How Bridge knows that a module is split.
+    # Bridge reads this mark to learn that a module is split.
     tensor_model_parallel = True
 
     def __init__(
@@ -75,18 +75,18 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         self._groups = groups
         device = torch.device("cpu") if config.use_cpu_initialization else None
         for place in range(num_experts):
-            # All of them are loaded; one that is not shows itself at once.
+            # Every weight is loaded later; NaN reveals a weight that was not.
             weight = torch.full(shape, torch.nan, dtype=config.params_dtype, device=device)
             self.register_parameter(f"weight{place}", torch.nn.Parameter(weight))
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
-        """[tokens, in] to [tokens, out] of one expert."""
+        """Maps [tokens, in] to [tokens, out] by the matrix of one expert."""
         return F.linear(inputs, self.get_parameter(f"weight{expert}"))
 
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
     ) -> list[Megatron]:
-        """For distributed checkpoints: `key` is one tensor of all experts, these are its parts."""
+        """Returns this rank's parts of `key`, the checkpoint's one tensor of all experts."""
         first = self._groups.ep.rank() * self.num_experts
         total = self._groups.ep.size() * self.num_experts
         found = []
@@ -100,7 +100,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
                 tp_group=self._groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )[f"{key}weight"]
-            # Copies are on the expert data parallel ranks, which are fewer.
+            # Copies are on the expert data parallel ranks, fewer than the data parallel ranks.
             sharded.replica_id = (*sharded.replica_id[:2], self._groups.expt_dp.rank())
             if self.partition_dim == 0:
                 sharded = apply_swiglu_sharded_factory(sharded, of_expert)
@@ -109,7 +109,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
-    """The gated MLPs of this rank's experts, one after the other."""
+    """The gated MLPs of this rank's experts, computed one after the other."""
 
     def __init__(
         self, num_local_experts: int, config: Megatron, pg_collection: Megatron = None
@@ -136,10 +136,10 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
-        """[tokens, hidden], sorted by expert; each token is weighted by its `probs`.
+        """Returns [tokens, hidden] for tokens sorted by expert, each weighted by its `probs`.
 
-        An expert without tokens takes part too: its gradient is then 0 rather than missing, which
-        a reduction that overlaps the backward pass would wait for.
+        Experts without tokens take part too, so that their gradient is 0 and not missing: a
+        reduction that overlaps the backward pass would wait for a missing one.
         """
         sizes = tokens_per_expert.tolist()
         outputs = []
@@ -157,7 +157,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Megatron = None,
     ) -> Megatron:
-        """For distributed checkpoints, in the form of TransformerEngine's experts."""
+        """Returns the state for distributed checkpoints, formed like TransformerEngine's."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         found = {}
         for name in ("linear_fc1", "linear_fc2"):

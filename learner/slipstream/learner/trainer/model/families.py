@@ -1,7 +1,7 @@
-"""Mixtures of experts that Megatron-Core trains and Megatron-Bridge 0.3.1 has no recipe for.
+"""Recipes for mixtures of experts that Megatron-Core trains and Megatron-Bridge 0.3.1 lacks.
 
-A recipe says what Megatron makes of config.json, and which of its parameters are which tensors of
-the files. Importing it, after Bridge, registers them: see `compat.install`.
+A recipe turns config.json into Megatron's settings and maps its parameters to tensors of the files.
+Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _SHARED = f"{_DECODER}mlp.shared_experts."
 
 
 def _of_every_family() -> list[Megatron]:
-    """Embedding, norms and attention; a norm has one of two names, by who makes the layers."""
+    """Returns the mappings of embedding, norms and attention.
+
+    A norm has one of two names: TransformerEngine's layers fuse norms into the linear layer.
+    """
     pairs = {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",
         "output_layer.weight": "lm_head.weight",
@@ -51,7 +54,7 @@ def _query_key_value(kind: str) -> Megatron:
 
 
 def _experts(router: str, gate: str, up: str, down: str) -> list[Megatron]:
-    """The router and the matrices of each expert, by their names in the files."""
+    """Returns the mappings of the router and each expert, given the names in the files."""
     return [
         AutoMapping(megatron_param=f"{_DECODER}mlp.router.weight", hf_param=_LAYER + router),
         GatedMLPMapping(
@@ -62,7 +65,7 @@ def _experts(router: str, gate: str, up: str, down: str) -> list[Megatron]:
 
 
 class _MixtureBridge(MegatronModelBridge):  # type: ignore[misc]
-    """What both families have in common."""
+    """The settings that both families share."""
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
         provider = super().provider_bridge(hf_pretrained)
@@ -91,13 +94,13 @@ class MixtralBridge(_MixtureBridge):
     """
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """The model of `hf_pretrained.config`, for Megatron."""
+        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
         provider = super().provider_bridge(hf_pretrained)
         provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
         return provider
 
     def mapping_registry(self) -> Megatron:
-        """Which parameter is which tensor."""
+        """Returns the map from Megatron's parameters to tensors of the files."""
         mixture = "block_sparse_moe."
         experts = f"{mixture}experts.*."
         return MegatronMappingRegistry(
@@ -121,7 +124,7 @@ class Qwen2MoeBridge(_MixtureBridge):
     """
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """The model of `hf_pretrained.config`, for Megatron."""
+        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
         provider = super().provider_bridge(hf_pretrained)
         settings = hf_pretrained.config
         provider.add_qkv_bias = settings.qkv_bias
@@ -130,7 +133,7 @@ class Qwen2MoeBridge(_MixtureBridge):
         return provider
 
     def mapping_registry(self) -> Megatron:
-        """Which parameter is which tensor."""
+        """Returns the map from Megatron's parameters to tensors of the files."""
         experts, shared = "mlp.experts.*.", f"{_LAYER}mlp.shared_expert"
         return MegatronMappingRegistry(
             *_of_every_family(),

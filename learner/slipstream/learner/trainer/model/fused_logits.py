@@ -1,9 +1,9 @@
 # ruff: noqa: ANN001, ANN202 - Triton compiles the kernels from the types of their arguments
 """Sums over the vocabulary and gradients of logits as Triton kernels: one pass each, on a GPU.
 
-They do what `logits` does with torch's operations, which is their reference, on logits as they were
-projected: no other tensor of [tokens, vocabulary] is made, but a gradient of another type. Triton
-is there where torch was built for CUDA, so import it only then.
+The reference is `logits`, which uses torch's operations. These kernels take logits as they were
+projected and make no other tensor of [tokens, vocabulary], except a gradient of another type.
+Triton is installed only with torch's CUDA build, so import this module only there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WARPS = 8
 
 
 def reduce(logits: Tensor, places: Tensor, columns: Columns, sums: Sums) -> None:
-    """As `logits.reduce`, for logits as they were projected."""
+    """Fills `sums` like `logits.reduce`, for logits as they were projected."""
     _reduce_kernel[(len(logits),)](
         logits,
         logits.stride(0),
@@ -41,9 +41,9 @@ def gradient(
     bends: tuple[Tensor, Tensor] | None,
     grad: Tensor,
 ) -> None:
-    """As `logits.gradient`, for logits as they were projected, into `grad`.
+    """Writes the gradient of `logits.gradient` into `grad`, for logits as they were projected.
 
-    That may be `logits` themselves, or of another type; both lie in memory alike.
+    `grad` may be `logits` itself, or a tensor of another type with the same strides.
     """
     bend, entropy = bends if bends is not None else (slopes, slopes)
     width = logits.shape[1]
@@ -80,7 +80,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     PADDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of logits; the sums so far are relative to the largest logit so far."""
+    """Reduces one row of logits; running sums are relative to the largest logit so far."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     peak = tl.full((), PADDING, tl.float32)
@@ -124,7 +124,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     HAS_BENDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one row."""
+    """Computes the gradient of one block of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offsets = row * stride + columns

@@ -1,6 +1,7 @@
 """Sums over the vocabulary and gradients of one chunk of logits, with torch's operations.
 
-`fused_logits` does the same in one pass each on a GPU; this is its reference and what a CPU uses.
+`fused_logits` does the same in one pass each on a GPU. This module is its reference and serves
+CPUs.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ PADDING_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class Columns:
-    """What the columns of a chunk of logits are."""
+    """The meaning of the columns of a chunk of logits."""
 
-    # The first so many are tokens; the rest is padding, which is never likely.
+    # The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
     num_tokens: int
-    # By which logits are divided.
+    # Divisor of the logits.
     temperature: float
 
 
 class Sums(NamedTuple):
-    """Of each row of logits, all [rows], written by `reduce`."""
+    """Sums over each row of logits, all [rows], written by `reduce`."""
 
     # The largest logit.
     peaks: Tensor
-    # Sum of exp(logit - peak), and of the same times (logit - peak).
+    # Sum of exp(logit - peak), and of exp(logit - peak) * (logit - peak).
     totals: Tensor
     expected: Tensor
     # The target's logit; 0 where this rank does not have it.
@@ -38,7 +39,10 @@ class Sums(NamedTuple):
 
 
 def prepared(logits: Tensor, columns: Columns) -> Tensor:
-    """Divided by the temperature, padding far below, at least in float32; `logits` are lost."""
+    """Returns logits divided by the temperature, at least float32, with padding columns masked.
+
+    `logits` may be overwritten.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if columns.temperature != 1.0:
         logits /= columns.temperature
@@ -67,10 +71,10 @@ def gradient(
     slopes: Tensor,
     bends: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """The gradient of a sum over rows, [rows, width]; prepared `logits` are lost.
+    """Returns the gradient [rows, width] of a sum over rows; overwrites prepared `logits`.
 
-    The sum is of `slopes` * log-probability of the target, where it is here, and with `bends`,
-    which are factors and entropies, of factor * entropy. Slopes and factors are already divided by
+    The sum is `slopes` * log-probability of the target, if the target is on this rank. `bends`, a
+    pair of factors and entropies, adds factor * entropy. Slopes and factors are already divided by
     the temperature.
     """
     logprobs = logits.sub_(log_totals[:, None])

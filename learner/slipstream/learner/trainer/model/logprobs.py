@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies from hidden states: logits exist one chunk at a time.
+"""Log-probabilities and entropies from hidden states, with one chunk of logits at a time.
 
-The logits of a micro batch are by far its largest tensor. They are projected, reduced and forgotten
-in chunks, and the backward pass projects each chunk again; where all of them fit what may be kept,
-they are projected once. The vocabulary may be split over tensor-parallel ranks, and be padded at
-its end so that it splits evenly.
+The logits of a micro batch are by far its largest tensor. They are projected, reduced and freed in
+chunks, and the backward pass projects each chunk again. If all logits fit into `kept_logits`, they
+are projected once. The vocabulary may be split over tensor-parallel ranks, and be padded at its end
+so that it splits evenly.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from slipstream.learner.trainer.model.logits import Columns, Sums
 from slipstream.learner.trainer.model.settings import Megatron
 from torch import Tensor
 
-# On a CPU 128 MiB in float32, of which three are alive at one time: a tiny model's micro batch is
-# one chunk. A GPU holds one in the model's precision, and needs thousands of tokens for its matrix
-# units.
+# Logits in one chunk. A CPU's chunk takes 128 MiB in float32, and three such tensors are alive at a
+# time; a tiny model's micro batch is one chunk. A GPU holds one chunk in the model's precision, and
+# its matrix units need thousands of tokens.
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Projection:
-    """How hidden states become log-probabilities."""
+    """The settings by which hidden states become log-probabilities."""
 
-    # By which the logits are divided.
+    # Divisor of the logits.
     temperature: float
     # Entries of the vocabulary that are tokens; the rest of the weight's rows is padding.
     vocab_size: int
-    # Ranks over which the vocabulary is split; None or a group of one: it is whole.
+    # Ranks over which the vocabulary is split; None or a group of one rank: it is not split.
     group: dist.ProcessGroup | None = None
     # Whether the entropies carry a gradient.
     entropy_gradient: bool = False
-    # Logits of one chunk, at least those of one token; None: as `CHUNK_LOGITS` says.
+    # Logits in one chunk, at least those of one token; None: the value of `CHUNK_LOGITS`.
     chunk_logits: int | None = None
-    # Logits of a micro batch that are kept for the backward pass when they are at most so many;
-    # those of a single chunk always are.
+    # A micro batch with at most this many logits keeps them for the backward pass; a micro batch
+    # of a single chunk always does.
     kept_logits: int = 0
-    # Of the logits; None: the weight's. In bfloat16 a logit of 20 is rounded by up to 0.06.
+    # Element type of the logits; None: the weight's. bfloat16 rounds a logit of 20 by up to 0.06.
     logits_dtype: torch.dtype | None = None
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The group, where there is something to reduce over."""
+        """The group if it has several ranks, else None."""
         return self.group if self.group is not None and self.group.size() > 1 else None
 
 
 def vocab_parallel_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, projection: Projection
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets` and the entropies, both float32 [tokens], natural logarithm.
+    """Returns log-probabilities of `targets` and entropies, float32 [tokens], natural logarithm.
 
-    `hidden` [tokens, hidden size] is the same on all ranks of the group, its gradient this rank's
-    part of a sum; `weight` [padded vocabulary / size of group, hidden size] is this rank's part.
-    Only the positions `rows` are computed, the others are 0. Collective over the group.
+    `hidden` [tokens, hidden size] is the same on all ranks of the group; its gradient is this
+    rank's term of a sum. `weight` [padded vocabulary / size of group, hidden size] is this rank's
+    part. Only the positions `rows` are computed, the others are 0. Collective over the group.
     """
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ def vocab_parallel_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """What autograd saves is never changed in place: only this function's own logits are."""
+    """Computes logits in chunks; only these logits are changed in place, no saved tensor is."""
 
     @staticmethod
     def forward(
@@ -86,7 +86,7 @@ class _Logprobs(torch.autograd.Function):
         places = part.places(targets)
         sums = part.new_sums(len(targets))
 
-        # A function of its own, so that a chunk is forgotten before the next one is made.
+        # This is a function so that a chunk is freed before the next one is made.
         def reduce(chunk: slice) -> Tensor:
             found = part.logits(hidden[chunk])
             part.reduce(found, places[chunk], Sums(*(values[chunk] for values in sums)))
@@ -119,7 +119,7 @@ class _Logprobs(torch.autograd.Function):
         bends = entropy_grad / projection.temperature if projection.entropy_gradient else None
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = _WeightGrad(weight) if ctx.needs_input_grad[1] else None
-        # They become their gradient; whoever comes back a second time projects again.
+        # Kept logits are overwritten by their gradient; a second backward pass projects again.
         kept, ctx.kept = ctx.kept, None
 
         def logits_grad(chunk: slice) -> Tensor:
@@ -140,7 +140,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 class _Part:
-    """This rank's rows of the projection."""
+    """This rank's rows of the projection to the vocabulary."""
 
     def __init__(self, weight: Tensor, projection: Projection) -> None:
         self._weight = weight
@@ -154,16 +154,16 @@ class _Part:
         self._is_fused = weight.is_cuda and weight.dtype in _FUSED_TYPES
 
     def new_sums(self, length: int) -> Sums:
-        """Uninitialised, for `length` rows, in the precision of the sums."""
+        """Returns uninitialised sums for `length` rows, at least float32."""
         dtype = torch.promote_types(self._weight.dtype, torch.float32)
         return Sums(
             *(torch.empty(length, dtype=dtype, device=self._weight.device) for _ in Sums._fields)
         )
 
     def chunks(self, length: int, *, is_trained: bool = False) -> list[slice]:
-        """The positions 0..length in chunks; there is one chunk of no positions, too.
+        """Splits the positions 0..length into chunks; a length of 0 gives one empty chunk.
 
-        One chunk, if it `is_trained`, where all logits may be kept.
+        If `is_trained` and all logits may be kept, there is one chunk.
         """
         limit = self._projection.chunk_logits or CHUNK_LOGITS[self._weight.device.type]
         step = max(1, limit // self._width)
@@ -173,18 +173,18 @@ class _Part:
         return [slice(start, min(start + step, length)) for start in starts]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """New tensor [len(hidden), width], as `reduce` and `gradient` take it."""
+        """Returns a new tensor [len(hidden), width] in the form for `reduce` and `gradient`."""
         if self._dtype == self._weight.dtype:
             found = F.linear(hidden, self._weight)
         elif self._weight.is_cuda:
-            # Sums of products are float32 there anyway: they are only not rounded.
+            # The GPU sums products in float32 anyway: this only avoids the final rounding.
             found = torch.mm(hidden, self._weight.t(), out_dtype=self._dtype)
         else:
             found = F.linear(hidden.to(self._dtype), self._weight.to(self._dtype))
         return found if self._is_fused else logits.prepared(found, self._columns)
 
     def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
-        """As `logits.reduce`."""
+        """Fills `sums` like `logits.reduce`."""
         if self._is_fused:
             from slipstream.learner.trainer.model import fused_logits
 
@@ -200,11 +200,11 @@ class _Part:
         slopes: Tensor,
         bends: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """As `logits.gradient`, in the weight's type."""
+        """Returns the gradient of `logits.gradient` in the weight's type."""
         if self._is_fused:
             from slipstream.learner.trainer.model import fused_logits
 
-            # In place where the type allows it.
+            # The gradient overwrites the logits if they have the weight's type.
             grad = (
                 found
                 if self._dtype == self._weight.dtype
@@ -215,20 +215,20 @@ class _Part:
         return logits.gradient(found, places, log_total, slopes, bends).to(self._weight.dtype)
 
     def places(self, targets: Tensor) -> Tensor:
-        """The row of each target, -1 where it is not one of this rank's."""
+        """Returns the local row of each target, -1 for targets of other ranks."""
         is_here = (targets >= self._first) & (targets < self._first + self._width)
         return torch.where(is_here, targets - self._first, -1)
 
 
 class _WeightGrad:
-    """Sum over chunks, in float32 when there are several: each would round to the weight's type."""
+    """A sum over chunks, in float32 if there are several: rounding each chunk would lose digits."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
         self._sum: Tensor | None = None
 
     def add(self, logits_grad: Tensor, hidden: Tensor) -> None:
-        """Adds what one chunk contributes."""
+        """Adds the contribution of one chunk."""
         if self._sum is None:
             self._sum = logits_grad.t() @ hidden
             return
@@ -242,15 +242,15 @@ class _WeightGrad:
         self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
 
     def total(self) -> Tensor:
-        """In the weight's type."""
+        """Returns the sum in the weight's type."""
         assert self._sum is not None
         return self._sum.to(self._weight.dtype)
 
 
 def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The logarithm of the sum of exp(logit), and the mean logit, over all ranks' vocabularies.
+    """Returns log(sum of exp(logit)) and the expected logit over all ranks' vocabularies.
 
-    Each rank summed relative to its own peak; `rows.wanted` becomes the targets' logits.
+    Each rank's sums are relative to its own peak. `rows.wanted` becomes the targets' logits.
     """
     peaks, totals, expected, wanted = rows
     if group is None:
@@ -266,17 +266,17 @@ def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]
 
 
 def defer_projection(model: Megatron) -> None:
-    """Makes a Megatron GPT model return hidden states [1, tokens, hidden size] for its logits.
+    """Makes a Megatron GPT model return hidden states [1, tokens, hidden size] instead of logits.
 
-    The output layer is still called, for the hooks that wait for its weight, but it only brings the
-    states to all tensor-parallel ranks; on the way back their gradients are summed.
+    The output layer is still called, because hooks wait for its weight. It only brings the states
+    to all tensor-parallel ranks; the backward pass sums their gradients.
     """
     if model.post_process:
         model.output_layer.forward = types.MethodType(_bring_to_all_ranks, model.output_layer)
 
 
 def output_weight(model: Megatron) -> Tensor:
-    """The projection's rows of this rank; the embedding's where they are tied."""
+    """Returns this rank's rows of the projection; with tied weights those of the embedding."""
     if model.share_embeddings_and_output_weights:
         shared: Tensor = model.shared_embedding_or_output_weight()
         return shared

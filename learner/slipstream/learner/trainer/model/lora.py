@@ -1,6 +1,6 @@
-"""Low-rank adapters on a loaded model, from Megatron-Bridge; only they are trained.
+"""Low-rank adapters of Megatron-Bridge on a loaded model; only the adapters are trained.
 
-The policy is W + alpha / rank * B A for each of their matrices. Source: LoRA (arXiv:2106.09685).
+Each adapted matrix is W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import Tensor
 
 
 def adapters(config: Config, ranks: Ranks) -> Change:
-    """What puts adapters on the matrices that `config.lora` names, and freezes everything else.
+    """Returns the change that adds adapters to the matrices of `config.lora` and freezes the rest.
 
-    They begin without effect, and are the same in every layout.
+    New adapters have no effect (B is 0), and their values are the same in every layout.
     """
 
     def change(chunks: list[Megatron]) -> list[Megatron]:
@@ -49,9 +49,9 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 
 @torch.no_grad()
 def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
-    """A is uniform within 1 / sqrt(inputs), as PEFT draws it; B is 0.
+    """Draws A uniformly within 1 / sqrt(inputs), like PEFT, and sets B to 0.
 
-    Megatron's own draws would depend on which layers came before on this pipeline stage.
+    Megatron's own values would depend on the layers that come before on this pipeline stage.
     """
     from megatron.bridge.peft.lora_layers import LoRALinear
 
@@ -75,7 +75,7 @@ def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
 
 
 def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
-    """The state of a wrapped matrix is saved under the matrix' own name; loading asks for both."""
+    """Renames a wrapped matrix's state before loading: it is saved under the matrix's own name."""
     for name in [name for name in state if name.startswith(prefix)]:
         rest = name.removeprefix(prefix)
         if not rest.startswith(("adapter.", "to_wrap.")):
@@ -85,7 +85,7 @@ def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
 def save_adapters(policy: Policy, config: Config, target: Path) -> None:
     """Writes the adapters alone, in the format of the library PEFT; collective.
 
-    `target` appears only when it is whole; one that is there already is replaced.
+    `target` appears only when it is complete; an existing `target` is replaced.
     """
     tensors: dict[str, Tensor] = {}
     for name, weight in adapter_tensors(policy, policy.dtype):

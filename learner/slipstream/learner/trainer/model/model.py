@@ -1,6 +1,6 @@
 """A Hugging Face folder as a distributed Megatron model, with an optimizer if it is trained.
 
-Megatron's objects are untyped for us; this module and `schedule` are where they are handled.
+Megatron's objects are untyped; this module and `schedule` handle them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """Parameters of this rank; one chunk for each virtual pipeline stage."""
+    """The parameters of this rank; `chunks` has an entry for each virtual pipeline stage."""
 
     ranks: Ranks
     parallel: ParallelSection
@@ -50,34 +50,34 @@ class ParallelModel:
     dtype: torch.dtype
     max_positions: int
     vocab_size: int
-    # Tokens of a sequence whose attention costs as much as its matrix products.
+    # Length of a sequence, in tokens, whose attention costs as much as its matrix products.
     attention_length: float
-    # Logits of a micro batch that are kept for the backward pass when they are at most so many.
+    # A micro batch with at most this many logits keeps them for the backward pass.
     kept_logits: int
-    # Of the logits; None: the parameters'.
+    # Element type of the logits; None: that of the parameters.
     logits_dtype: torch.dtype | None
     memory: HostMemory
 
     @property
     def sequence_multiple(self) -> int:
-        """What the tokens of a sequence must be a multiple of: two chunks for each part of it."""
+        """Divisor of a sequence's padded length: context parallel ranks hold two chunks each."""
         return 2 * self.parallel.cp if self.parallel.cp > 1 else 1
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a micro batch must be a multiple of."""
+        """Divisor of the number of tokens of a micro batch."""
         shards = self.parallel.tp if self.parallel.sequence_parallel else 1
         aligned = token_alignment(self.chunks[0].config) * shards * self.parallel.cp
         return math.lcm(self.sequence_multiple * shards, aligned)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the number of micro batches must be a multiple of: interleaving goes in rounds."""
+        """Divisor of the number of micro batches: interleaved stages work in rounds of `pp`."""
         return self.parallel.pp if self.parallel.vpp else 1
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's rows of the projection to the vocabulary; on the last pipeline stage."""
+        """This rank's rows of the projection to the vocabulary; only on the last pipeline stage."""
         return output_weight(unwrapped(self.chunks[-1]))
 
     def count_not_finite(self) -> int:
@@ -87,7 +87,7 @@ class ParallelModel:
             return sum(int((~torch.isfinite(p)).sum()) for p in parameters)
 
     def gather_parameters(self) -> None:
-        """Before the parameters are read: those that are only read are complete."""
+        """Completes the parameters before they are read; those of a frozen model always are."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TrainedModel(ParallelModel):
     optimizer: Megatron
 
     def zero_grad(self) -> None:
-        """Forgets all gradients."""
+        """Sets all gradients to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -105,20 +105,20 @@ class TrainedModel(ParallelModel):
     def optimizer_step(self, learning_rate: float) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
-        UntrainableBatch, with the weights as they were, when the norm is not finite on a rank.
+        Raises UntrainableBatch, with unchanged weights, when the norm is not finite on any rank.
         """
         with self.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             return self._optimizer_step(learning_rate)
 
     def _optimizer_step(self, learning_rate: float) -> float:
-        """What Megatron's `step` does, once each, with a look at the norm before weights change."""
+        """Does the parts of Megatron's `step`, and checks the norm before weights change."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         # No rank may wait for one that has refused the batch.
         if self.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():
             raise UntrainableBatch(f"the gradient norm is {norm}; the weights were not changed")
-        # Megatron leaves both multipliers to its own scheduler, which is not used here: without
-        # these lines norms would be decayed too.
+        # Megatron applies both multipliers in its own scheduler, which is not used here. Without
+        # these lines the weights of norms would decay too.
         base = self.optimizer.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * (group["max_lr"] / base.lr)
@@ -141,7 +141,7 @@ class TrainedModel(ParallelModel):
                 )
 
     def gather_parameters(self) -> None:
-        """Completes an all-gather left to the next forward: an export would see old weights."""
+        """Completes an all-gather left to the next forward pass: exports would see old weights."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -149,10 +149,10 @@ class TrainedModel(ParallelModel):
 
 @dataclass(frozen=True)
 class Policy(TrainedModel):
-    """The model that samples, and that is published."""
+    """The model that is published and samples."""
 
 
-# Changes the chunks of this rank after loading, before they get gradients.
+# Function that changes the chunks of this rank after loading, before they get gradients.
 Change = Callable[[list[Megatron]], list[Megatron]]
 
 
@@ -163,11 +163,11 @@ def open_policy(
     load_weights: bool = True,
     activity: Activity | None = None,
 ) -> Policy:
-    """Brings up this rank, and loads `config.model.path` with an optimizer; collective.
+    """Starts this rank and loads `config.model.path` with an optimizer; collective.
 
-    Without `load_weights` they are random, and the folder need hold the config.json alone. What is
-    read of it is noted in `activity`. ConfigError for a model or a setting that cannot work. Close
-    `ranks` of what it returns.
+    Without `load_weights` the weights are random, and the folder need hold config.json only. What
+    is read of the folder is noted in `activity`. Raises ConfigError for a model or a setting that
+    cannot work. The caller closes the policy's `ranks`.
     """
     cpu.install()
     compat.install()
@@ -190,14 +190,14 @@ def _both(first: Change, second: Change) -> Change:
 
 
 def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
-    """The change that makes log-probabilities possible without all logits; see `logprobs`."""
+    """Makes every chunk return hidden states instead of logits; see `logprobs`."""
     for chunk in chunks:
         defer_projection(chunk)
     return chunks
 
 
 def unwrapped(chunk: Megatron) -> Megatron:
-    """The GPT model in the wrappers for replicas and precision."""
+    """Returns the GPT model inside the wrappers for replicas and precision."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -210,9 +210,9 @@ def load_trained(
     change: Change = defer_projections,
     load_weights: bool = True,
 ) -> TrainedModel:
-    """`config.model.path` with an optimizer, in the layout of `config.learner`; collective.
+    """Loads `config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
-    The layout of `ranks` must be that one, and in force. The weights are those of
+    `ranks` must have this layout, and it must be in force. The weights come from
     `config.checkpoint.load` if that is set.
     """
     from megatron.core.distributed import finalize_model_grads
@@ -221,8 +221,8 @@ def load_trained(
     model = _load(config, ranks, ddp_config_of(config), change=change, load_weights=load_weights)
     chunks = model.chunks
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
-    # Without it the schedule leaves out the sum over replicas and the gradients of shared
-    # parameters, silently.
+    # Without this function the schedule silently leaves out the sum over replicas and over the
+    # gradients of shared parameters.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     chunks[0].config.grad_scale_func = optimizer.scale_loss
     if chunks[0].ddp_config.overlap_grad_reduce:
@@ -238,7 +238,7 @@ def load_trained(
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
-    """As `load_trained`, but for reading only: no gradients, no buffers for them."""
+    """Loads a model like `load_trained`, but without gradients, their buffers or an optimizer."""
     model = _load(config, ranks, None, change=defer_projections, load_weights=True)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
@@ -266,7 +266,8 @@ def _load(
     provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
     weights = config.checkpoint.load
     if weights is not None:
-        # Before the change, which they know nothing of, and the optimizer, which copies them.
+        # The weights are loaded before the change, whose parameters they lack, and before the
+        # optimizer, which copies them.
         provider.register_pre_wrap_hook(functools.partial(_with_weights, path=weights, ranks=ranks))
     provider.register_pre_wrap_hook(change)
     chunks = provider.provide_distributed_model(
@@ -307,7 +308,7 @@ def _note_reads(source: Megatron, activity: Activity) -> None:
 
 
 def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
-    """How many fit the share of the device's memory that they may take; none without a device."""
+    """Returns how many logits fit into their share of GPU memory; 0 on a CPU."""
     if ranks.device.type == "cpu":
         return 0
     learner = config.learner

@@ -1,9 +1,9 @@
-"""Model and optimizer state in host memory while nobody works with it.
+"""Model and optimizer state, kept in host memory while no work needs it.
 
-What moves is the storage under the tensors: it is copied to the host and resized to nothing, and
-later resized and filled again. So every view of it, and Megatron's flat buffers are full of views,
-is the same tensor afterwards; replacing `tensor.data` would cut views off their buffer, and the
-optimizer would go on updating a copy.
+The storage under the tensors moves: it is copied to the host and resized to 0, and later resized
+and filled again. Every view of the storage stays valid, and Megatron's flat buffers are full of
+views. Replacing `tensor.data` would separate views from their buffer, and the optimizer would
+update a copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch import Tensor
 
 
 class Part(Enum):
-    """What can be away."""
+    """A part of a model that can be moved to the host."""
 
     PARAMETERS = "parameters"
-    # Needed from one `zero_grad` to the optimizer's step: they are forgotten rather than kept.
+    # Gradients are needed from `zero_grad` to the optimizer's step only: they are dropped, not
+    # copied.
     GRADIENTS = "gradients"
     # Moments and master weights.
     OPTIMIZER = "optimizer"
@@ -32,15 +33,19 @@ class Part(Enum):
 
 @dataclass
 class _Away:
-    """The storages of a part that are resized to nothing, with their sizes in bytes."""
+    """The storages of a part that are resized to 0, with their sizes in bytes."""
 
     storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
-    # The bytes of each, None for a part that is not kept.
+    # The contents of each storage; None for a part whose contents are dropped.
     copies: list[Tensor | None] = field(default_factory=list)
 
 
 class HostMemory:
-    """Brings parts to the device for those who work with them, and to the host afterwards."""
+    """Brings parts to the device for their users, and back to the host afterwards.
+
+    `own` names a part's tensors once. Users nest `resident`; after the last user leaves, the parts
+    that `settings` offloads move to the host.
+    """
 
     def __init__(self, settings: OffloadSection) -> None:
         self._is_offloaded = {part: bool(getattr(settings, part.value)) for part in Part}
@@ -49,15 +54,15 @@ class HostMemory:
         self._away: dict[Part, _Away] = {}
 
     def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
-        """Says what the parts are; asked each time, for an optimizer's state comes and goes."""
+        """Sets functions that return each part's tensors; an optimizer's tensors come and go."""
         self._tensors.update(tensors)
 
     @contextlib.contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """The parts are on the device inside; those that are set to, leave with the last user.
+        """Keeps the parts on the device inside; offloaded parts leave with their last user.
 
-        Without an `own` of it a part is nothing. What raises leaves everything where it is, but
-        for a batch that cannot be trained: training goes on after it.
+        A part that `own` has not set is ignored. After an exception every part stays on the device,
+        except after UntrainableBatch: training goes on with another batch.
         """
         for part in parts:
             self._users[part] += 1
@@ -84,7 +89,7 @@ class HostMemory:
             storage.resize_(0)
         self._away[part] = away
         if torch.cuda.is_available():
-            # Else the memory stays with this process, and no other one can use it.
+            # Without this call the memory stays with this process, and no other process can use it.
             torch.cuda.empty_cache()
 
     def _bring(self, part: Part) -> None:
@@ -100,7 +105,7 @@ class HostMemory:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Each storage once, those on the host already left out where there is a device."""
+    """Returns each storage once; with a GPU, storages that are already on the host are left out."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -121,20 +126,20 @@ def _to_host(data: Tensor) -> Tensor:
 
 
 def parameters(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Of all chunks, frozen ones too."""
+    """Yields the parameters of all chunks, frozen ones too."""
     for chunk in chunks:
         yield from chunk.parameters()
 
 
 def gradient_buffers(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """The flat buffers of which every gradient is a part."""
+    """Yields the flat buffers of which every gradient is a view."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
 
 
 def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Moments and master weights; parameters of the model that it updates directly are not its."""
+    """Yields moments and master weights; model parameters that it updates in place are left out."""
     theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters(chunks)}
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:

@@ -1,4 +1,4 @@
-"""What 8-bit matrix products ask of the settings and of the number of tokens."""
+"""Requirements of 8-bit matrix products on the settings and on the number of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.protocol.settings.config import LearnerSection
 
 
 def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:
-    """ConfigError for products that no library here computes, or parameters that cannot move.
+    """Raises ConfigError without TransformerEngine, or when 8-bit parameters would be offloaded.
 
     `values` are the settings of the model provider.
     """
@@ -29,9 +29,9 @@ def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:
 
 
 def token_alignment(settings: Megatron) -> int:
-    """What the tokens of a rank must be a multiple of; `settings` are those of the model.
+    """Returns the divisor of a rank's number of tokens; `settings` are those of the model.
 
-    Matrix units take 8-bit operands in blocks of 16 numbers, and scales of mxfp8 are shared by 32.
+    Matrix units take 8-bit operands in blocks of 16 numbers, and 32 numbers share a scale of mxfp8.
     """
     if not settings.fp8:
         return 1

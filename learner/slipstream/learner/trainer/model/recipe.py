@@ -1,4 +1,4 @@
-"""What Megatron's objects are made of: a run's settings in its names, over what we depend on."""
+"""Settings of Megatron's objects: values that the trainer needs, and a run's settings over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config, LearnerSection
 from slipstream.protocol.settings.rank_layout import RankLayout
 
-# Of the vocabulary's share of a rank, where the vocabulary is padded.
+# Divisor of a rank's share of the vocabulary, where the vocabulary is padded.
 VOCAB_MULTIPLE = 8
 _FUSIONS = (
     "gradient_accumulation_fusion",
@@ -26,8 +26,8 @@ _FUSIONS = (
     "moe_permute_fusion",
     "moe_grouped_gemm",
 )
-# What Bridge leaves off for Qwen, and TransformerEngine or torch.compile does better: without the
-# fused rotary embedding packed sequences stop the host twice in each layer.
+# Fusions that Bridge leaves off for Qwen, and that TransformerEngine or torch.compile does better.
+# Without the fused rotary embedding, packed sequences make the host wait twice in each layer.
 _DEFAULTS_OF_TRANSFORMER_ENGINE = (
     "apply_rope_fusion",
     "bias_activation_fusion",
@@ -36,14 +36,17 @@ _DEFAULTS_OF_TRANSFORMER_ENGINE = (
 _DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
 # Ways of exchanging keys and values between context parallel ranks; None is p2p.
 _KINDS_FOR_PACKED = (None, "p2p", "a2a")
-# Without it these fail late, or change nothing.
+# Without TransformerEngine these settings fail late, or change nothing.
 _OF_TRANSFORMER_ENGINE = ("moe_router_fusion", "use_te_activation_func", "fp4")
 
 
 def provider_of(
     bridge: Megatron, hf_config: Megatron, config: Config, *, load_weights: bool
 ) -> Megatron:
-    """Bridge's recipe of the model, with all settings; ConfigError when Megatron refuses one."""
+    """Returns Bridge's provider of the model with all settings.
+
+    Raises ConfigError when Megatron refuses a setting.
+    """
     parallel = config.learner.parallel
     provider = bridge.to_megatron_provider(load_weights=load_weights)
     dtype = getattr(torch, config.model.dtype)
@@ -63,18 +66,19 @@ def provider_of(
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,
-        # Packed micro batches differ in length; the default dispatcher refuses that even for dense
+        # Packed micro batches differ in length; the default dispatcher refuses that, even for dense
         # models.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Bridge switches it off, and then the parameters lack the marks by which the gradient norm
-        # counts them once.
+        # Bridge switches initialisation off; the parameters then lack the marks by which the
+        # gradient norm counts each of them once.
         "perform_initialization": True,
-        # With asynchronous sends the output would be freed before it has left.
+        # With asynchronous sends the output would be freed before it is sent.
         "deallocate_pipeline_outputs": False,
         "overlap_p2p_comm": parallel.vpp is not None,
         "batch_p2p_comm": parallel.vpp is None,
-        # Padded only where it must be, to what matrix units like.
+        # The vocabulary is padded only if the ranks do not divide it, to a size that suits matrix
+        # units.
         "should_pad_vocab": hf_config.vocab_size % parallel.tp != 0,
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
         **_rotary_settings(hf_config),
@@ -103,9 +107,9 @@ def provider_of(
 
 
 def _check_shared_sequences(config: Config, kind: object) -> None:
-    """ConfigError for what TransformerEngine 2.11 cannot do with packed sequences.
+    """Raises ConfigError where TransformerEngine 2.11 cannot split packed sequences over ranks.
 
-    It would say so at the first micro batch, and to programmers.
+    TransformerEngine itself would refuse them at the first micro batch, in words for programmers.
     """
     if config.learner.parallel.cp == 1:
         return
@@ -115,7 +119,7 @@ def _check_shared_sequences(config: Config, kind: object) -> None:
             f"of learner.parallel.cp {config.learner.parallel.cp}, got float32"
         )
     kinds = kind if isinstance(kind, list) else [kind]
-    unknown = [one for one in kinds if one not in _KINDS_FOR_PACKED]
+    unknown = [name for name in kinds if name not in _KINDS_FOR_PACKED]
     if unknown:
         raise ConfigError(
             f"learner.transformer.cp_comm_type must be p2p or a2a, as sequences are packed, "
@@ -124,7 +128,7 @@ def _check_shared_sequences(config: Config, kind: object) -> None:
 
 
 def _choose_deterministic_kernels() -> None:
-    """For this process, before the first of them runs."""
+    """Makes this process use deterministic kernels; call it before the first kernel runs."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.use_deterministic_algorithms(True)
@@ -146,10 +150,11 @@ def _without_transformer_engine(config: Config) -> dict[str, object]:
 
 
 def _rotary_settings(hf_config: Megatron) -> dict[str, object]:
-    """How positions turn queries and keys, in Megatron's names.
+    """Returns the settings of the rotary embedding by Megatron's names.
 
-    Bridge looks for the base where transformers 5 does not keep it, and silently leaves 10000; it
-    reads the scaling for Llama alone. `model_problems` refuses what is not said here.
+    Bridge looks for the base in a place that transformers 5 does not fill, and silently takes
+    10000;
+    it reads the scaling for Llama only. `model_problems` refuses models with other settings.
     """
     rope: dict[str, Any] = hf_config.to_dict()["rope_parameters"]
     is_scaled = rope["rope_type"] == "llama3"
@@ -158,7 +163,7 @@ def _rotary_settings(hf_config: Megatron) -> dict[str, object]:
 
 
 def ddp_config_of(config: Config) -> Megatron:
-    """Megatron's settings of data parallelism; ConfigError when it refuses one."""
+    """Returns Megatron's settings of data parallelism; ConfigError when Megatron refuses one."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     values: dict[str, object] = {
@@ -178,9 +183,9 @@ def ddp_config_of(config: Config) -> Megatron:
 
 
 def _overlap(learner: LearnerSection) -> dict[str, object]:
-    """Gradients and parameters travel while others are computed, where there are replicas.
+    """Returns settings that overlap communication and computation, if there are replicas.
 
-    Not what is offloaded: a part that is away cannot be received.
+    With offloaded parameters or gradients there is no overlap: a part on the host cannot receive.
     """
     layout = RankLayout.of(learner.parallel, learner.world_size)
     away = learner.offload.parameters or learner.offload.gradients
@@ -192,7 +197,7 @@ def _overlap(learner: LearnerSection) -> dict[str, object]:
 
 
 def optimizer_config_of(config: Config) -> Megatron:
-    """Megatron's settings of the optimizer; ConfigError when it refuses one."""
+    """Returns Megatron's settings of the optimizer; ConfigError when Megatron refuses one."""
     from megatron.core.optimizer import OptimizerConfig
 
     learner = config.learner
@@ -209,8 +214,8 @@ def optimizer_config_of(config: Config) -> Megatron:
         "params_dtype": dtype,
         "use_distributed_optimizer": learner.use_distributed_optimizer,
         "overlap_param_gather": ddp_config_of(config).overlap_param_gather,
-        # The optimizer on the host gets its gradients only in this way, and weights it never
-        # updates otherwise.
+        # The optimizer on the host gets its gradients only if this is set; otherwise it never
+        # updates the weights.
         "use_precision_aware_optimizer": bool(learner.optimizer.get("optimizer_cpu_offload")),
     }
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
@@ -221,10 +226,10 @@ def optimizer_config_of(config: Config) -> Megatron:
 
 
 def _check_host_optimizer(config: Config) -> None:
-    """ConfigError where Megatron's optimizer on the host cannot work."""
+    """Raises ConfigError where Megatron's optimizer on the host cannot work."""
     if not torch.cuda.is_available():
         raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
-    # It takes slices of float32 parameters for parameters, which torch refuses.
+    # Megatron would give torch slices of float32 parameters as parameters, which torch refuses.
     if config.model.dtype != "bfloat16":
         raise ConfigError(
             "learner.optimizer.optimizer_cpu_offload needs model.dtype bfloat16, "

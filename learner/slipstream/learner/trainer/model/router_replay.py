@@ -1,10 +1,10 @@
-"""Routers that send tokens to the experts to which the rollout sent them.
+"""Replay of routing: each token goes to the experts that the engine chose for it.
 
-An engine and a learner with the same weights round differently, and a token whose router is
-undecided goes to other experts: its log-probability then differs by far more than rounding.
-Replaying the engine's choice removes that, and leaves the weights of the chosen experts to the
-learner's router, so that it is trained through them. Source: rollout routing replay (R3),
-arXiv:2510.11370.
+An engine and a trainer with the same weights round differently. A token whose experts have almost
+equal scores may then go to other experts, and its log-probability differs by far more than
+rounding. Replaying the engine's choice removes this difference. The weights of the chosen experts
+still come from the trainer's router, so that the router is trained through them. Source: rollout
+routing replay (R3), arXiv:2510.11370.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ _Choice = Callable[..., tuple[Tensor, Tensor]]
 
 
 class LayerReplay:
-    """In the place of Megatron's `RouterReplay`, of which it has the one method that routers call.
+    """Replaces Megatron's `RouterReplay` in one layer; it has the one method that routers call.
 
-    Megatron's cannot leave a token to the router, and pairs recomputed layers with micro batches by
-    their order.
+    Megatron's own cannot leave a token to the router, and pairs recomputed layers with micro
+    batches
+    by their order.
     """
 
     def __init__(self, layer: Megatron) -> None:
-        """Makes the router of a transformer layer ask it."""
-        assert not layer.config.moe_router_fusion, "a fused router asks nobody"
+        """Makes the router of a transformer layer call this object."""
+        assert not layer.config.moe_router_fusion, "a fused router does not call RouterReplay"
         self._place = layer.layer_number - 1
         self._num_experts = layer.config.num_moe_experts
         self._splits_tokens = layer.config.sequence_parallel
         self._tp_group = layer.mlp.tp_group
-        # Of the micro batch that the layer works on.
+        # Experts of the micro batch that the layer works on; None: the router chooses.
         self._expert_ids: Tensor | None = None
         self._is_inside = self._has_gradient = False
-        # Of micro batches whose experts alone, without the rest of the layer, are computed again on
-        # the way back: in the order in which they came.
+        # Experts of micro batches whose expert MLPs alone, without the rest of the layer, are
+        # recomputed in the backward pass; in the order of the forward pass.
         self._again: deque[Tensor | None] = deque()
         self._counts: Tensor | None = None
         layer.mlp.router.router_replay = self
@@ -58,10 +59,10 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: _Choice | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and ids of the experts, [tokens, top_k] both, of `scores` [tokens, experts].
+        """Returns scores and ids of the chosen experts, both [tokens, top_k].
 
-        A token of which no experts are known, or not `topk` different ones, goes where the router
-        sends it.
+        `scores` is [tokens, experts]. The router itself chooses for a token without `topk` known,
+        different experts.
         """
         assert default_compute_topk is not None
         values, own = default_compute_topk(
@@ -72,24 +73,24 @@ class LayerReplay:
             return values, own
         given = self._of_rank(expert_ids[:, self._place], len(scores)).long()
         is_known = _are_different(given) & (given < self._num_experts).all(-1)
-        # Once for each token: what is recomputed has no gradient the first time.
+        # Each token is counted once: the first pass of a recomputed layer has no gradient.
         if torch.is_grad_enabled():
             self._count(own, given, is_known)
         chosen = torch.where(is_known[:, None], given, own)
         return scores.gather(1, chosen), chosen
 
     def take_counts(self) -> Tensor | None:
-        """int64: choices that differ from the router's own, and all, since the last call.
+        """Returns int64 [2] since the last call: choices unlike the router's own, and all choices.
 
-        No micro batch is under way.
+        Call it only between micro batches.
         """
-        # What is left was not computed again: below the first adapter nothing has a gradient.
+        # Remaining entries were not recomputed: layers below the first adapter have no gradient.
         self._again.clear()
         counts, self._counts = self._counts, None
         return counts
 
     def _now(self) -> Tensor | None:
-        """The experts of the micro batch that the router is asked about."""
+        """Returns the experts of the router's current micro batch."""
         if not self._is_inside:
             return self._again.popleft()
         if self._has_gradient and not torch.is_grad_enabled():
@@ -102,7 +103,7 @@ class LayerReplay:
         self._counts = found if self._counts is None else self._counts + found
 
     def _of_rank(self, expert_ids: Tensor, num_tokens: int) -> Tensor:
-        """The part of this tensor parallel rank, where the ranks split the tokens."""
+        """Returns this tensor parallel rank's part, if the ranks split the tokens."""
         if not self._splits_tokens:
             return expert_ids
         return expert_ids[self._tp_group.rank() * num_tokens :][:num_tokens]
@@ -121,7 +122,7 @@ def _are_different(ids: Tensor) -> Tensor:
 
 
 def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
-    """The change of a model that makes its routers replay; without experts given they choose."""
+    """Makes a model's routers replay; a router without given experts chooses itself."""
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             LayerReplay(layer)
@@ -139,10 +140,10 @@ def _replays(chunks: Sequence[Megatron]) -> Iterator[LayerReplay]:
 def routing_metrics(
     chunks: Sequence[Megatron], ranks: Ranks, trajectories: Sequence[Trajectory]
 ) -> dict[str, float]:
-    """Of what was trained since the last call; the same on every rank, collective.
+    """Returns metrics of training since the last call; the same on every rank, collective.
 
-    Each token passes each layer's router on one rank. RunFailed when there were experts to replay
-    and no router did.
+    Each token passes each layer's router on one rank. Raises RunFailed when there were experts to
+    replay and no router asked for them.
     """
     totals = torch.zeros(2, dtype=torch.int64)
     for replay in _replays(chunks):
@@ -160,9 +161,10 @@ def routing_metrics(
 
 
 def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
-    """The share of tokens whose experts are not known, the last of each trajectory left out.
+    """Returns the share of tokens whose experts are not known.
 
-    Nothing is predicted behind the last one, and engines do not compute it.
+    The last token of each trajectory is left out: nothing is predicted after it, so engines do not
+    compute it.
     """
     recorded = [
         int(np.count_nonzero(t.routed_experts.is_recorded[:-1])) if t.routed_experts else 0
@@ -173,7 +175,7 @@ def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
 
 
 def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
-    """UntrainableBatch when the experts are those of another model than that of `config`."""
+    """Raises UntrainableBatch when the recorded experts do not fit the model of `config`."""
     expected = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
     for trajectory in trajectories:
         routed = trajectory.routed_experts

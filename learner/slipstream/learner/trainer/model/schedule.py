@@ -1,4 +1,4 @@
-"""Runs micro batches through the pipeline schedule, with or without the way back."""
+"""Micro batches run through the pipeline schedule, with or without the backward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 Output = TypeVar("Output")
 # (place of the micro batch, micro batch, log-probabilities, entropy) -> loss
 LossFunction = Callable[[int, MicroBatch, Tensor, Tensor], TokenLoss]
-# (place, micro batch, output of the last stage) -> (sum of the loss, tokens, what is handed out)
+# (place, micro batch, output of the last stage) -> (sum of the loss, tokens, result)
 Finish = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, Output]]
 
 
@@ -36,8 +36,8 @@ def forward_backward(
 ) -> list[TokenLoss]:
     """Adds up the gradients of all micro batches, divided by the tokens of all ranks; collective.
 
-    Returns the loss of each micro batch, detached, on the last pipeline stage, and nothing on the
-    others. `entropy_gradient`: the loss depends on the entropies, not only its statistics.
+    Returns the loss of each micro batch, detached, on the last pipeline stage, and [] on the
+    others. Set `entropy_gradient` if the loss itself depends on the entropies.
     """
 
     def finish(
@@ -65,9 +65,9 @@ def forward_backward(
 def forward_logprobs(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], *, temperature: float
 ) -> list[Tensor]:
-    """The log-probabilities of the targets in `loss_mask`, elsewhere 0; collective.
+    """Returns log-probabilities of the targets in `loss_mask`, 0 elsewhere; collective.
 
-    One tensor for each micro batch on the last pipeline stage, and nothing on the others.
+    There is one tensor for each micro batch on the last pipeline stage, and [] on the others.
     """
 
     def finish(
@@ -89,9 +89,9 @@ def forward_logprobs(
 def sequence_logprobs(
     model: ParallelModel, sequences: Sequence[TokenArray], *, max_tokens: int
 ) -> list[LogprobArray]:
-    """Log-probabilities at temperature 1 of all tokens but each sequence's first; collective.
+    """Returns log-probabilities at temperature 1 of all tokens except each first one; collective.
 
-    On every rank, one array for each sequence.
+    Every rank gets one array for each sequence, without its first token.
     """
     return masked_outputs(
         model,
@@ -108,20 +108,20 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[Output]:
-    """Runs Megatron's schedule; what `finish` hands out, on the last pipeline stage. Collective.
+    """Runs Megatron's schedule; returns the results of `finish` on the last stage. Collective.
 
-    The output that it is given is [1, tokens, ...], hidden states or what a changed output layer
-    makes of them. The layout of `model` must be in force.
+    `finish` gets an output [1, tokens, ...]: hidden states, or what a changed output layer returns.
+    The layout of `model` must be in force. The other stages return [].
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    # All at once, before the first of them: a copy in between would wait for what runs already.
+    # All micro batches are copied before the first one runs: later copies would wait for the GPU.
     placed = [micro_batch.to(model.ranks.device) for micro_batch in micro_batches]
 
     def forward_step(
         places: Iterator[int], chunk: Megatron
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
-        # The ones before are done, or wait in the short queue of the device.
+        # Earlier micro batches are done, or wait in the short queue of the device.
         model.ranks.activity.note()
         place = next(places)
         micro_batch = placed[place]
@@ -135,7 +135,7 @@ def run_schedule(
 
         return output, functools.partial(finish, place, micro_batch)
 
-    # Only Megatron's wrapper for half precision knows the word, and it would make a larger copy.
+    # Only Megatron's wrapper for half precision has `fp32_output`; true would make a larger copy.
     in_model_precision = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
     iterators = [iter(range(len(micro_batches))) for _ in model.chunks]
     with model.memory.resident(Part.PARAMETERS):
@@ -154,7 +154,7 @@ def run_schedule(
 
 
 def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
-    """Where the sequences are, for the attention, and where the routers send their tokens."""
+    """Returns the bounds of the sequences for the attention, with the experts for the routers."""
     from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
 
     packed = RoutedSequences(
@@ -166,14 +166,15 @@ def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
         expert_ids=micro_batch.expert_ids,
     )
     if cp_size > 1:
-        # TransformerEngine asks for them; padding at the ends needs no mask of its own. The same
-        # tensor, so that it sees without asking the device that nothing lies between sequences.
+        # TransformerEngine requires these fields; trailing padding needs no mask of its own. They
+        # are the same tensor as `cu_seqlens_q`, so that TransformerEngine knows, without a wait for
+        # the device, that there are no gaps between sequences.
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro_batch.cu_seqlens
     return packed
 
 
 def _trained_rows(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Where logits are needed, on the device; found on the CPU, for it would stop a GPU."""
+    """Returns the rows that need logits, on the device; `nonzero` on a GPU would wait for it."""
     return [
         to_device(micro_batch.loss_mask.nonzero()[:, 0], model.ranks.device)
         for micro_batch in micro_batches

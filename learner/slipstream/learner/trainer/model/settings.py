@@ -15,10 +15,11 @@ from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
 
-# An object of Megatron's or of transformers': untyped for us.
+# An object of Megatron or transformers, which are untyped.
 Megatron: TypeAlias = Any
 
-# What must agree with groups, weights or our own code: the settings to change instead, if any.
+# Megatron's fields that must agree with groups, weights or the trainer's code. The value is the
+# setting to change instead, None if there is none.
 OWNED = {
     "tensor_model_parallel_size": "learner.parallel.tp",
     "pipeline_model_parallel_size": "learner.parallel.pp",
@@ -46,7 +47,7 @@ OWNED = {
     "share_embeddings_and_output_weights": "model.path",
     "lr": "algorithm.learning_rate",
     "calculate_per_token_loss": None,
-    # The projection to the vocabulary is not Megatron's.
+    # `logprobs` replaces Megatron's projection to the vocabulary.
     "defer_embedding_wgrad_compute": None,
     "average_in_collective": None,
     "variable_seq_lengths": None,
@@ -62,7 +63,7 @@ OWNED = {
     "timers": None,
     "_cpu_offloading_context": None,
     "_pg_collection": None,
-    # What is being sent would be freed.
+    # With asynchronous sends an output would be freed before it is sent.
     "deallocate_pipeline_outputs": None,
     "no_sync_func": None,
 }
@@ -71,11 +72,11 @@ OWNED = {
 def passed_through(
     target: Megatron, settings: Mapping[str, JsonValue], *, section: str
 ) -> dict[str, object]:
-    """The values of `settings` for the dataclass (or instance) `target`.
+    """Returns the values of `settings` for the dataclass (or instance) `target`.
 
-    ConfigError for a key that it does not have, with the nearest ones, for a key that the trainer
-    decides itself, and for a value of another type than the field's. Names of torch's element types
-    and of an enum's members become these.
+    Raises ConfigError for a key that `target` does not have, with the nearest names, for a key that
+    the trainer sets itself, and for a value of another type than the field's. Names of torch's
+    element types and of an enum's members become these objects.
     """
     hints = typing.get_type_hints(target if isinstance(target, type) else type(target))
     fields = [field.name for field in dataclasses.fields(target) if field.init]
@@ -103,14 +104,14 @@ def _hint(key: str, fields: Sequence[str]) -> str:
 
 
 def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
-    """`value` as a field of type `hint` takes it: a dataclass itself would take anything."""
+    """Returns `value` checked against the type `hint`: a dataclass itself would take anything."""
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if value not in hint.__members__:
             raise ConfigError(
                 f"{where} must be one of {', '.join(hint.__members__)}, got {value!r}"
             )
         return hint[str(value)]
-    # Not every name with "dtype" in it is of that type: moe_router_dtype is a text.
+    # The name does not tell: moe_router_dtype, for example, is a string.
     if "torch.dtype" in str(hint):
         found = vars(torch).get(value) if isinstance(value, str) else None
         if not isinstance(found, torch.dtype):
@@ -118,7 +119,7 @@ def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
         return found
     adapter = TypeAdapter[object](hint, config=ConfigDict(arbitrary_types_allowed=True))
     try:
-        # JSON has no tuples: a list stands for one.
+        # JSON has no tuples: a list stands for a tuple.
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         rules = dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors())
@@ -128,7 +129,7 @@ def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
 
 @contextlib.contextmanager
 def refusals_of(section: str) -> Iterator[None]:
-    """Turns what Megatron's objects say against their values into a ConfigError of one line."""
+    """Turns an error of Megatron's objects about their values into a ConfigError of one line."""
     try:
         yield
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""Our layer spec without TransformerEngine: sequence-parallel RMSNorm, attention, experts.
+"""The layer spec without TransformerEngine: sequence-parallel RMSNorm, attention, experts.
 
-It is defined by inheriting from Megatron's classes, so import it only after `compat.install`.
+Importing it imports classes that inherit from Megatron's, so do it only after `compat.install`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
-    """The transformer block of `config`, for the layers of this pipeline stage."""
+    """Returns the transformer block of `config` with the layers of this pipeline stage."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -42,7 +42,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
     )
     parts = layer.submodules
     if config.num_moe_experts:
-        # Bridge cannot export Megatron's own, which are a list of modules.
+        # Bridge cannot export Megatron's own experts, which are a list of modules.
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = CoreAttention
@@ -55,7 +55,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
 
 @functools.cache
 def register_norm_names() -> None:
-    """Teaches Bridge's Qwen families the names of norms apart from the linear layer behind."""
+    """Adds names of separate norms to Bridge's Qwen families, which know only fused norms."""
     names = {
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",

@@ -1,4 +1,4 @@
-"""One value for each token, in place of the projection to the vocabulary."""
+"""The value head: one value for each token, in place of the projection to the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from slipstream.learner.trainer.model.settings import Megatron
 from torch import Tensor
 
-# Deviation of the first values, whatever the hidden size: the states have been normalised.
+# Standard deviation of the initial values for any hidden size: the states are normalised.
 INITIAL_SCALE = 0.1
 
 
 class ValueHead(torch.nn.Module):
     """A linear layer to one number, the same on all ranks of a stage; float32 inside.
 
-    Called as Megatron calls an output layer: [tokens, batch, hidden size] gives [tokens, batch, 1].
-    With sequence parallelism a rank has a part of the tokens: it values these, and the values are
-    brought together, not the states. Its gradients are then summed over the tensor parallel ranks.
+    Megatron calls it as an output layer: [tokens, batch, hidden size] gives [tokens, batch, 1].
+    With sequence parallelism a rank has a part of the tokens: it computes their values, and values
+    are gathered instead of states. Gradients are then summed over the tensor parallel ranks.
     """
 
     def __init__(self, config: Megatron, *, seed: int, device: torch.device) -> None:
@@ -38,20 +38,23 @@ class ValueHead(torch.nn.Module):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """The values, and no bias that would be added later."""
+        """Returns the values, and None for a bias that Megatron would add later."""
         values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self._is_split:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-            # Every rank goes on with the same loss: a rank's part of the gradient is its own.
+            # Every rank computes the same loss from the gathered values: its own part of the
+            # gradient
+            # is complete.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 def give_value_head(model: Megatron, *, seed: int) -> None:
-    """Changes a Megatron GPT model, whose weights are loaded, on every pipeline stage."""
+    """Gives a Megatron GPT model with loaded weights a value head; call it on every stage."""
     if model.pre_process:
-        # With tied embeddings there is no second copy any more whose gradients are to be added.
+        # With tied embeddings the projection was a second copy; now no gradients of a copy are to
+        # be added.
         model.embedding.word_embeddings.weight.shared_embedding = False
     model.share_embeddings_and_output_weights = False
     if model.post_process:

@@ -1,1 +1,1 @@
-"""What makes a process a rank: torch.distributed, parallel groups, Megatron on this device."""
+"""The parts that make a process a rank: torch.distributed, parallel groups, Megatron, device."""

@@ -1,7 +1,7 @@
-"""What a rank does, as signs of life: rank 0 tells the controller that the trainer works.
+"""Signs of life: rank 0 tells the controller that the trainer works.
 
-Consumes: notes of the training loop. Produces: calls of the controller.
-Waits for: its period. Unblocked by: the clock, or `close`.
+Consumes: notes of the training loop. Produces: calls to the controller.
+Waits for: the period. Unblocked by: the clock, or the end of the context.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 
 class Activity:
-    """Counts what a rank has done: micro batches, bytes of files, tensors.
+    """Counts pieces of a rank's work: micro batches, bytes of files, tensors.
 
-    The thread that works notes it, behind each piece of work. A collective or a device that hangs
-    keeps it from the next note, so the count says more than that the process is there.
+    The working thread calls `note` after each piece. If a collective or a device hangs, there is no
+    next note, so a growing count shows more than that the process exists.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Activity:
         self.loaded_bytes = 0
 
     def note(self) -> None:
-        """One more piece of work is done."""
+        """Counts one more piece of work."""
         self.count += 1
 
     def loaded(self, num_bytes: int) -> None:
@@ -33,7 +33,7 @@ class Activity:
 
 
 class SignsOfLife:
-    """Calls `tell` from a thread, every `period_s` in which work was done."""
+    """Calls `tell` from a thread after every `period_s` in which work was done."""
 
     def __init__(self, activity: Activity, tell: Callable[[], None], *, period_s: float) -> None:
         self._activity, self._tell, self._period_s = activity, tell, period_s
@@ -45,7 +45,7 @@ class SignsOfLife:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing more is told; a call under way may go on."""
+        """Stops further calls; a call that has begun may still run."""
         self._closed.set()
 
     def _run(self) -> None:

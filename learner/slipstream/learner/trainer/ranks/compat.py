@@ -1,7 +1,6 @@
-"""What megatron-core 0.16.1 and megatron-bridge 0.3.1 need on every device.
+"""Cures for faults of megatron-core 0.16.1 and megatron-bridge 0.3.1, on every device.
 
-Each cure stands beside the version it was found in: another version is refused by name instead of
-being trusted.
+The cures hold for these versions only: the trainer refuses every other version by name.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def has_transformer_engine() -> bool:
 
 
 def check_versions() -> None:
-    """ConfigError that names a Megatron package which is missing or not of the tested version."""
+    """Raises ConfigError for a Megatron package that is missing or not of the tested version."""
     for name, tested in TESTED_VERSIONS.items():
         try:
             found = importlib.metadata.version(name)
@@ -56,8 +55,8 @@ def check_versions() -> None:
 def install() -> Megatron:
     """Applies the cures, once, and returns Bridge's AutoBridge class."""
     check_versions()
-    # megatron.core decides at import whether TransformerEngine is there: it must come before the
-    # stub.
+    # megatron.core decides at import whether TransformerEngine is installed: import it before the
+    # stub exists.
     importlib.import_module("megatron.core.extensions.transformer_engine")
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     if has_transformer_engine():
@@ -67,7 +66,7 @@ def install() -> Megatron:
         _install_adam()
         auto_bridge = _import_bridge()
         _cure_adapters()
-    # Recipes that Bridge lacks.
+    # This import registers recipes that Bridge lacks.
     importlib.import_module("slipstream.learner.trainer.model.families")
     _cure_padded_vocabulary()
     _cure_saved_buckets()
@@ -75,7 +74,7 @@ def install() -> Megatron:
 
 
 def _cure_moe_utils() -> None:
-    # A name that is only bound where TransformerEngine is installed is read without it too.
+    # Megatron reads a name that is bound only if TransformerEngine is installed.
     moe_utils: Megatron = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     moe_utils.te_general_gemm = None
 
@@ -91,14 +90,15 @@ def _install_adam() -> None:
 
 
 def _cure_adapters() -> None:
-    # Megatron-Core defines the names of TransformerEngine's layers without it too, as None, and
-    # the adapters take that for their presence.
+    # Without TransformerEngine, Megatron-Core defines the names of its layers as None, and the
+    # adapters take the names as a sign that it is installed.
     utils: Megatron = importlib.import_module("megatron.bridge.peft.utils")
     utils.HAVE_TE = False
 
 
 def _cure_padded_vocabulary() -> None:
-    # The model's vocabulary is padded where the ranks do not divide it, what Bridge loads is not.
+    # The model's vocabulary is padded if the ranks do not divide it; the tensor that Bridge loads
+    # is not padded.
     mapping: Megatron = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
     load = mapping.ColumnParallelMapping.hf_to_megatron
 
@@ -113,9 +113,9 @@ def _cure_padded_vocabulary() -> None:
 
 
 def _cure_saved_buckets() -> None:
-    # The distributed optimizer lays its buckets one after another without their padding, and then
-    # looks for parameters where they are with it: behind the first padded bucket a checkpoint
-    # would hold the state of other parameters.
+    # The distributed optimizer joins its buckets without their padding, but then looks for
+    # parameters at their places with padding: after the first padded bucket a checkpoint would
+    # hold the state of other parameters.
     distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     gather = distributed.DistributedOptimizer.get_parameter_state_dp_zero
 
@@ -133,7 +133,7 @@ def _cure_saved_buckets() -> None:
 
 
 def _with_padding(packed: torch.Tensor, buffer: Megatron) -> torch.Tensor:
-    """The buckets' contents where they are in the buffer."""
+    """Returns the buckets' contents at their places in the buffer."""
     whole = packed.new_zeros(buffer.numel)
     sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
     for bucket, part in zip(buffer.buckets, torch.split(packed, sizes), strict=True):
@@ -144,8 +144,9 @@ def _with_padding(packed: torch.Tensor, buffer: Megatron) -> torch.Tensor:
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW that counts its steps per parameter group, as apex and TransformerEngine do.
 
-    The distributed optimizer saves and restores that count only; with torch's AdamW, which counts
-    per parameter, all parameters share one counter after a resume and the bias correction is wrong.
+    The distributed optimizer saves and restores only that count. torch's AdamW counts per
+    parameter: after a resume all parameters would share one counter, and the bias correction would
+    be wrong.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient once."""
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -197,7 +198,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 class _Stub(types.ModuleType):
-    """A module of which every name is an empty class: Bridge's adapters can be defined."""
+    """A module whose every name is an empty class, so that Bridge's adapters can be defined."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -208,7 +209,7 @@ class _Stub(types.ModuleType):
 
 
 def _import_bridge() -> Megatron:
-    """Bridge without TransformerEngine, mamba and triton, which only other models need."""
+    """Imports Bridge without TransformerEngine, mamba and triton, which only other models need."""
     megatron: Megatron = importlib.import_module("megatron")
     root = next(folder for path in megatron.__path__ if (folder := Path(path) / "bridge").is_dir())
     _add_shell("megatron.bridge", root)
@@ -220,7 +221,7 @@ def _import_bridge() -> Megatron:
         for family in _MODEL_FAMILIES:
             importlib.import_module(f"megatron.bridge.models.{family}")
     finally:
-        # Nobody who asks later may believe that TransformerEngine is there.
+        # Code that looks for TransformerEngine later must not find the stubs.
         for name in _TE_STUBS:
             sys.modules.pop(name, None)
     return auto_bridge.AutoBridge

@@ -1,8 +1,8 @@
 # ruff: noqa: ANN401 - signatures of torch's that are only passed on
-"""Lets megatron-core run on CPU tensors and gloo: replaces what assumes a CUDA device.
+"""Replacements for code that assumes a CUDA device: megatron-core then runs on CPU and gloo.
 
-Does nothing where CUDA is there. The replacements hold for the whole process, so it must be one
-that does nothing else than train.
+With CUDA nothing is replaced. The replacements hold for the whole process, so use them only in a
+process that does nothing but train.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _installed = False
 
 
 class _Stream:
-    """Work on a CPU is done when the call returns, so every stream is the same one."""
+    """A stand-in for a stream: CPU work is done when its call returns, so all streams are equal."""
 
     device = _CPU
 
@@ -56,7 +56,7 @@ class _Event:
 
 
 def install() -> None:
-    """Replaces them, once; call it before the first import of megatron.core."""
+    """Makes all replacements once; call it before the first import of megatron.core."""
     global _installed
     if torch.cuda.is_available() or _installed:
         return
@@ -67,7 +67,7 @@ def install() -> None:
     _replace_scatter()
     _replace_uneven_collectives()
     _replace_megatron()
-    # Sums over duplicate indices run in one order: the same batches give the same bits.
+    # Deterministic sums over duplicate indices make the same batches give the same bits.
     torch.use_deterministic_algorithms(True)
     _replace(torch.utils.deterministic, {"fill_uninitialized_memory": False})
 
@@ -90,7 +90,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_op() -> Callable[..., None]:
-    """A new function each time: torch.compile's table of functions refuses one twice."""
+    """Returns a new function each time: torch.compile's table refuses a function twice."""
 
     def nothing(*_: object, **__: object) -> None: ...
 
@@ -157,7 +157,7 @@ def _replace_scatter() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # gloo ignores strides here and would scatter garbage for views along dim 1.
+        # gloo ignores strides here and would scatter wrong data for views along dim 1.
         parts = [part.contiguous() for part in scatter_list] if scatter_list else scatter_list
         return real_scatter(tensor, parts, *args, **kwargs)
 
@@ -165,7 +165,10 @@ def _replace_scatter() -> None:
 
 
 def _replace_uneven_collectives() -> None:
-    """Experts that share matrices get different numbers of tokens, which gloo refuses."""
+    """Replaces collectives for uneven parts, which gloo refuses.
+
+    Ranks that share experts' matrices get different numbers of tokens.
+    """
     import torch.distributed as dist
 
     real_gather, real_reduce_scatter = dist.all_gather, dist.reduce_scatter

@@ -1,9 +1,9 @@
-"""Several sets of Megatron's parallel groups over the same ranks, one of them in force at a time.
+"""Several sets of Megatron's parallel groups over the same ranks, one set in force at a time.
 
 Megatron keeps its groups in the globals of one module, which layers, schedules, gradient sums and
 Bridge's conversions read while they run. A model of another layout therefore runs inside
-`Grid.use`, which puts all of these globals, and the states of the random generators, in place and
-back.
+`Grid.use`, which sets all of these globals and the states of the random generators, and restores
+them afterwards.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.protocol.settings.config import ParallelSection
 from torch import Tensor
 
-# Only ever grows, and a change of the time limit must reach all groups.
+# This list is shared: it only grows, and a change of the time limit must reach all groups.
 _COMMON = frozenset({"_global_process_group_list"})
 
 
 @dataclass
 class _State:
-    """What Megatron takes from globals: groups, sizes, buffers, and states of generators."""
+    """The values that Megatron reads from globals: groups, sizes, buffers, generators' states."""
 
     groups: dict[str, object]
     tracked: dict[str, object]
@@ -32,10 +32,10 @@ class _State:
 
 
 class Grids:
-    """The layouts of one trainer: each distinct one has its groups, made once, on all ranks.
+    """The layouts of one trainer; each distinct layout's groups are made once, on all ranks.
 
-    The layout of `home` is in force whenever no other is in use. The constructor, `of` and `close`
-    are collective.
+    The layout of `home` is in force while no other layout is in use. The constructor, `of` and
+    `close` are collective.
     """
 
     def __init__(self, home: ParallelSection, *, timeout_s: float, seed: int) -> None:
@@ -49,7 +49,7 @@ class Grids:
         self.current = self.home
 
     def of(self, parallel: ParallelSection) -> Grid:
-        """The groups of this layout; what is in force stays."""
+        """Returns the groups of a layout, and makes them if new; the layout in force stays."""
         # Sequence parallelism has no groups of its own.
         sizes = parallel.model_copy(update={"sequence_parallel": False})
         if sizes not in self._by_sizes:
@@ -57,7 +57,7 @@ class Grids:
         return self._by_sizes[sizes]
 
     def close(self) -> None:
-        """Forgets all groups; destroying the processes' group is the caller's part."""
+        """Destroys the groups of all layouts; the caller destroys the process group."""
         from megatron.core import parallel_state
 
         for grid in self._by_sizes.values():
@@ -71,7 +71,7 @@ class Grids:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         before = _read() if self.current is not None else None
-        # What is filled in place is each layout's own.
+        # Each layout gets its own dict where Megatron fills one in place.
         _write_groups({name: {} if value == {} else value for name, value in self._nothing.items()})
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tp,
@@ -108,10 +108,10 @@ class Grid:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Puts this layout in force; nothing to do when it is already.
+        """Puts this layout in force; does nothing if it already is.
 
-        RuntimeError when the layout of a third model is: models of two layouts that are not the
-        home one take turns, they do not nest.
+        Raises RuntimeError while a third layout is in force: uses of two layouts other than `home`
+        may follow each other, but not nest.
         """
         grids = self._grids
         before = grids.current
@@ -132,7 +132,7 @@ class Grid:
 
 
 def known_globals() -> set[str]:
-    """Names of Megatron's globals that are swapped, and of those that all layouts share."""
+    """Returns the names of Megatron's globals, both swapped ones and those that layouts share."""
     from megatron.core import parallel_state
 
     return {

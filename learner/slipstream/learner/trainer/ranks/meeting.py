@@ -1,7 +1,7 @@
-"""Where the ranks of a trainer meet: one torch store, on one address, for ranks of one start.
+"""The meeting place of a trainer's ranks: a torch store on one address, for ranks of one start.
 
-torch would open it on all addresses, take whoever connects for a rank, and wait without a limit for
-what does not answer.
+torch itself would open the store on all addresses, count every client as a rank, and wait without a
+limit for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError
 from torch.distributed.distributed_c10d import Store
 
-# What torch may take beyond its own limit to say that nobody listens.
+# Seconds that torch may take beyond its own limit to report that no server listens.
 CONNECT_GRACE_S = 5.0
-# Within which a rank 0 that answers has said that it is there.
+# Seconds within which a rank 0 that answers must have announced itself in the store.
 RECOGNITION_LIMIT_S = 60.0
 
 
 def meeting_place(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """What the ranks of this start share, once they all have come, on MASTER_ADDR alone.
+    """Returns the store that the ranks of this start share, once all have joined.
 
-    ConfigError when rank 0 cannot listen there, or where other machines do not reach it, or when
-    what answers is no rank 0, or that of another run. TimeoutError names ranks that did not come.
+    Rank 0 listens on MASTER_ADDR alone. Raises ConfigError when rank 0 cannot listen there, when
+    other machines cannot reach the address, and when the server there is not rank 0 of this run.
+    Raises TimeoutError with the ranks that did not join.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except KeyError as error:
         raise missing_variable(error) from None
     descriptor = None
-    # torchrun's agent may have opened it already.
+    # torchrun's agent may have opened the store already.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
             listener = listen(host, port)
@@ -59,34 +60,34 @@ def meeting_place(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 class Words:
-    """What one rank says to all others outside of the order of collectives, from any thread."""
+    """Words that one rank says to all others from any thread, outside the order of collectives."""
 
     def __init__(self, store: Store) -> None:
-        """`store`: that in which all ranks have met."""
+        """Takes the `store` of `meeting_place`."""
         self._store = store
 
     def say(self, word: str) -> None:
-        """From now on every rank hears that it was said."""
+        """Lets every rank hear from now on that the word was said."""
         with contextlib.suppress(RuntimeError):
-            # Whoever is left hears that rank 0 is gone, with all words.
+            # If rank 0 is gone, its words are too, and `was_said` is true on the remaining ranks.
             self._store.set(f"word/{word}", "said")
 
     def was_said(self, word: str) -> bool:
-        """True as well when rank 0 is gone, which keeps the words."""
+        """Whether the word was said; also true when rank 0, which keeps the words, is gone."""
         try:
             return bool(self._store.check([f"word/{word}"]))
         except RuntimeError:
             return True
 
     def forget(self, word: str) -> None:
-        """On one rank, when nobody listens for it any more."""
+        """Removes a word; called on one rank when no rank listens for the word any more."""
         self._store.delete_key(f"word/{word}")
 
 
 def _connected(host: str, port: int, descriptor: int | None, timeout: timedelta) -> Store:
-    """The store; ConfigError when what listens there is no store.
+    """Returns the store; raises ConfigError when another program listens there.
 
-    torch waits without a limit for the first answer of whatever took the connection.
+    torch alone would wait without a limit for the first answer of that program.
     """
     found: list[Store | BaseException] = []
 
@@ -96,7 +97,7 @@ def _connected(host: str, port: int, descriptor: int | None, timeout: timedelta)
                 host,
                 port,
                 is_master=descriptor is not None,
-                # torch would count whoever connects.
+                # With a count of workers torch would count every client that connects.
                 wait_for_workers=False,
                 timeout=timeout,
                 master_listen_fd=descriptor,
@@ -120,24 +121,27 @@ def _connected(host: str, port: int, descriptor: int | None, timeout: timedelta)
 
 
 def _all_here(store: Store, launch: tuple[int, int], place: str, timeout: timedelta) -> Store:
-    """The part of the store that only ranks of this start know; `launch`: rank and world size."""
+    """Returns the part of the store that only ranks of this start know, once all have joined.
+
+    `launch` has rank and world size.
+    """
     rank, world_size = launch
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     known = f"{os.environ.get(RENDEZVOUS_VARIABLE, 'slipstream')}/{start}"
     ours: Store = dist.PrefixStore(known, store)  # type: ignore[attr-defined]
     ours.set(f"rank/{rank}", "here")
     has_own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # Rank 0 opens its own store, and is the first in it.
+    # A rank 0 with its own store announces itself before all others, so this limit is short.
     limit = min(timeout, timedelta(seconds=RECOGNITION_LIMIT_S)) if has_own_store else timeout
     if not _have_come(ours, [0], limit):
         raise ConfigError(
-            f"learner.master: rank 0 at {place} does not know rank {rank} within "
-            f"{limit.total_seconds():g} s: it is of another run, or has another token"
+            f"learner.master: rank 0 at {place} did not recognise rank {rank} within "
+            f"{limit.total_seconds():g} s: it belongs to another run, or has another token"
         )
     if not _have_come(ours, range(world_size), timeout):
         absent = [r for r in range(world_size) if not ours.check([f"rank/{r}"])]
         raise TimeoutError(
-            f"of {world_size} ranks {', '.join(map(str, absent))} did not come to {place} "
+            f"of {world_size} ranks {', '.join(map(str, absent))} did not join at {place} "
             f"within {timeout.total_seconds():g} s"
         )
     return ours
@@ -152,5 +156,5 @@ def _have_come(store: Store, ranks: Iterable[int], limit: timedelta) -> bool:
 
 
 def missing_variable(error: KeyError) -> ConfigError:
-    """For a variable of torchrun that is not set."""
+    """Returns the error for a variable of torchrun that is not set."""
     return ConfigError(f"the environment must set {error.args[0]}, as torchrun does")

@@ -1,4 +1,4 @@
-"""The ranks: torch.distributed, Megatron's parallel groups, seeds, what rank 0 tells all."""
+"""The ranks: torch.distributed, Megatron's parallel groups, seeds, and messages among ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INT64 = torch.int64
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun tells a rank."""
+    """The values that torchrun gives a rank."""
 
     rank: int
     world_size: int
@@ -34,7 +34,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Reads RANK, WORLD_SIZE and LOCAL_RANK; ConfigError names one that is missing."""
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK; raises ConfigError for a missing one."""
         try:
             return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
         except KeyError as error:
@@ -44,8 +44,8 @@ class Launch:
 class Ranks:
     """All ranks of the trainer, each with its place in the parallel groups.
 
-    Every method but the properties is collective: all ranks call it in the same order. A rank that
-    died or is silent for `timeout_s` makes it raise.
+    Unless a docstring says otherwise, every method except the properties is collective: all ranks
+    call it in the same order. It raises when a rank died or is silent for `timeout_s`.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Ranks:
             )
         self.rank = launch.rank
         self.world_size = launch.world_size
-        # The limit of one collective, and of a disk that is silent.
+        # Limit in seconds of one collective, and of a disk that does not answer.
         self.timeout_s = learner.timeout_s
         self.activity = activity or Activity()
         self.device, store = _start(launch, learner)
-        # Their use is not collective.
+        # The use of words is not collective.
         self.words = Words(store)
         self._parallel = learner.parallel
         self._grids = Grids(learner.parallel, timeout_s=learner.timeout_s, seed=seed)
@@ -79,15 +79,16 @@ class Ranks:
         )
 
     def placed(self, parallel: ParallelSection) -> Ranks:
-        """The same ranks in another layout, whose groups are made if they are new."""
+        """Returns the same ranks in another layout, whose groups are made if they are new."""
         other = copy.copy(self)
         other._parallel, other._grid = parallel, self._grids.of(parallel)
         return other
 
     def in_force(self) -> AbstractContextManager[None]:
-        """While a model of this layout runs or is asked for its place; not collective.
+        """Puts this layout in force inside the context; not collective.
 
-        RuntimeError inside the same of a third layout: `Grid.use`.
+        A model of this layout must run, or be asked for its place, inside it. Raises RuntimeError
+        while a third layout is in force: see `Grid.use`.
         """
         return self._grid.use()
 
@@ -102,7 +103,7 @@ class Ranks:
 
     @property
     def dp_rank(self) -> int:
-        """Place among the replicas, which train different micro batches."""
+        """This rank's place among the replicas, which train different micro batches."""
         return int(self._groups.get_data_parallel_rank())
 
     @property
@@ -123,7 +124,7 @@ class Ranks:
 
     @property
     def cp_rank(self) -> int:
-        """Which part of each sequence this rank holds."""
+        """This rank's part of each sequence."""
         return int(self._groups.get_context_parallel_rank())
 
     @property
@@ -144,17 +145,17 @@ class Ranks:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's statistics enter a sum over all: each token of a replica once."""
+        """Whether sums over all ranks include this rank's statistics: each token counts once."""
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
-        """Whether no rank before this one holds the same parameters; not collective."""
+        """Whether no lower rank holds the same parameters; not collective."""
         if of_experts:
             return bool(self._groups.get_expert_data_parallel_rank() == 0)
         return bool(self._groups.get_data_parallel_rank(with_context_parallel=True) == 0)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """The bytes of rank 0, on every rank; the others pass None."""
+        """Returns rank 0's bytes on every rank; the other ranks pass None."""
         assert (data is not None) == self.is_main
         if data is not None and self.world_size == 1:
             return data
@@ -168,7 +169,7 @@ class Ranks:
         return data if data is not None else buffer.numpy().tobytes()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, in the order of the ranks, on every rank."""
+        """Returns the bytes of every rank, in rank order, on every rank."""
         if self.world_size == 1:
             return [data]
         sizes = torch.zeros(self.world_size, dtype=_INT64)
@@ -182,17 +183,17 @@ class Ranks:
         return [part.numpy().tobytes()[:size] for part, size in zip(parts, lengths, strict=True)]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over all ranks of a CPU tensor."""
+        """Sums a CPU tensor over all ranks, in place, and returns it."""
         dist.all_reduce(values, group=self._control)
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Largest values over all ranks of a CPU tensor."""
+        """Takes the largest values of a CPU tensor over all ranks, in place, and returns it."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return values
 
     def describe(self, *, has_experts: bool) -> str:
-        """The parallel groups of all ranks; not collective."""
+        """Describes the parallel groups of all ranks in one line; not collective."""
         layout = RankLayout.of(self._parallel, self.world_size)
         found, groups = layout.groups(), self._groups
         for name, ours in {
@@ -209,7 +210,7 @@ class Ranks:
         return f"on {self.device.type}, {layout.describe(has_experts=has_experts)}"
 
     def close(self) -> None:
-        """Leaves all groups."""
+        """Destroys all groups."""
         self._grids.close()
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The critic: what it expects of the tokens of a batch, and how it learns from the returns."""
+"""The critic: its values for the tokens of a batch, and its training towards the returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class Sum(IntEnum):
-    """What `value_loss` sums over the trained tokens."""
+    """Indices of the sums that `value_loss` takes over the trained tokens."""
 
     LOSS = 0
     TOKENS = 1
@@ -34,10 +34,10 @@ class Sum(IntEnum):
 
 
 class Critic:
-    """Every method is collective and puts the model's layout in force by itself."""
+    """The critic model; every method is collective and puts the model's layout in force itself."""
 
     def __init__(self, settings: Config, ranks: Ranks) -> None:
-        """Loads it; `settings` are those of `critic_config`."""
+        """Loads the model; `settings` come from `critic_config`."""
         assert settings.critic is not None
         self._settings = settings
         self._clip = settings.critic.value_clip
@@ -52,11 +52,11 @@ class Critic:
 
     @property
     def model(self) -> TrainedModel:
-        """What a checkpoint holds of it."""
+        """The model, for checkpoints."""
         return self._model
 
     def values(self, batch: Batch) -> list[LogprobArray]:
-        """Before each sampled token, what is still to be won; as `batch_outputs` gives them."""
+        """Returns the expected return before each sampled token, shaped like `batch_outputs`."""
         with self._ranks.in_force():
             return batch_outputs(
                 self._model,
@@ -68,10 +68,10 @@ class Critic:
     def train(
         self, sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]]
     ) -> dict[str, float]:
-        """One optimizer step for each mini-batch, towards the returns of `sequences`; metrics.
+        """Takes one optimizer step per mini-batch towards the returns; returns metrics.
 
-        UntrainableBatch for a loss or gradient that is not finite, before its mini-batch changes a
-        weight.
+        Raises UntrainableBatch for a loss or gradient that is not finite, before that mini-batch
+        changes a weight.
         """
         total = torch.zeros(len(Sum), dtype=torch.float64)
         norms = []
@@ -86,8 +86,8 @@ class Critic:
                     )
                 norms.append(self._model.optimizer_step(self._learning_rate))
                 total += sums
-            # Else they are left to the next forward pass, and a checkpoint before it would hold
-            # old ones.
+            # Otherwise the next forward pass gathers them, and a checkpoint before it would hold
+            # old parameters.
             self._model.gather_parameters()
         tokens = max(1.0, float(total[Sum.TOKENS]))
         return {
@@ -109,7 +109,7 @@ class Critic:
             return run_schedule(self._model, share, finish, forward_only=True)
 
     def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
-        """Gradients of one mini-batch; its sums, indexed by `Sum`, over all ranks."""
+        """Accumulates one mini-batch's gradients; returns its sums over all ranks, by `Sum`."""
 
         def finish(
             place: int, micro_batch: MicroBatch, output: Tensor
@@ -124,17 +124,18 @@ class Critic:
         found = run_schedule(self._model, share, finish, forward_only=False)
         sums = torch.zeros(len(Sum), dtype=torch.float64)
         if self._ranks.counts:
-            sums += sum(one.cpu() for one in found)
+            sums += sum(part.cpu() for part in found)
         return self._ranks.sum(sums)
 
 
 def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple[Tensor, Tensor]:
-    """Half the squared error of `values` [tokens] to the returns, summed over `loss_mask`.
+    """Returns half the squared error of `values` [tokens], summed over `loss_mask`, and sums.
 
-    A value that left its old one by more than `clip` counts with the larger of its own error and
-    that of the value at the bound: beyond it nothing is gained. 0: no bound. Also the sums,
-    detached, float64, indexed by `Sum`; the clipped are those for which the bound decided. Source:
-    PPO's reference implementation, Huang et al., "The 37 implementation details of PPO" (2022), 9.
+    A value farther than `clip` from its old value counts with the larger of two errors: its own and
+    that of the value at the bound. So leaving the bound gains nothing. `clip` 0 means no bound. The
+    sums are detached, float64, indexed by `Sum`; CLIPPED counts tokens whose error at the bound was
+    larger. Source: PPO's reference implementation, Huang et al., "The 37 implementation details of
+    PPO" (2022), 9.
     """
     mask, old, returns = micro_batch.loss_mask, micro_batch.values, micro_batch.returns
     assert old is not None
@@ -156,9 +157,9 @@ def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple
 
 
 def explained_variance(values: LogprobArray, returns: LogprobArray) -> float:
-    """1 - var(returns - values) / var(returns): 1 is perfect, 0 as good as a constant.
+    """Returns 1 - var(returns - values) / var(returns): 1 is perfect, 0 as good as a constant.
 
-    0 when the returns do not vary, or there are none.
+    The result is also 0 when the returns do not vary, or there are none.
     """
     variance = float(returns.astype(np.float64).var()) if returns.size else 0.0
     if variance == 0.0:
@@ -167,7 +168,7 @@ def explained_variance(values: LogprobArray, returns: LogprobArray) -> float:
 
 
 def _explained(sequences: Sequence[TrainingSequence]) -> float:
-    """Of the values before the step, over the trained tokens of the batch."""
+    """Returns the explained variance of the values before the step, over the trained tokens."""
     values, returns = [], []
     for sequence in sequences:
         known = sequence.estimates

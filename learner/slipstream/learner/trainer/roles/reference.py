@@ -1,4 +1,4 @@
-"""The reference model: what it would have sampled, in its own layout, without gradients."""
+"""The reference model: its log-probabilities, in its own layout, without gradients."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 
 class Reference:
-    """Every method is collective and puts the model's layout in force by itself."""
+    """The frozen model; every method is collective and puts the model's layout in force itself."""
 
     def __init__(self, settings: Config, ranks: Ranks) -> None:
-        """Loads it; `settings` are those of `reference_config`."""
+        """Loads the model; `settings` come from `reference_config`."""
         self._settings = settings
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
@@ -30,11 +30,11 @@ class Reference:
 
     @property
     def model(self) -> ParallelModel:
-        """What a checkpoint holds of it."""
+        """The model, for checkpoints."""
         return self._model
 
     def logprobs(self, batch: Batch) -> list[LogprobArray]:
-        """Of the sampled tokens, at the sampling temperature, as `batch_outputs` gives them."""
+        """Returns log-probabilities at the sampling temperature, shaped like `batch_outputs`."""
         temperature = self._settings.sampling.temperature
         with self._ranks.in_force():
             return batch_outputs(
@@ -46,10 +46,12 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, policy: Policy) -> None:
-        """Takes the policy's present weights, whatever the two layouts are.
+        """Takes the policy's present weights; the two layouts may differ.
 
-        Tensor by tensor: what Megatron keeps as one is put together as soon as its parts are there,
-        so that no rank ever holds the whole model. Each tensor travels to every rank once.
+        Weights are copied tensor by tensor. Tensors that Megatron fuses are joined as soon as all
+        of
+        them have arrived, so that no rank ever holds the whole model. Each tensor travels to every
+        rank once.
         """
         with self._model.memory.resident(Part.PARAMETERS):
             self._refresh(policy)
@@ -77,7 +79,7 @@ class Reference:
             self._model.bridge._model_bridge._broadcast_shared_embeddings(self._model.chunks)
 
     def _convert(self, task: Megatron, tensors: dict[str, Tensor]) -> None:
-        """As Bridge does it when it loads a folder."""
+        """Converts and copies one parameter, the way Bridge loads a folder."""
         bridge = self._model.bridge._model_bridge
         found = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, tensors)
         part = task.mapping.hf_to_megatron(found, task.megatron_module)
@@ -86,7 +88,7 @@ class Reference:
 
 
 def _conversions(model: ParallelModel) -> list[Megatron]:
-    """What to do for each parameter that this rank has."""
+    """Returns Bridge's conversion task for each parameter of this rank."""
     tasks = model.bridge.get_conversion_tasks(model.chunks)
     return [task for task in tasks if task is not None and task.megatron_module is not None]
 

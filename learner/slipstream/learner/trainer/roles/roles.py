@@ -1,4 +1,4 @@
-"""The models beside the policy: what they say of a batch, and what they do after its step."""
+"""The models beside the policy: their estimates for a batch, and their updates after its step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slipstream.protocol.settings.roles import critic_config, named, reference_c
 
 @dataclass(frozen=True)
 class Roles:
-    """Those that the algorithm needs; every method is collective."""
+    """The models that the algorithm needs; every method is collective."""
 
     reference: Reference | None = None
     refresh_every_steps: int = 0
     critic: Critic | None = None
 
     def estimates(self, batch: Batch) -> list[ModelEstimates]:
-        """For each trajectory; the same on every rank."""
+        """Returns the estimates for each trajectory; the same on every rank."""
         nothing = [None] * len(batch.trajectories)
         logprobs = self.reference.logprobs(batch) if self.reference is not None else nothing
         values = self.critic.values(batch) if self.critic is not None else nothing
@@ -34,11 +34,11 @@ class Roles:
         ]
 
     def memories(self) -> list[HostMemory]:
-        """Of the models that there are."""
+        """Returns the memories of the models in use."""
         return [role.model.memory for role in (self.reference, self.critic) if role is not None]
 
     def stored_models(self) -> list[StoredModel]:
-        """What a checkpoint must hold beside the policy: what changes while training."""
+        """Returns the models beside the policy that change in training, for checkpoints."""
         found = []
         if self.reference is not None and self.refresh_every_steps:
             model = self.reference.model
@@ -51,7 +51,7 @@ class Roles:
         return found
 
     def follow(self, policy: Policy, version_step: int) -> None:
-        """After the policy became version `version_step`."""
+        """Refreshes the reference if due, after the policy became version `version_step`."""
         every = self.refresh_every_steps
         if self.reference is not None and every and version_step % every == 0:
             self.reference.refresh(policy)
@@ -63,7 +63,7 @@ NO_ROLES = Roles()
 def open_roles(config: Config, policy: Policy) -> Roles:
     """Loads the models that `config` asks for, in the policy's ranks; collective.
 
-    ConfigError for a model or a setting that cannot work.
+    Raises ConfigError for a model or a setting that cannot work.
     """
     of_reference, of_critic = reference_config(config), critic_config(config)
     reference, critic = None, None

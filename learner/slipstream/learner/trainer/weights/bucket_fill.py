@@ -1,6 +1,6 @@
-"""Fills buckets with the weights of all ranks: by the plan of `export_plan`, or by Bridge's export.
+"""Buckets are filled with the weights of all ranks, by `export_plan` or by Bridge's export.
 
-Both are collective: every rank fills every bucket in turn, whether or not it holds any of it.
+Both ways are collective: every rank fills every bucket in turn, even one that it holds no part of.
 """
 
 from __future__ import annotations
@@ -29,43 +29,44 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+# A copy with gaps is split into at most this many contiguous blocks.
 _MOST_BLOCKS = 64
 
 
 class Kind(Enum):
-    """What of the policy."""
+    """The part of the policy that is exported."""
 
-    # All weights; what adapters add is added.
+    # All weights, with the adapters' products added to the matrices.
     MERGED = "merged"
-    # All weights without what adapters add; they never change.
+    # All weights without the adapters' products; these matrices never change.
     MATRICES = "matrices"
     ADAPTERS = "adapters"
 
 
 class Filling(Protocol):
-    """A source of weights."""
+    """A source of weights: `prepare` once, then for each pass `begin` and `fill` in order."""
 
     tensors: tuple[TensorSpec, ...]
-    # Ranks of the trainer; `TensorSpec.sender` is a place in it.
+    # Trainer ranks that send; `TensorSpec.sender` is an index into this tuple.
     senders: tuple[int, ...]
-    # Any bucket can be filled at any time; otherwise only all of them in turn.
+    # True if any bucket can be filled at any time; False if all must be filled in turn.
     fills_any: bool
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
-        """Bucket number k will be filled in lane k modulo their number, uint8."""
+        """Assigns bucket k to lane k % len(lanes); lanes are uint8."""
         ...
 
     def begin(self) -> None:
-        """All buckets follow, from the first on."""
+        """Starts a pass: `fill` follows for every bucket, from the first one."""
         ...
 
     def fill(self, place: int) -> None:
-        """Puts bucket number `place` together on its sender; on the current CUDA stream."""
+        """Puts bucket number `place` together on its sender, on the current CUDA stream."""
         ...
 
 
 class BridgeFilling:
-    """Through Bridge's export, which puts every tensor together on every rank; rank 0 sends."""
+    """Fills buckets by Bridge's export, which builds every tensor on every rank; rank 0 sends."""
 
     fills_any = False
 
@@ -77,7 +78,7 @@ class BridgeFilling:
         *,
         senders: tuple[int, ...] = (0,),
     ) -> None:
-        """`senders` begin with rank 0; the others only take part."""
+        """Takes `senders` that begin with rank 0; the others only take part in the collectives."""
         self._policy, self._dtype, self._kind = policy, getattr(torch, dtype), kind
         self.senders = senders
         self.tensors = tuple(
@@ -111,8 +112,8 @@ class BridgeFilling:
 class _Copies:
     """Copies between fixed places, which may change the element type.
 
-    On a GPU torch does many contiguous ones in a few kernels; one with gaps in the list and it
-    starts a kernel for each.
+    On a GPU torch does a list of contiguous copies in a few kernels. One copy with gaps in that
+    list makes it start a kernel for each copy.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -134,7 +135,7 @@ class _Copies:
 
 
 def _dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same copy in contiguous pieces; none when these would be many.
+    """Splits a copy into contiguous pieces; yields none when there would be too many.
 
     The heads of one group of queries lie together in a fused matrix: a few pieces for each layer.
     """
@@ -148,7 +149,7 @@ def _dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tens
 
 @dataclass
 class _Gather:
-    """Parts that the ranks of one group put together: packed, sent to the lead, unpacked there."""
+    """Parts that the ranks of one group pack and send to the lead, which unpacks them."""
 
     group: dist.ProcessGroup
     pieces: list[tuple[Piece, Span, int]] = field(default_factory=list)
@@ -175,7 +176,7 @@ class _Gather:
             of_part[dim] = size // (whole.numel() // piece.shape[dim])
             for number, source in enumerate(gathered.view(self.num_parts, -1)):
                 start = number * of_part[dim]
-                # Rows beyond are padding.
+                # Rows beyond the shape are padding.
                 length = min(of_part[dim], piece.shape[dim] - start)
                 if length > 0:
                     part = source[offset : offset + size].view(of_part).narrow(dim, 0, length)
@@ -184,7 +185,7 @@ class _Gather:
 
 @dataclass
 class _Step:
-    """One gather of a bucket, ready to run. `parts` is None but on the lead."""
+    """One gather of a bucket, ready to run. `parts` is None except on the lead."""
 
     group: dist.ProcessGroup
     before: _Copies
@@ -194,9 +195,10 @@ class _Step:
 
 
 class PlannedFilling:
-    """Each first copy of a parameter goes from its ranks to their lead, which sends it.
+    """Gathers the first copy of each parameter from its ranks on their lead, which sends it.
 
-    Besides the lanes, groups of several ranks use memory for one bucket, and for their part of it.
+    Besides the lanes, a group of several ranks uses memory for one bucket (on the lead) and for
+    each rank's part of it.
     """
 
     fills_any = True
@@ -209,7 +211,7 @@ class PlannedFilling:
         *,
         senders: tuple[int, ...] = (),
     ) -> None:
-        """UnknownMapping when somebody else than `senders` would have to send."""
+        """Raises UnknownMapping when a rank outside `senders` would have to send."""
         self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)
         first = [p for p in pieces if policy.ranks.has_first_copy(of_experts=p.is_expert)]
         self._pieces = {piece.name: piece for piece in first}
@@ -239,7 +241,7 @@ class PlannedFilling:
         self._steps: list[list[_Step]] = []
         for place, (whole, of_bucket) in enumerate(sorted_out):
             lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
-            self._whole.append(_Copies(_whole(*one, lane) for one in whole if is_lead))
+            self._whole.append(_Copies(_whole(*pair, lane) for pair in whole if is_lead))
             steps = []
             for gather in of_bucket:
                 mine = packed[: gather.num_elements]
@@ -267,7 +269,7 @@ class PlannedFilling:
             step.after.run()
 
     def _sort(self, bucket: Bucket) -> tuple[list[tuple[Piece, Span]], list[_Gather]]:
-        """What of a bucket is whole on its lead, and what is gathered, as far as it is here."""
+        """Splits this rank's pieces of a bucket into whole ones and those to gather."""
         whole, gathers = [], dict[dist.ProcessGroup, _Gather]()
         for span in bucket.spans:
             piece = self._pieces.get(span.tensor.name)
@@ -281,7 +283,7 @@ class PlannedFilling:
 
 
 def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[str, Tensor]]:
-    """Bridge's export of it, on the device."""
+    """Yields name and tensor of `kind` from Bridge's export, on the device; collective."""
     if kind is Kind.ADAPTERS:
         return adapter_tensors(policy, dtype, to_host=False)
     return hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)
@@ -296,11 +298,10 @@ def _plan(policy: Policy, kind: Kind) -> list[Piece]:
 def open_filling(
     policy: Policy, dtype: str, kind: Kind = Kind.MERGED, *, senders: tuple[int, ...] = ()
 ) -> Filling:
-    """By plan where every rank knows all of its mappings, else by Bridge. Collective.
+    """Returns a `PlannedFilling` if every rank knows all its mappings, else Bridge's. Collective.
 
-    With `senders` only they send, all of them take part.
-
-    UnknownMapping is logged. The plan is not compared with Bridge's export yet.
+    If `senders` is given, only these ranks send, and all of them take part. An UnknownMapping is
+    logged. The plan is not compared with Bridge's export here: see `open_stream`.
     """
     pieces: list[Piece] = []
     problem = ""
@@ -314,7 +315,7 @@ def open_filling(
         try:
             return PlannedFilling(policy, dtype, pieces, senders=senders)
         except UnknownMapping as error:
-            # The same on every rank.
+            # The error is the same on every rank.
             problem = str(error)
     if policy.ranks.is_main:
         logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
@@ -330,7 +331,7 @@ def _place_of(span: Span, lane: Tensor) -> Tensor:
 def _whole(piece: Piece, span: Span, lane: Tensor) -> tuple[Tensor, Tensor]:
     target, part = _place_of(span, lane), piece.part
     if part.numel() != target.numel():
-        # A padded vocabulary.
+        # The vocabulary is padded.
         part = part[: target.shape[0]]
     return target.view(part.shape), part
 

@@ -1,9 +1,9 @@
 """The trainer's side of a communicator: one sender for each transport of buckets.
 
-The sending ranks are its first ranks, trainer rank 0 is rank 0 and leads; receivers follow. Every
-wait has a deadline. After an error the communicator is aborted, and the next publish builds a new
-one. `GlooSender` is for machines without a GPU, `NcclSender` sends from GPU to GPU, `IpcSender`
-within one host.
+Sending trainer ranks are the communicator's first ranks; trainer rank 0 is its rank 0 and leads.
+The receivers' ranks follow. Every wait has a deadline. After an error the communicator is aborted,
+and the next publish builds a new one. `GlooSender` is for machines without a GPU, `NcclSender`
+sends from GPU to GPU, `IpcSender` within one host.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ from torch import Tensor
 
 
 class BucketSender(Protocol):
-    """One communicator at a time, kept over publishes until its members change or it fails."""
+    """Sends through one communicator at a time, kept until its members change or it fails.
+
+    On the leader `announce`, then on every sending rank `connect`; for each publish `send` every
+    bucket, then `finish`. `abort` ends the communicator at any time.
+    """
 
     def announce(
         self, communicator_id: str, *, num_senders: int, world_size: int
     ) -> weights_pb2.Communicator:
-        """On the leader: begins a new communicator and says where its members meet.
+        """Begins a new communicator on the leader and returns where its members meet.
 
-        Waits for none of them. ConfigError when nothing can listen on `weights.host`.
+        Does not wait for members. Raises ConfigError when nothing can listen on `weights.host`.
         """
 
     def connect(
@@ -41,24 +45,24 @@ class BucketSender(Protocol):
         rank: int,
         abandoned: threading.Event | None = None,
     ) -> None:
-        """Waits for all members; WeightSyncError after the join deadline, or once `abandoned`."""
+        """Waits for all members; WeightSyncError after the join deadline or once `abandoned`."""
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         """Begins the broadcast of a bucket, from its root to all others.
 
-        `data` is not touched before `Release` was called. WeightSyncError when this or one before
-        is not done within the deadline of a bucket.
+        The caller leaves `data` alone until it has called the `Release`. Raises WeightSyncError
+        when this bucket or an earlier one is not sent within `weights.bucket_deadline_s`.
         """
 
     def finish(self) -> Wire:
-        """Waits until all is sent, and says what that took; WeightSyncError after a deadline."""
+        """Waits until all buckets are sent; returns time and bytes. WeightSyncError when late."""
 
     @property
     def communicator_id(self) -> str | None:
-        """The communicator that is connected; None after an error, and before `connect`."""
+        """The connected communicator; None before `connect` and after an error."""
 
     def abort(self) -> None:
-        """Breaks the communicator, so that a member that waits in it fails too."""
+        """Breaks the communicator, so that members that wait in it fail too."""
 
 
 class BucketSenders:
@@ -67,7 +71,7 @@ class BucketSenders:
     def __init__(
         self, weights: WeightsSection, device: torch.device, *, largest_bucket: int
     ) -> None:
-        """`largest_bucket`: its bytes."""
+        """Takes the size of the `largest_bucket` in bytes."""
         self._weights, self._device = weights, device
         self._largest_bucket = largest_bucket
         self._made: dict[str, BucketSender] = {}

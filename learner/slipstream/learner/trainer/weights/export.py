@@ -1,4 +1,4 @@
-"""The policy's weights as the Hugging Face checkpoint names them, by Bridge, and as a folder."""
+"""The policy's weights under the names of its Hugging Face checkpoint, as tensors or a folder."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.in
 def hf_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every weight; collective: every rank iterates to the end.
+    """Yields name and tensor of every weight; collective: every rank iterates to the end.
 
-    Without `merge` matrices are as they were before adapters were put on them.
-
-    A tensor may share its memory with the model: copy what is kept beyond the next step, and unless
-    the parameters stay in memory anyway, beyond the next tensor.
+    Without `merge` matrices lack the adapters' products. A tensor may share its memory with the
+    model: copy a tensor that is kept beyond the next training step. If parameters are offloaded,
+    copy a tensor that is kept beyond the next tensor.
     """
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
@@ -37,7 +36,7 @@ def hf_tensors(
             policy.chunks, cpu=to_host, show_progress=False, merge_adapter_weights=merge
         ):
             if name in VOCABULARY:
-                # Rows beyond are padding.
+                # Rows beyond the vocabulary are padding.
                 weight = weight[: policy.vocab_size]
             name = name.replace(".base_layer.", ".")
             yield name, weight.detach().to(dtype).contiguous()
@@ -47,7 +46,7 @@ def hf_tensors(
 def adapter_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `hf_tensors`: both factors of every adapter, by PEFT's names."""
+    """Yields both factors of every adapter by PEFT's names, with the rules of `hf_tensors`."""
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
         for name, weight in policy.bridge.export_adapter_weights(
@@ -59,8 +58,8 @@ def adapter_tensors(
 def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     """Writes the weights with the configuration and tokenizer of `source`; collective.
 
-    `target` appears only when it is whole; one that is there already is replaced. CheckpointError
-    as those of `DiskWork`.
+    `target` appears only when it is complete; an existing `target` is replaced. Raises the
+    CheckpointErrors of `DiskWork`.
     """
     ranks = policy.ranks
     disk = DiskWork(target.parent, ranks)
@@ -82,7 +81,8 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
 class HfFolderWriter:
     """Writes a folder in safetensors files of bounded size, so that only one is in memory.
 
-    `begin`, then `add` for each tensor, with a `flush` before one that has no room, then `finish`.
+    Call `begin`, then `add` for each tensor, with a `flush` before a tensor that has no room, then
+    `finish`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HfFolderWriter:
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """`moved` is told of the bytes that are written."""
+        """Calls `moved` with the number of bytes after each write."""
         self._folder, self._moved = folder, moved
         self._max_shard_bytes = max_shard_bytes
         self._waiting: dict[str, Tensor] = {}
@@ -101,13 +101,13 @@ class HfFolderWriter:
         self._total_bytes = 0
 
     def begin(self, source: Path) -> None:
-        """Makes the folder, with everything of `source` but its weights."""
+        """Makes the folder and copies everything of `source` into it except its weights."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
         shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
 
     def has_room(self, tensor: Tensor) -> bool:
-        """Whether the file that is filled may hold this tensor too."""
+        """Whether the file that is being filled has room for this tensor too."""
         fits = self._waiting_bytes + tensor.nbytes <= self._max_shard_bytes
         return fits or not self._waiting
 
@@ -117,9 +117,9 @@ class HfFolderWriter:
         self._waiting_bytes += tensor.nbytes
 
     def finish(self, dtype: str, target: Path) -> None:
-        """Writes the rest, the index, and the element type into the configuration.
+        """Writes the last file and the index, and sets the element type in config.json.
 
-        Then the folder takes the place of `target`.
+        The folder then replaces `target`.
         """
         self.flush()
         number = len(self._shards)
@@ -150,7 +150,7 @@ class HfFolderWriter:
         sync_folder(target.parent)
 
     def flush(self) -> None:
-        """Writes a file of all tensors that are kept."""
+        """Writes all tensors that wait into one file."""
         write_safetensors(self._shard_path(len(self._shards)), self._waiting, self._moved)
         self._shards.append(list(self._waiting))
         self._total_bytes += self._waiting_bytes

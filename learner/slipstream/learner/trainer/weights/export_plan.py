@@ -1,7 +1,8 @@
-"""What each rank holds of the tensors of the Hugging Face checkpoint, recorded once.
+"""A record of the parts of the Hugging Face checkpoint's tensors that each rank holds.
 
-Bridge's export runs Python and collectives for every tensor, and sends each one to all pipeline
-stages. Its mappings say where the rows of a tensor lie, and that does not change during a run.
+Bridge's export runs Python and collectives for every tensor, and sends each tensor to all pipeline
+stages. Bridge's mappings say where the rows of a tensor lie, and that does not change during a run:
+one record serves all publishes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class UnknownMapping(Exception):
 class Piece:
     """This rank's part of one tensor.
 
-    `part` is a view of a parameter. Along `dim` the parts of the ranks of `group` follow each
-    other; None: each of them holds all of it. Rows beyond `shape` are padding. Where `dim` is not 1
-    the elements of `part` lie in the tensor's order, whatever the shape of `part` is.
+    `part` is a view of a parameter. The parts of the ranks of `group` follow each other along
+    `dim`; with `dim` None each rank holds the whole tensor. Rows beyond `shape` are padding. Unless
+    `dim` is 1, the elements of `part` lie in the tensor's order, whatever the shape of `part` is.
     """
 
     name: str
@@ -40,14 +41,15 @@ class Piece:
 
     @property
     def num_parts(self) -> int:
-        """Ranks that must come together for the tensor."""
+        """The number of ranks whose parts make up the tensor."""
         return dist.get_world_size(self.group) if self.dim is not None else 1
 
 
 def plan_merged(policy: Policy) -> list[Piece]:
-    """Of every parameter on this rank, experts last; UnknownMapping, as with adapters. Collective.
+    """Returns pieces of every parameter on this rank, experts last. Collective.
 
-    What an adapter adds to a matrix is nowhere in memory.
+    Raises UnknownMapping for a mapping that this module does not know and for a matrix with an
+    adapter: the sum of both is nowhere in memory.
     """
     tasks = _tasks_here(policy)
     for task in tasks:
@@ -57,7 +59,7 @@ def plan_merged(policy: Policy) -> list[Piece]:
 
 
 def plan_matrices(policy: Policy) -> list[Piece]:
-    """As `plan_merged`, but without what adapters add."""
+    """Returns the pieces of `plan_merged`, of the matrices without the adapters' products."""
     pieces: list[Piece] = []
     expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
     for task in _tasks_here(policy):
@@ -70,9 +72,10 @@ def plan_matrices(policy: Policy) -> list[Piece]:
 
 
 def plan_adapters(policy: Policy) -> list[Piece]:
-    """Of both factors of every adapter on this rank, by PEFT's names; UnknownMapping. Collective.
+    """Returns pieces of both factors of every adapter on this rank, by PEFT's names. Collective.
 
-    Matrices that Megatron fuses share the first factor: it is there under the name of each.
+    Raises UnknownMapping for a mapping that this module does not know. Matrices that Megatron fuses
+    share the first factor: it is returned under the name of each of them.
     """
     from megatron.bridge.peft.lora_layers import LoRALinear
 
@@ -96,9 +99,10 @@ def _tasks_here(policy: Policy) -> list[Megatron]:
 
 
 def _of_adapter(task: Megatron, adapter: Megatron) -> Iterator[Piece]:
-    """The rows of the second factor are split, and fused, as those of the matrix.
+    """Yields pieces of both factors of the adapter on one matrix.
 
-    The first one is split by its columns where the matrix is, else by the rank.
+    The rows of the second factor are split and fused like those of the matrix. The first factor is
+    split by columns if the matrix is, else by rows (the adapter's rank).
     """
     if task.mapping.is_expert:
         raise UnknownMapping(f"{task.param_name} is of several experts")
@@ -140,7 +144,7 @@ def _of_task(task: Megatron, vocab_size: int) -> Iterator[Piece]:
 
 
 def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Name, view and dimension of what a parameter holds."""
+    """Yields name, view and split dimension of each checkpoint tensor that a parameter holds."""
     from megatron.bridge.models.conversion import param_mapping as known
 
     mapping, module = task.mapping, task.megatron_module
@@ -172,7 +176,10 @@ def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | 
 
 
 def _heads(config: Megatron, weight: Tensor, name: str) -> dict[str, Tensor]:
-    """Queries, keys and values: for each group of queries its heads, then its key, its value."""
+    """Returns views of queries, keys and values in a fused matrix.
+
+    Each group of queries has its query heads first, then its key, then its value.
+    """
     if getattr(config, "attention_output_gate", False):
         raise UnknownMapping(f"{name} holds gates of the attention's output")
     per_group = config.num_attention_heads // config.num_query_groups

@@ -26,24 +26,25 @@ from torch.distributed.distributed_c10d import Store
 Result = TypeVar("Result")
 
 
-# A call may outlast gloo's own deadline by so much before its thread is left behind.
+# Seconds by which a call may outlast gloo's own deadline before its thread is left behind.
 _GRACE_S = 1.0
 
 
-# The place in gloo's own source with which its messages begin.
+# Messages of gloo begin with a file and line of its source, which users need not see.
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
 class GlooSender:
     """Sends over TCP; store and group listen on `weights.host` only.
 
-    One bucket is under way at a time, while the caller fills the next one.
+    One bucket travels at a time, while the caller fills the next one.
     """
 
     def __init__(self, weights: WeightsSection) -> None:
         self._weights = weights
         self._id: str | None = None
-        # On the leader: the store where all meet. Closing it ends the waits of members there.
+        # The store on the leader where all members meet. Closing it ends the waits of members
+        # there.
         self._meeting_place: Store | None = None
         self._group: dist.ProcessGroupGloo | None = None
         self._under_way: tuple[dist.Work, Bucket] | None = None
@@ -97,7 +98,8 @@ class GlooSender:
         timeout = timedelta(seconds=self._weights.join_deadline_s)
 
         def join() -> dist.ProcessGroupGloo:
-            # The leader, too, as a guest: a thread that is left behind must not keep it open.
+            # The leader connects as a client too: a thread that is left behind must not keep the
+            # leader's own store open.
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 announced.store_host,
                 announced.store_port,
@@ -137,7 +139,7 @@ class GlooSender:
         return lambda: self._release(work)
 
     def finish(self) -> Wire:
-        """See `BucketSender`; the seconds are those in which nothing else was left to do."""
+        """See `BucketSender`; the seconds are the time spent waiting for buckets."""
         self._settle()
         found, self._wire = self._wire, Wire()
         return found
@@ -149,12 +151,12 @@ class GlooSender:
         self._group = self._meeting_place = self._id = self._under_way = None
 
     def _release(self, work: dist.Work) -> None:
-        """Waits for one bucket; it is done when a later one is under way."""
+        """Waits for one bucket; a bucket is already sent once a later one is on its way."""
         if self._under_way is not None and self._under_way[0] is work:
             self._settle()
 
     def _settle(self) -> None:
-        """Waits for the bucket that is under way."""
+        """Waits for the bucket that is on its way, if any."""
         if self._under_way is None:
             return
         (work, bucket), self._under_way = self._under_way, None
@@ -176,10 +178,10 @@ class GlooSender:
         what: str,
         abandoned: threading.Event | None = None,
     ) -> Result:
-        """Result of `work` on a thread; aborts with WeightSyncError when it fails or is late.
+        """Runs `work` on a thread and returns its result; aborts when it fails or is late.
 
-        gloo keeps the deadline itself; the thread is for the case that it does not: it is left
-        behind then.
+        Raises WeightSyncError then. gloo normally keeps the deadline itself; when it does not, the
+        thread is left behind.
         """
         answers: queue.Queue[Result | RuntimeError] = queue.Queue(maxsize=1)
 

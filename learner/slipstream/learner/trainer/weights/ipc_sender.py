@@ -1,7 +1,8 @@
-"""Hands weights over in two buffers that learner and rollout servers of one host both see.
+"""Hands weights over in two buffers that the trainer and rollout servers of one host share.
 
-By CUDA IPC on GPUs, also on one that they share, where NCCL cannot join them; in shared memory
-between CPUs. `protocol.handover` says who may touch a buffer when.
+On GPUs the buffers are shared by CUDA IPC; this also works on a GPU that both sides use, where NCCL
+cannot connect them. Without GPUs they are in shared memory. `protocol.weights.handover` says which
+side may touch a buffer at which time.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ class _Filling:
 
 
 class IpcSender:
-    """See `BucketSender`. The one sender of its communicators.
+    """See `BucketSender`; it is the only sender of its communicators.
 
-    The buffers are kept over communicators: a receiver that nobody waits for any more may still
-    read them.
+    GPU buffers are kept when a communicator ends: a receiver that the sender no longer waits for
+    may still read them.
     """
 
     def __init__(self, weights: WeightsSection, device: torch.device, *, num_bytes: int) -> None:
-        """`num_bytes`: of the largest bucket."""
+        """Takes the size of the largest bucket, `num_bytes`."""
         self._weights, self._device, self._num_bytes = weights, device, num_bytes
         self._shared: SharedBuffers | None = None
         self._memory: list[Tensor] = []
         self._handover: HandoverSender | None = None
         self._id: str | None = None
-        # Buckets of this communicator so far, and the first one of this update.
+        # Number of buckets sent by this communicator, and the number of this update's first bucket.
         self._number = self._first = 0
         self._filling: _Filling | None = None
         self._wire_s, self._sent_bytes = 0.0, 0
@@ -99,16 +100,17 @@ class IpcSender:
                     abandoned,
                 )
         finally:
-            # All who will ever open them have; nothing stays behind when this process is killed.
+            # Every receiver has opened the buffers; without a name nothing stays behind when this
+            # process is killed.
             shared.hide()
         self._id = announced.communicator_id
         self._number = self._first = 0
 
     def send(self, bucket: Bucket, data: Tensor) -> Callable[[], None]:
-        """See `BucketSender`: `data` is free as soon as the current stream comes past here."""
+        """See `BucketSender`: `data` is free once the current stream has run the copy."""
         handover, deadline_s = self._live(), self._weights.bucket_deadline_s
         with self._aborting():
-            # While its copy ran, the caller has put this bucket together.
+            # The previous bucket was copied while the caller put this bucket together.
             self._tell()
             before = self._number - NUM_BUFFERS
             started_s = time.monotonic()
@@ -124,7 +126,7 @@ class IpcSender:
         return lambda: None
 
     def finish(self) -> Wire:
-        """See `BucketSender`: the seconds are those in which receivers were waited for."""
+        """See `BucketSender`: the seconds are the time spent waiting for receivers."""
         handover, deadline_s = self._live(), self._weights.bucket_deadline_s
         with self._aborting():
             self._tell()
@@ -150,7 +152,7 @@ class IpcSender:
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Breaks the communicator when the block fails: every receiver learns of it at once."""
+        """Breaks the communicator when the block fails, so that every receiver learns of it."""
         try:
             yield
         except WeightSyncError:
@@ -158,25 +160,25 @@ class IpcSender:
             raise
 
     def _tell(self) -> None:
-        """Lets receivers read the bucket that was given last, as soon as it is copied."""
+        """Lets receivers read the last bucket as soon as its copy is done."""
         filling, self._filling = self._filling, None
         if filling is None:
             return
         if filling.done is not None:
             until_s = time.monotonic() + self._weights.bucket_deadline_s
-            # Sleeping would take longer than the copy.
+            # The loop does not sleep: a sleep would take longer than the copy.
             while not filling.done.query():  # type: ignore[no-untyped-call]
                 if time.monotonic() > until_s:
                     raise WeightSyncError(
-                        f"bucket {filling.number} was not put together within "
+                        f"bucket {filling.number} was not copied into its buffer within "
                         f"{self._weights.bucket_deadline_s:g} s"
                     )
         self._live().filled(filling.number)
 
     def _make_buffers(self) -> None:
-        """In main memory for each communicator anew: their names are gone after the last one."""
-        card = self._device.index if self._device.type == "cuda" else None
-        # First the old ones go, as far as no receiver holds them: there may be room for one set.
+        """Makes new buffers; in main memory for each communicator, as names do not outlive one."""
+        gpu = self._device.index if self._device.type == "cuda" else None
+        # Old buffers are freed first, unless a receiver holds them: two sets may not fit in memory.
         self._shared, self._memory = None, []
-        self._shared = make_buffers(NUM_BUFFERS, self._num_bytes, card)
+        self._shared = make_buffers(NUM_BUFFERS, self._num_bytes, gpu)
         self._memory = [torch.as_tensor(each, device=self._device) for each in self._shared.arrays]

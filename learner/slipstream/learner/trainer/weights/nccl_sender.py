@@ -18,22 +18,23 @@ from torch import Tensor
 
 
 class SendingStream(Protocol):
-    """Where broadcasts are enqueued."""
+    """The stream on which broadcasts are enqueued."""
 
     handle: int
 
     def follow(self) -> None:
-        """What comes next waits for what the current stream was given."""
+        """Makes later work on this stream wait for the work enqueued on the current stream."""
 
     def release(self) -> Release:
-        """Lets the current stream wait for what this one was given so far."""
+        """Returns a function that makes the current stream wait for this stream's work so far."""
 
 
 class CudaStream:
     """See `SendingStream`."""
 
     def __init__(self, device: torch.device) -> None:
-        # Before what fills later buckets: a broadcast that waits for processors idles the link.
+        # Broadcasts go before kernels that fill later buckets: while a broadcast waits for
+        # processors of the GPU, the link is idle.
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.handle = self._stream.cuda_stream
 
@@ -48,7 +49,7 @@ class CudaStream:
 
 
 class NcclSender:
-    """From GPU to GPU; all buckets are enqueued at once, each behind what fills it."""
+    """Sends from GPU to GPU; enqueues all buckets at once, each after the work that fills it."""
 
     def __init__(
         self,
@@ -61,7 +62,8 @@ class NcclSender:
         self._weights, self._backend, self._stream = weights, backend, stream
         self._make_unique_id = make_unique_id
         # NCCL listens for the members of each id that was made, on a thread and a socket that end
-        # when all have come: one that nobody was told of is kept for the next communicator.
+        # when all members have joined. An id that no member was told of is kept for the next
+        # communicator.
         self._unused_id: bytes | None = None
         self._id: str | None = None
         self._group: NcclGroup | None = None
@@ -134,7 +136,7 @@ class NcclSender:
 
 
 def open_nccl_sender(weights: WeightsSection, device: torch.device) -> NcclSender:
-    """On a CUDA device."""
+    """Returns a sender on a CUDA device."""
     return NcclSender(
         weights, CupyNccl(device.index), CudaStream(device), make_unique_id=make_unique_id
     )

@@ -1,4 +1,4 @@
-"""Which tokens prove a delivery, and what the learner thinks of them."""
+"""The probe of a delivery: some sequences, and their log-probabilities under the new weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_TOKENS = 256
 
 
 def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) -> list[TokenArray]:
-    """Up to 8 sequences of 2 to `max_tokens` tokens; pseudo-random ones without a batch."""
+    """Returns up to 8 sequences of 2 to `max_tokens` tokens; pseudo-random ones without a batch."""
     if batch is None:
         random = np.random.default_rng(0)
         lengths = np.linspace(8, 32, NUM_SEQUENCES).astype(int).clip(2, max_tokens)
@@ -28,7 +28,7 @@ def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) ->
 
 
 def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_pb2.Probe:
-    """The probe of the current weights, the same on every rank; collective."""
+    """Returns the probe of the current weights, the same on every rank; collective."""
     # The engine wants room for one more token.
     room = min(policy.max_positions, config.sampling.max_episode_tokens) - 1
     sequences = probe_sequences(

@@ -1,7 +1,7 @@
-"""One publish on all ranks: rank 0 leads with the controller, every sending rank sends its buckets.
+"""One publish on all ranks: rank 0 talks to the controller, every sending rank sends its buckets.
 
-What goes wrong on one rank is known to all before they go on: then all abort, and rank 0 reports it
-once. A rank that cannot send goes on putting buckets together, because others wait for its parts.
+All ranks learn of a problem on any rank before they continue: then all abort, and rank 0 reports it
+once. A rank that cannot send still helps to put buckets together: others wait for its parts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# How often controller and other senders are asked whether all members are still there.
+# Seconds between two questions whether all members are still there.
 _ASK_PERIOD_S = 0.5
 
 
 class WeightPublisher:
-    """Sends what is published when it is told to; `run` and `abort` are collective."""
+    """Carries out publish orders; `run` and `abort` are collective."""
 
     def __init__(
         self,
@@ -47,26 +47,26 @@ class WeightPublisher:
 
     @property
     def communicator_id(self) -> str:
-        """The communicator that this rank can send through; empty: none."""
+        """The communicator that this rank can send through; "" if there is none."""
         return "" if self._sender is None else self._sender.communicator_id or ""
 
     def run(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
-        """Carries out `order`; what goes wrong on the way to the servers is reported, not raised.
+        """Carries out `order`; a problem with the servers is reported, not raised.
 
-        `probe` counts on rank 0.
+        Only rank 0's `probe` is sent.
         """
-        # Before any member waits for a bucket, which has its deadline.
+        # Parameters move to the device before any member waits for a bucket and its deadline runs.
         with self._published.resident():
             self._carry_out(order, probe)
 
     def abort(self) -> None:
-        """Leaves the communicator."""
+        """Leaves every communicator."""
         self._senders.abort()
 
     def _carry_out(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
         result = trainer_pb2.PublishResult(publish_id=order.publish_id)
         if order.new_communicator:
-            # The one before may be of another transport.
+            # The previous communicator may use another transport.
             self._senders.abort()
         self._sender = sender = self._senders.for_transport(order.communicator.transport)
         announced: weights_pb2.Communicator | None = order.communicator
@@ -94,7 +94,10 @@ class WeightPublisher:
     def _agree(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
-        """The communicator to send through; or None, with a problem, or given up without one."""
+        """Returns the communicator to send through, or None and a problem.
+
+        None with an empty problem means that the controller has abandoned the publish.
+        """
         data = None
         if self._ranks.is_main:
             communicator, problem = self._announce(order, sender)
@@ -108,7 +111,7 @@ class WeightPublisher:
     def _announce(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
-        """On rank 0: tells the controller, and hears who takes part."""
+        """Tells the controller on rank 0 and hears which servers take part; returns as `_agree`."""
         wanted = order.communicator.communicator_id
         communicator = order.communicator
         num_senders = len(self._published.senders)
@@ -134,7 +137,7 @@ class WeightPublisher:
             return None, ""
         lost = {r.server_id for r in order.receivers} - {r.server_id for r in answer.receivers}
         if lost:
-            # A group with a member missing can neither be joined nor used.
+            # A communicator with a missing member can neither be joined nor used.
             return None, f"{', '.join(sorted(lost))} did not take part"
         return communicator, ""
 
@@ -144,14 +147,15 @@ class WeightPublisher:
         announced: weights_pb2.Communicator,
         sender: BucketSender,
     ) -> str:
-        """What went wrong on any rank."""
+        """Joins the new communicator; returns the first problem of any rank."""
         place, problem = self._published.sender, ""
         if place is not None:
             try:
                 with self._listening(order) as abandoned:
                     sender.connect(announced, place, abandoned)
             except WeightSyncError as error:
-                # Who only heard of it has nothing to add; the other senders wait for who has.
+                # A sender that stopped because another sender failed has nothing to add. The
+                # first one that fails tells the other senders, which still wait.
                 if not self._ranks.words.was_said(_abandoned(order)):
                     problem = str(error)
                     self._ranks.words.say(_abandoned(order))
@@ -162,9 +166,9 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _listening(self, order: weights_pb2.PublishOrder) -> Iterator[threading.Event]:
-        """Set when a member is lost: nobody needs to wait for it until the deadline.
+        """Yields an event that is set when a member is lost: no sender then waits for the deadline.
 
-        Rank 0 asks the controller; NCCL tells no sender that another one has given up.
+        Rank 0 asks the controller. Senders tell each other, because NCCL does not.
         """
         abandoned, is_over = threading.Event(), threading.Event()
 
@@ -193,7 +197,7 @@ class WeightPublisher:
         result: trainer_pb2.PublishResult,
         sender: BucketSender,
     ) -> tuple[str, WeightDigests | None]:
-        """What went wrong on any rank, or what was sent."""
+        """Sends all buckets; returns the first problem of any rank, and the digests."""
         sends = _Sends(sender if self._published.sender is not None else None)
         digests = self._published.run(sends, adapters_alone=order.adapters_alone)
         wire = sends.finish()
@@ -201,14 +205,14 @@ class WeightPublisher:
         return self._first_problem(sends.problem), digests
 
     def _first_problem(self, problem: str) -> str:
-        """The first of all ranks' problems that is not empty."""
+        """Returns the first problem of any rank, "" if there is none; collective."""
         found = self._ranks.gather_bytes(problem.encode())
         return next((data.decode() for data in found if data), "")
 
     def _report(
         self, order: weights_pb2.PublishOrder, result: trainer_pb2.PublishResult, problem: str
     ) -> None:
-        """Rank 0 hears whether the communicator is still good; then all do."""
+        """Reports to the controller on rank 0; all ranks abort if the communicator is unusable."""
         data = None
         if self._ranks.is_main:
             if problem:
@@ -223,7 +227,7 @@ class WeightPublisher:
 
 
 class _Sends:
-    """The sends of one publish; after the first problem nothing more is sent."""
+    """The sends of one publish; after the first problem no more buckets are sent."""
 
     def __init__(self, sender: BucketSender | None) -> None:
         self._sender = sender
@@ -241,7 +245,7 @@ class _Sends:
         return lambda: self._release(place, release)
 
     def finish(self) -> Wire:
-        """Waits for the end of all."""
+        """Waits until every bucket is sent."""
         wire = Wire()
         if self._sender is not None and not self.problem:
             try:
@@ -259,8 +263,8 @@ class _Sends:
 
 
 def _abandoned(order: weights_pb2.PublishOrder) -> str:
-    """The word that a sender could not join; the communicator's own name is a secret."""
-    return f"in-vain/{order.publish_id}"
+    """The word by which a sender says that it could not join; a communicator's id is a secret."""
+    return f"abandoned/{order.publish_id}"
 
 
 def _nothing() -> None:

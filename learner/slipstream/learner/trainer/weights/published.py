@@ -1,6 +1,6 @@
-"""What servers are sent of the policy: all weights, or matrices and adapters apart.
+"""The weights that servers are sent: all in one stream, or matrices and adapters apart.
 
-Matrices that adapters are put on never change: a server needs them once, and then adapters alone.
+Matrices under adapters never change: a server needs them once, and from then on adapters alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 class Published:
-    """Streams with the same senders, one after the other; `run` and `digests` are collective."""
+    """One or two streams with the same senders; `run` and `digests` are collective."""
 
     def __init__(
         self,
@@ -35,10 +35,13 @@ class Published:
         *,
         adapter_scale: float = 0.0,
     ) -> None:
-        """`weights` are matrices alone if there are `adapters`, whose sum is scaled."""
+        """Takes all weights, or the matrices alone and the `adapters`.
+
+        Servers multiply an adapter's product by `adapter_scale` before they add it.
+        """
         self._weights, self._adapters = weights, adapters
         self._adapter_scale = adapter_scale
-        # Of the matrices, which are as they were.
+        # Digests by name of the matrices, which never change; empty before the first pass.
         self._unchanged: dict[str, bytes] = {}
 
     @property
@@ -48,25 +51,25 @@ class Published:
 
     @property
     def sender(self) -> int | None:
-        """This rank's place among the senders."""
+        """This rank's index in `senders`; None if it does not send."""
         return self._weights.sender
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the model without adapters; tied ones count once."""
+        """Elements of the model without adapters; tied tensors count once."""
         return self._weights.num_parameters
 
     @property
     def largest_bucket(self) -> int:
-        """Its bytes."""
+        """Bytes of the largest bucket."""
         return max(stream.largest_bucket for stream in self._parts(adapters_alone=False))
 
     def num_bytes(self, *, adapters_alone: bool) -> int:
-        """What travels to each receiver."""
+        """Returns the bytes that travel to each receiver."""
         return sum(stream.num_bytes for stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
-        """From which a receiver derives the same buckets."""
+        """Returns the layout, from which a receiver derives the same buckets."""
         return layout_to_pb(
             () if adapters_alone else self._weights.tensors,
             self._weights.bucket_bytes,
@@ -75,15 +78,15 @@ class Published:
         )
 
     def resident(self) -> AbstractContextManager[None]:
-        """The parameters are on the device inside: a pass begins at once."""
+        """Keeps the parameters on the device inside the context: a pass begins at once."""
         return self._weights.resident()
 
     def fill_ahead(self) -> None:
-        """See `WeightStream`: for a publish of adapters alone if these are apart."""
+        """See `WeightStream`; fills the adapters' buckets if adapters are sent apart."""
         (self._adapters or self._weights).fill_ahead()
 
     def run(self, send: Send | None = None, *, adapters_alone: bool = False) -> WeightDigests:
-        """Puts every bucket together once, gives each to `send` on the senders, digests all."""
+        """Fills every bucket once, passes it to `send` on the senders, and returns all digests."""
         found: list[WeightDigests] = []
         first = 0
         for stream in self._parts(adapters_alone=adapters_alone):
@@ -94,9 +97,10 @@ class Published:
         return _joined(found)
 
     def digests(self) -> WeightDigests:
-        """Of all tensors; its buckets are those of adapters alone if these are apart.
+        """Returns the digests of all tensors.
 
-        The matrices, which do not change, are looked at the first time.
+        If adapters are sent apart, `buckets` holds the adapters' buckets only, and the matrices,
+        which do not change, are read the first time only.
         """
         if self._adapters is None:
             return self.run()
@@ -112,7 +116,7 @@ class Published:
         return (self._adapters,) if adapters_alone else (self._weights, self._adapters)
 
     def _check(self, matrices: WeightDigests) -> None:
-        """RunFailed when matrices changed: servers that are sent adapters alone have the old."""
+        """Raises RunFailed when matrices changed: servers that get adapters alone keep the old."""
         before = self._unchanged or matrices.by_name
         changed = sorted(n for n, digest in matrices.by_name.items() if before[n] != digest)
         if changed:
@@ -121,7 +125,7 @@ class Published:
 
 
 def open_published(policy: Policy, config: Config) -> Published:
-    """As `lora.publish` says. Collective."""
+    """Returns the streams that `lora.publish` asks for. Collective."""
     if not config.lora.publishes_adapters:
         return Published(open_stream(policy, config))
     matrices = open_stream(policy, config, Kind.MATRICES)
@@ -131,7 +135,10 @@ def open_published(policy: Policy, config: Config) -> Published:
 
 
 def weight_identity(policy: Policy, config: Config) -> bytes:
-    """Digest of all weights, on every rank. Collective; to do it often, keep a `Published`."""
+    """Returns the digest of all weights on every rank. Collective.
+
+    A caller that needs it often keeps a `Published`.
+    """
     return open_published(policy, config).digests().identity
 
 

@@ -1,7 +1,7 @@
-"""The policy's weights as a stream of filled buckets, on the device, in memory for two of them.
+"""The policy's weights as a stream of filled buckets, on the device, with memory for two buckets.
 
 Consumes: parameters. Produces: buckets on their senders, and the digest of every tensor. On CUDA
-everything is enqueued on a stream of its own: bucket k + 1 is put together while bucket k travels.
+all work is enqueued on a stream of its own: bucket k + 1 is filled while bucket k travels.
 """
 
 from __future__ import annotations
@@ -43,30 +43,34 @@ logger = logging.getLogger(__name__)
 
 NUM_LANES = 2
 
-# Makes the current stream wait until the lane may be filled again.
+# Function that makes the current stream wait until the lane may be filled again.
 Release = Callable[[], None]
-# On every sender for every bucket: its number, the bucket, and memory for it, which on the bucket's
-# own sender is filled when the current stream comes here.
+# Function that every sender calls for every bucket: (number, bucket, memory for it) -> Release.
+# On the bucket's own sender the memory is filled once the current stream reaches this call.
 Send = Callable[[int, Bucket, Tensor], Release]
 
 
 @dataclass(frozen=True)
 class WeightDigests:
-    """What one pass over the weights found; the same on every rank."""
+    """Digests from one pass over the weights; the same on every rank."""
 
     by_name: dict[str, bytes]
     buckets: tuple[bytes, ...]
-    # Time in which buckets were put together, on the rank that took longest.
+    # Seconds spent filling buckets, on the rank that took longest.
     export_s: float
 
     @property
     def identity(self) -> bytes:
-        """Of the whole set, whatever the layout of the ranks and the size of buckets."""
+        """The digest of all tensors; it does not depend on the rank layout or bucket size."""
         return weight_digest(self.by_name)
 
 
 class WeightStream:
-    """Every method but the properties is collective."""
+    """Fills buckets in lanes in turn; every method except the properties is collective.
+
+    `run` is one pass over all weights. `fill_ahead` may fill the first buckets before a `run` that
+    sends, which then starts with these.
+    """
 
     def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
         self._policy, self._filling = policy, filling
@@ -74,11 +78,11 @@ class WeightStream:
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
         self._own = [self._is_own(bucket) for bucket in self.buckets]
         device = policy.ranks.device
-        # Ranks that do not send need none.
+        # Ranks that do not send need no lanes.
         size = self.largest_bucket if self.sender is not None else 0
         lanes = min(NUM_LANES, len(self.buckets))
         self._lanes = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(lanes)]
-        # So many of the first buckets lie in their lanes already.
+        # Number of first buckets that are already filled.
         self._ahead = 0
         self._digests = open_digests(self.buckets, device)
         self._stream = _new_stream(device)
@@ -92,42 +96,42 @@ class WeightStream:
 
     @property
     def sender(self) -> int | None:
-        """This rank's place among the senders."""
+        """This rank's index in `senders`; None if it does not send."""
         rank = self._policy.ranks.rank
         return self.senders.index(rank) if rank in self.senders else None
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all tensors; tied ones count once."""
+        """Elements of all tensors; tied tensors count once."""
         return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
 
     @property
     def num_bytes(self) -> int:
-        """What travels to each receiver."""
+        """Bytes that travel to each receiver."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def largest_bucket(self) -> int:
-        """Its bytes."""
+        """Bytes of the largest bucket."""
         return max(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """In the order in which they travel."""
+        """All tensors in the order in which they travel."""
         return self._filling.tensors
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """The parameters are on the device inside: a pass begins at once."""
+        """Keeps the parameters on the device inside the context: a pass begins at once."""
         with self._policy.memory.resident(Part.PARAMETERS):
             yield
 
     @torch.no_grad()
     def fill_ahead(self) -> None:
-        """Puts the first buckets together for the next pass if that one sends: it begins with them.
+        """Fills the first buckets for the next pass; it uses them only if it sends.
 
-        A pass went over these weights before, which are complete since then, and they do not change
-        until the next one.
+        The caller has made a pass over these weights before, so parameters are gathered, and does
+        not change them until the next pass.
         """
         if self._ahead or not self._filling.fills_any:
             return
@@ -138,7 +142,7 @@ class WeightStream:
 
     @torch.no_grad()
     def run(self, send: Send | None = None) -> WeightDigests:
-        """Puts every bucket together once, gives each to `send` on the senders, digests all."""
+        """Fills every bucket once, passes it to `send` on the senders, and returns all digests."""
         ahead, self._ahead = self._ahead if send is not None else 0, 0
         releases: list[Release | None] = [None] * len(self._lanes)
         clock = _Clock(self._stream)
@@ -158,7 +162,9 @@ class WeightStream:
                     buffer = self._lanes[lane][: bucket.num_bytes]
                     if send is not None and self.sender is not None:
                         releases[lane] = send(place, bucket, buffer)
-                    # While it travels: what fills the lane again comes behind it on this stream.
+                    # The digest is taken while the bucket travels; the lane is refilled later on
+                    # the
+                    # same stream.
                     if self._own[place]:
                         self._digests.add(place, buffer.data_ptr(), self._handle)
                 found = self._digests.read(self._handle)
@@ -203,7 +209,7 @@ class WeightStream:
 
 
 class _Clock:
-    """Time in some parts of a pass: of the device where there is one."""
+    """Measures some parts of a pass, in device time on a GPU."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream, self._total_s = stream, 0.0
@@ -224,7 +230,7 @@ class _Clock:
         self._events.append((begin, end))
 
     def total_s(self) -> float:
-        """What was measured; the stream is done with it."""
+        """Returns the measured seconds; the stream must have finished the measured work."""
         milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
         return self._total_s + milliseconds / 1e3
 
@@ -236,9 +242,9 @@ def open_stream(
     *,
     beside: WeightStream | None = None,
 ) -> WeightStream:
-    """By a recorded plan that gives what Bridge's export gives, else by that export. Collective.
+    """Returns a stream by a plan if it gives the same weights as Bridge, else by Bridge's export.
 
-    `beside`: one with the same senders and size of buckets.
+    Collective. A stream `beside` another has the same senders and bucket size.
     """
     dtype = config.weights.wire_dtype or config.model.dtype
     senders = () if beside is None else beside.senders
@@ -250,7 +256,7 @@ def open_stream(
         if isinstance(filling, BridgeFilling):
             return stream
         problem = _difference(stream.run(), bridge_digests(policy, dtype, kind))
-        # The digests are everybody's, but only rank 0 has all of Bridge's tensors for sure.
+        # All ranks have all digests, but only rank 0 surely has all of Bridge's tensors.
         data = problem.encode() if policy.ranks.is_main else None
         problem = policy.ranks.broadcast_bytes(data).decode()
         if not problem:
@@ -262,16 +268,16 @@ def open_stream(
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
-    """The size at which buckets are closed.
+    """Returns the size at which buckets are closed.
 
-    Each lane has room for the largest tensor anyway. Equal buckets keep the wire busy: beside a
-    much smaller one a large one can neither be put together nor taken out in time.
+    Each lane has room for the largest tensor anyway. Buckets of equal size keep the link busy:
+    while a small bucket travels, there is not enough time to fill or to unpack a large one.
     """
     return max(weights.bucket_mib << 20, *(tensor.num_bytes for tensor in tensors))
 
 
 def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
-    """Of every tensor as Bridge exports it. Collective."""
+    """Returns the digest by name of every tensor that Bridge exports. Collective."""
     found = {}
     for name, tensor in exported(policy, getattr(torch, dtype), kind):
         spec = TensorSpec(name, dtype, tuple(tensor.shape))
@@ -286,7 +292,7 @@ def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict
 
 
 def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
-    """Digests where the buckets lie."""
+    """Returns digests that are computed where the buckets lie."""
     if device.type != "cuda":
         return HostDigests(buckets)
     from slipstream.protocol.weights.cuda_digests import CudaDigests
@@ -303,7 +309,7 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _difference(planned: WeightDigests, exported: dict[str, bytes]) -> str:
-    """Empty when both are the same weights."""
+    """Describes the first difference; "" when both are the same weights."""
     ours = planned.by_name
     if missing := sorted(set(exported) ^ set(ours)):
         return f"{missing[0]} is in one of the plan and Bridge's export only"

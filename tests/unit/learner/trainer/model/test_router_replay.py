@@ -163,7 +163,7 @@ def test_routers_that_do_not_ask_are_noticed() -> None:
         routing_metrics([layer], ranks, [first, second])
     fused = Layer()
     fused.config.moe_router_fusion = True
-    with pytest.raises(AssertionError, match="a fused router asks nobody"):
+    with pytest.raises(AssertionError, match="a fused router does not call RouterReplay"):
         LayerReplay(fused)
 
 

@@ -82,7 +82,7 @@ def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecut
     stranger = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
     stranger.add("init/", 1)
     stranger.set("rank/1", "here")
-    with pytest.raises(TimeoutError, match=rf"of 2 ranks 1 did not come to 127.0.0.1:{port}"):
+    with pytest.raises(TimeoutError, match=rf"of 2 ranks 1 did not join at 127.0.0.1:{port}"):
         came.result(60)
 
 
@@ -98,7 +98,8 @@ def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
     with pytest.raises(
         ConfigError,
-        match=f"rank 0 at 127.0.0.1:{port} does not know rank 1 .*of another run, or has another",
+        match=f"rank 0 at 127.0.0.1:{port} did not recognise rank 1 "
+        r".*belongs to another run, or has another",
     ):
         meeting_place(1, 2, LONG)
 
