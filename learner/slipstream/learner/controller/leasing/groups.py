@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
@@ -123,3 +124,19 @@ class ClosingLease:
     environment: str
     holder: ServerKey
     members: set[int]
+
+
+class Fate(Enum):
+    """What became of a trajectory that came in."""
+
+    # It fills its place in its group and waits for the batch.
+    HELD = "held"
+    # It fills the last place.
+    COMPLETED_GROUP = "completed group"
+    # The member runs again.
+    RETRIED = "retried"
+    # The member failed for the last time: the group is over.
+    SET_ASIDE = "set aside"
+    CANCELLED = "cancelled"
+    # Its place is filled already, or its group is over.
+    SUPERSEDED = "superseded"

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from enum import Enum
 
-from slipstream.learner.controller.leasing.groups import ClosingLease, Group, ServerKey
+from slipstream.learner.controller.leasing.groups import ClosingLease, Fate, Group, ServerKey
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.protocol import staleness
 from slipstream.protocol.types import (
@@ -18,22 +17,6 @@ from slipstream.protocol.types import (
     Trajectory,
     TrajectoryName,
 )
-
-
-class Fate(Enum):
-    """What became of a trajectory that came in."""
-
-    # It fills its place in its group and waits for the batch.
-    HELD = "held"
-    # It fills the last place.
-    COMPLETED_GROUP = "completed group"
-    # The member runs again.
-    RETRIED = "retried"
-    # The member failed for the last time: the group is over.
-    SET_ASIDE = "set aside"
-    CANCELLED = "cancelled"
-    # Its place is filled already, or its group is over.
-    SUPERSEDED = "superseded"
 
 
 class LeaseBook:

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.leases import Fate, LeaseBook
+from slipstream.learner.controller.leasing.groups import Fate, Group
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RunHistory

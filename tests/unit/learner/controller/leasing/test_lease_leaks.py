@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fake_trajectories import GOOD
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
-from slipstream.learner.controller.leasing.leases import Fate, LeaseBook
+from slipstream.learner.controller.leasing.groups import Fate, Group, ServerKey
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.protocol.types import (
     Failure,
     FailureKind,

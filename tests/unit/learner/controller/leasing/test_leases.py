@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.leasing.groups import ServerKey
-from slipstream.learner.controller.leasing.leases import Fate, LeaseBook
+from slipstream.learner.controller.leasing.groups import Fate, ServerKey
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import (
     Failure,
