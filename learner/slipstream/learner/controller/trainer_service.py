@@ -220,7 +220,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TrainerFailureReceipt:
         """A rank cannot go on, or the trainer cannot train its batch."""
         if request.HasField("data"):
-            await self._check_epoch(context)
+            await self.place.check(context)
             is_set_aside = await self._set_aside(request, context)
             return trainer_pb2.TrainerFailureReceipt(set_aside=is_set_aside)
         # A rank that fails before it has registered has no epoch yet.

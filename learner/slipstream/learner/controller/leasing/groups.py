@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -140,3 +140,8 @@ class Fate(Enum):
     CANCELLED = "cancelled"
     # Its place is filled already, or its group is over.
     SUPERSEDED = "superseded"
+
+
+def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
+    """Returns the number of sampled tokens of all trajectories."""
+    return sum(trajectory.num_sampled_tokens for trajectory in trajectories)

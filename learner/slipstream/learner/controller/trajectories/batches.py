@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.learner.controller.leasing.groups import ServerKey
-from slipstream.learner.controller.leasing.leases import LeaseBook, sampled_tokens
+from slipstream.learner.controller.leasing.groups import ServerKey, sampled_tokens
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RecordedStep, RunHistory, batch_name
 from slipstream.learner.controller.records.journal import Journal
@@ -231,7 +231,7 @@ class BatchFormer:
                 several=with_several_versions(batch),
             )
         if earlier is None:
-            tokens = sum(trajectory.num_sampled_tokens for trajectory in batch.trajectories)
+            tokens = sampled_tokens(batch.trajectories)
             self._ledger.end(End.TRAINED, tokens)
         self._reported = report, version
         self._set_aside_in_a_row = 0

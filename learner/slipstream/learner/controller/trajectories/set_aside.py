@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
-from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.leases import sampled_tokens
+from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.trajectories.batch import Batch, tokens_by_server
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.settings.config import Config
