@@ -8,7 +8,8 @@ taken: neither its first steps nor its end, where places stay empty.
 Two engines take turns, each with a whole rollout server around it: `ours`, and one that captures
 the CUDA graphs of vLLM's own choice. What prompts do is chosen anew for each turn: `wait-0-32`
 takes each at once; `wait-32-16` lets them wait until there is one for every 16 replies under way,
-32 steps at most. Before that our engine proves that its replies are those that vLLM hands out token
+32 steps at most. With `-vllms-plans` its scheduler plans every step; else ours plans those without
+prompts. Before that our engine proves that its replies are those that vLLM hands out token
 by token.
 
     python benchmarks/flow.py                                  # one GPU, 7 minutes
@@ -48,17 +49,20 @@ ENGINES: dict[str, dict[str, object]] = {
     "vllm's graphs": {"max_cudagraph_capture_size": 512},
 }
 OFF, CHOSEN = "wait-0-32", "wait-32-32"
+VLLMS = "-vllms-plans"
 # Engine, lever, whether it is a wave: a round takes all of them.
 ROUND = (
     ("ours", CHOSEN, True),
-    ("ours", OFF, False),
     ("ours", CHOSEN, False),
-    ("vllm's graphs", OFF, False),
+    ("vllm's graphs", OFF + VLLMS, True),
+    ("vllm's graphs", OFF + VLLMS, False),
+    ("ours", OFF, False),
+    ("ours", CHOSEN + VLLMS, False),
     ("vllm's graphs", CHOSEN, False),
     ("ours", "wait-32-16", False),
     ("ours", "wait-32-64", False),
 )
-WAVE = "ours, wave"
+WAVE = f"wave: ours, {CHOSEN}"
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Benchmark:
         """One turn."""
         if name not in self.servers:
             return
-        row = WAVE if wave else f"{name}, {lever}"
+        row = f"{'wave' if wave else 'flow'}: {name}, {lever}"
         with part(f"{'warm up ' if warm_up else ''}{row}", self.failures):
             server = self.servers[name]
             await server.ask(lever)

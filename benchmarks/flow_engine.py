@@ -15,12 +15,13 @@ import numpy as np
 from rollout_engines import Ours, Sizes, Turn
 from slipstream.protocol.settings.config import Config
 
-# Steps at most for which prompts wait, and replies for each prompt: what a turn may choose.
-# (0, 32): no prompt waits.
+# Steps at most for which prompts wait, replies for each prompt, and whether steps without prompts
+# are planned by our code: what a turn may choose. "wait-0-32": no prompt waits.
 LEVERS = {
-    f"wait-{steps}-{replies}": (steps, replies)
-    for steps in (0, 8, 16, 32, 64)
+    f"wait-{steps}-{replies}{suffix}": (steps, replies, not suffix)
+    for steps in (0, 32)
     for replies in (16, 32, 64)
+    for suffix in ("", "-vllms-plans")
 }
 KINDS = ("decoding", "prompts")
 MODES = ("NONE", "PIECEWISE", "FULL")
@@ -39,12 +40,12 @@ class Board:
 
     def set_lever(self, lever: str) -> None:
         """Tells the engine how prompts wait from its next step on."""
-        self.values[_LEVER : _LEVER + 2] = LEVERS[lever]
+        self.values[_LEVER : _LEVER + 3] = LEVERS[lever]
 
     @property
-    def lever(self) -> tuple[int, int]:
-        """Steps, and replies for each prompt."""
-        return int(self.values[_LEVER]), int(self.values[_LEVER + 1])
+    def lever(self) -> list[int]:
+        """Steps, replies for each prompt, and whether plans are ours."""
+        return [int(value) for value in self.values[_LEVER : _LEVER + 3]]
 
     def count(self, kind: int, name: str, amount: float) -> None:
         """Adds to a sum."""
@@ -82,6 +83,7 @@ def timed(scheduler_class: Any, board: Board) -> Any:  # noqa: ANN401 - vLLM's
         def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
             super().__init__(*args, **kwargs)
             self._added_s: dict[str, float] = {}
+            self._own_planner = self._planner
             _time_worker(self, board)
 
         def add_request(self, request: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -91,7 +93,8 @@ def timed(scheduler_class: Any, board: Board) -> Any:  # noqa: ANN401 - vLLM's
         def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
             began_s = time.perf_counter()
             gathering = self._gathering
-            gathering.most_steps, gathering.replies_per_prompt = board.lever
+            gathering.most_steps, gathering.replies_per_prompt, plans = board.lever
+            self._planner = self._own_planner if plans else None
             plan = super().schedule(throttle_prefills)
             num_replies = len(plan.num_scheduled_tokens)
             if self._began_s is not None:

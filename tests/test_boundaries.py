@@ -31,6 +31,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.pausing_scheduler",
         "slipstream.rollout_server.inference.engine_pause",
         "slipstream.rollout_server.inference.steady_decoding",
+        "slipstream.rollout_server.inference.steady_planning",
         "slipstream.rollout_server.inference.cpu_worker",
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",

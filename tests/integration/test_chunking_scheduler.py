@@ -93,6 +93,7 @@ class Engine:
                     (request.status, request.prefill_stats is None, len(request.events)),
                     (request.num_computed_tokens, request.num_output_placeholders),
                     (request.num_in_flight_tokens, request.num_stale_output_tokens),
+                    (request.is_prefill_chunk, request.next_decode_eligible_step),
                     (list(request.all_token_ids), list(request.block_hashes)),
                 )
                 for name, request in self.scheduler.requests.items()
@@ -166,7 +167,12 @@ StartEngine = Callable[..., Engine]
 @pytest.fixture
 def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
     def start(
-        *, ours: bool, overlapping: bool, num_blocks: int = 100, windowed: bool = False
+        *,
+        ours: bool,
+        overlapping: bool,
+        num_blocks: int = 100,
+        windowed: bool = False,
+        newer_runner: bool = False,
     ) -> Engine:
         from slipstream.rollout_server.inference.chunking_scheduler import scheduler_class
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -203,6 +209,8 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
             hash_block_size=BLOCK,
             log_stats=True,
         )
+        # vLLM's choice on GPUs; plans differ.
+        scheduler.use_v2_model_runner = newer_runner
         return Engine(scheduler, 2 if overlapping else 1)
 
     return start
@@ -261,13 +269,21 @@ def test_replies_are_those_of_vllms_scheduler(start, overlapping: bool, num_bloc
 @both
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("windowed", [False, True], ids=["full", "windowed"])
+@pytest.mark.parametrize("newer_runner", [False, True], ids=["older-runner", "newer-runner"])
 def test_every_plan_is_that_of_vllms_scheduler(
-    start, overlapping: bool, num_blocks: int, windowed: bool
+    start, overlapping: bool, num_blocks: int, windowed: bool, newer_runner: bool
 ) -> None:
     ours, theirs = (
-        start(ours=each, overlapping=overlapping, num_blocks=num_blocks, windowed=windowed)
+        start(
+            ours=each,
+            overlapping=overlapping,
+            num_blocks=num_blocks,
+            windowed=windowed,
+            newer_runner=newer_runner,
+        )
         for each in (True, False)
     )
+    own_plans = counted_plans(ours)
     for engine in (ours, theirs):
         for number, limit in enumerate(LIMITS):
             # Two end at a token before their limit.
@@ -285,6 +301,7 @@ def test_every_plan_is_that_of_vllms_scheduler(
             add(engine, f"later{number}", limit, prompt=[*PROMPT, *range(110, 110 + length)])
         engine.drain()
     assert len(ours.plans) == len(theirs.plans) > 60
+    assert (len(own_plans) > 30) is not windowed
     for mine, other in zip(ours.plans, theirs.plans, strict=True):
         assert mine == other
     assert len(ours.tokens["r5"]) == len(ours.tokens["r6"]) - 2 == 20
@@ -294,6 +311,20 @@ def test_every_plan_is_that_of_vllms_scheduler(
         assert found["later0"] == found["later1"] == BLOCK
     elif not windowed:
         assert ours.preempted > 0
+
+
+def counted_plans(engine: Engine) -> list[int]:
+    """Grows by the number of requests of each plan that our planner makes."""
+    planner, sizes = engine.scheduler._planner, []
+    if planner is not None:
+        plan = planner.plan
+
+        def counted(requests: Any, schedule: Any) -> Any:  # noqa: ANN401 - vLLM's
+            sizes.append(len(requests))
+            return plan(requests, schedule)
+
+        planner.plan = counted
+    return sizes
 
 
 def test_every_step_is_vllms_in_another_version_and_with_windows(start) -> None:

@@ -55,6 +55,20 @@ def test_settings_reach_vllm_by_name(model: Path) -> None:
     assert settings.model_config.logprobs_mode == "processed_logprobs"
 
 
+@pytest.mark.parametrize(("steps", "interval"), [(None, 1), (0, 1), (7, 8)])
+def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
+    model: Path, steps: int | None, interval: int
+) -> None:
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
+
+    config = config_with(model, {})
+    section = config.rollout_server.model_copy(update={"prompt_wait_steps": steps})
+    config = config.model_copy(update={"rollout_server": section})
+    settings = engine_config(config, seed=3).scheduler_config
+    # The engine is eager here.
+    assert settings.prefill_schedule_interval == interval
+
+
 @pytest.mark.parametrize(("head", "dtype"), [("float32", torch.float32), ("model", torch.bfloat16)])
 def test_logits_have_the_type_that_the_learners_have(
     model: Path, head: str, dtype: torch.dtype

@@ -27,6 +27,7 @@ from slipstream.rollout_server.inference.steady_decoding import (
     decodes_plainly,
     plans_ahead,
 )
+from slipstream.rollout_server.inference.steady_planning import SteadyPlanner, takes_a_prompt
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
@@ -155,6 +156,8 @@ class _Chunking(PausingScheduler):
         if self._decodes_plainly:
             manager = self.kv_cache_manager
             manager.allocate_slots = KnownSlots(manager, self.hash_block_size)
+        plans = self._decodes_plainly and SteadyPlanner.fits(self)
+        self._planner = SteadyPlanner(self) if plans else None
 
     def add_request(self, request: Request) -> None:
         """Opens the request's chunk."""
@@ -191,22 +194,18 @@ class _Chunking(PausingScheduler):
 
         vLLM takes them all the same where a step had no room for all: the rest follows at once.
         """
-        num_ready = 0 if self._takes_a_prompt() else len(self.waiting)
+        along = takes_a_prompt(self.running, self.waiting)
+        num_ready = 0 if along else len(self.waiting)
         holds = self._gathering.holds(num_ready=num_ready, num_replies=len(self.running))
+        if self._planner and (not self.waiting or (holds and not self.prefill_capacity_bound)):
+            requests = self._planner.going_on(self._is_steady)
+            if requests:
+                return self._planner.plan(requests, super().schedule)
         return super().schedule(throttle_prefills or holds)
 
-    def _takes_a_prompt(self) -> bool:
-        """Whether the next step has one in any case, and those that wait may come along.
-
-        A long prompt is computed in several steps. Those that are scored prove new weights.
-        """
-        return bool(self.waiting) and (
-            any(request.is_prefill_chunk for request in self.running)
-            or any(
-                request.sampling_params and request.sampling_params.prompt_logprobs is not None
-                for request in self.waiting
-            )
-        )
+    def _is_steady(self, request_id: str) -> bool:
+        chunk = self._chunks.get(request_id)
+        return chunk is not None and chunk.steady is not None
 
     def has_requests(self) -> bool:
         """Also when a pause has still to hand out what is held."""

@@ -14,11 +14,11 @@ from slipstream.protocol.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.prompt_gathering import MOST_STEPS
 
 # Tokens of prompts beside the replies in the largest captured step. A step of more keeps a GPU busy
-# for longer than it takes to start its kernels.
-PROMPT_TOKENS = 2048
+# for about as long as it takes to start its kernels.
+PROMPT_TOKENS = 4096
 # The distance of two sizes, up to so many tokens; the tokens between them are padding. Those up to
 # 512 are vLLM's.
-_STRIDES = ((8, 256), (16, 512), (64, 1024), (128, 1 << 20))
+_STRIDES = ((8, 256), (16, 512), (64, 1024), (128, 2048), (256, 1 << 20))
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 

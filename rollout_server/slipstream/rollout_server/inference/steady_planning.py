@@ -1,0 +1,137 @@
+"""Plans of steps in which nothing happens but that replies go on, each by one token.
+
+vLLM's scheduler goes through all requests three times for such a step, and asks each what it asks
+for prompts, drafts, images and grammars: more than half of what the engine's thread does. Here
+vLLM plans a step without requests, which keeps its books, and the requests are added to that plan
+in the state in which vLLM would leave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from slipstream.rollout_server.inference.steady_decoding import plans_ahead
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+
+def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
+    """The next step has a prompt in any case, and those that are `waiting` may come along.
+
+    A long prompt is computed in several steps. Those that are scored prove new weights.
+    """
+    return any(request.is_prefill_chunk for request in running) or any(
+        request.sampling_params and request.sampling_params.prompt_logprobs is not None
+        for request in waiting
+    )
+
+
+class SteadyPlanner:
+    """Plans such steps for a scheduler of which `decodes_plainly` is true."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._block_size = scheduler.hash_block_size
+        self._num_groups = len(self._manager.coordinator.single_type_managers)
+        self._nobody = create_request_queue(scheduler.policy)
+        self._ahead = plans_ahead(scheduler)
+        self._most_tokens = min(
+            scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens
+        )
+
+    @staticmethod
+    def fits(scheduler: Scheduler) -> bool:
+        """Whether vLLM does nothing else for such a step of this scheduler."""
+        return not (
+            scheduler.needs_kv_cache_zeroing
+            or scheduler.defer_block_free
+            or scheduler.use_pp
+            or getattr(scheduler, "decode_stagger", 1) != 1
+        )
+
+    def going_on(self, steady: Callable[[str], bool]) -> list[Request]:
+        """The requests of the next step; none when it is vLLM's to plan.
+
+        `steady` says of a request's name whether it takes nothing but tokens.
+        """
+        scheduler = self._scheduler
+        running: list[Request] = scheduler.running
+        if (
+            scheduler.pause_state is not PauseState.UNPAUSED
+            or scheduler.kv_holding_waiting
+            or len(running) > self._most_tokens
+        ):
+            return []
+        longest, block_size = scheduler.max_model_len - 1, self._block_size
+        # The older of vLLM's workers is told all tokens of a request that paused for a step.
+        known = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+        requests: list[Request] = []
+        num_blocks = 0
+        # Once for each request and step: as little as can be.
+        for request in running:
+            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
+            if computed >= longest or (
+                ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
+            ):
+                # Its last token is under way.
+                continue
+            if (
+                request.num_tokens + ahead - computed != 1
+                or not steady(request.request_id)
+                or (known is not None and request.request_id not in known)
+            ):
+                return []
+            if not computed % block_size:
+                num_blocks += 1
+            requests.append(request)
+        free = self._manager.block_pool.get_num_free_blocks()
+        return requests if num_blocks * self._num_groups <= free else []
+
+    def plan(
+        self, requests: Iterable[Request], schedule: Callable[[], SchedulerOutput]
+    ) -> SchedulerOutput:
+        """The plan of a step of `requests`, which are `going_on`; `schedule` is vLLM's."""
+        scheduler = self._scheduler
+        plan = self._plan_nothing(schedule)
+        manager, block_size = self._manager, self._block_size
+        cached = plan.scheduled_cached_reqs
+        cached.req_ids = [request.request_id for request in requests]
+        cached.num_computed_tokens = [request.num_computed_tokens for request in requests]
+        cached.num_output_tokens = [
+            request.num_output_tokens + request.num_output_placeholders for request in requests
+        ]
+        blocks: list[Any] = []
+        step = scheduler.current_step
+        for request in requests:
+            computed = request.num_computed_tokens
+            if 0 < computed % block_size < block_size - 1:
+                blocks.append(None)
+            else:
+                new = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+                blocks.append(new.get_block_ids(allow_none=True))
+            request.num_computed_tokens = computed + 1
+            request.num_in_flight_tokens += 1
+            if self._ahead:
+                request.num_output_placeholders += 1
+                if scheduler.use_v2_model_runner:
+                    request.next_decode_eligible_step = step + 1
+        cached.new_block_ids = blocks
+        plan.num_scheduled_tokens = dict.fromkeys(cached.req_ids, 1)
+        plan.total_num_scheduled_tokens = len(blocks)
+        if not scheduler.use_v2_model_runner:
+            scheduler.prev_step_scheduled_req_ids.update(cached.req_ids)
+        return plan
+
+    def _plan_nothing(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+        scheduler = self._scheduler
+        running, waiting = scheduler.running, scheduler.waiting
+        scheduler.running, scheduler.waiting = [], self._nobody
+        try:
+            return schedule()
+        finally:
+            scheduler.running, scheduler.waiting = running, waiting
