@@ -1,15 +1,15 @@
-"""Do the algorithms learn? Each trains the quickstart's task from the same start, one by one.
+"""Shows whether the algorithms learn: each trains the quickstart's task from the same start.
 
-Everything but the settings below is deploy/configs/quickstart.toml. The task is to name the two
+All settings but those below are from deploy/configs/quickstart.toml. The task is to name the two
 letters of the prompt: a random policy gets about 0.17, the best possible reward is 1.
 
     python benchmarks/algorithms.py
 
-The reward over steps is that of the trained groups: dynamic sampling (DAPO) leaves out those that
-are solved by all, so its curve stays lower than its policy; the held-out column compares.
+The reward over steps is that of the trained groups. Dynamic sampling (DAPO) leaves out groups that
+all members solve, so its curve stays below its policy; compare by the held-out column.
 
 Prints one table, writes benchmarks/results/algorithms.json, and draws the mean reward over steps
-into docs/images/algorithms.png. `--algorithms` takes others of `ALGORITHMS` than the first six.
+into docs/images/algorithms.png. `--algorithms` chooses others of `ALGORITHMS` than the first six.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from quickstart_runs import make_model, run_quickstart
 HERE = Path(__file__).resolve().parent
 IMAGE = HERE.parent / "docs" / "images" / "algorithms.png"
 DEFAULT_NUMBER = 6
-# A mean over so many steps is what "reached" means.
+# The goal counts as reached when the mean reward over this many steps reaches it.
 WINDOW = 5
 GOAL = 0.9
 
-# Name -> overrides. Replies have four tokens: ranges of ratios are wider than those for long ones.
+# Overrides by name. Replies have four tokens, so ranges of ratios are wider than for long replies.
 ALGORITHMS: dict[str, list[str]] = {
     "GRPO": [],
     "RLOO": ["algorithm.advantage=rloo", "algorithm.loss=reinforce"],
@@ -67,7 +67,7 @@ ALGORITHMS: dict[str, list[str]] = {
         "algorithm.mini_batches=2",
         "algorithm.clip_high=0.28",
         "algorithm.dynamic_sampling.enabled=true",
-        # Once every group is solved by all its members nothing is left: ask for 100 steps.
+        # Once all members solve every group, no batch is left: run it with --steps 100.
         "algorithm.dynamic_sampling.max_filtered_batches=100",
     ],
     "GRPO, KL to the start": ["algorithm.kl.coefficient=0.001", "algorithm.kl.estimator=k2"],
@@ -75,7 +75,7 @@ ALGORITHMS: dict[str, list[str]] = {
 
 
 def run_once(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, object]:
-    """Trains with one algorithm; its rewards by step and the figures of its summary."""
+    """Trains with one algorithm; returns its rewards by step and the figures of its summary."""
     run_name = "".join(letter if letter.isalnum() else "-" for letter in name)
     run = run_quickstart(folder, run_name, [f"run.steps={arguments.steps}", *ALGORITHMS[name]])
     summary = run.summary
@@ -94,7 +94,7 @@ def run_once(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str
 
 
 def steps_to_goal(rewards: Sequence[float]) -> int | None:
-    """Steps after which the mean of the newest `WINDOW` rewards was at least `GOAL`."""
+    """Returns the steps until the mean of the newest `WINDOW` rewards reached `GOAL`, or None."""
     for end in range(WINDOW, len(rewards) + 1):
         if statistics.fmean(rewards[end - WINDOW : end]) >= GOAL:
             return end
@@ -102,7 +102,7 @@ def steps_to_goal(rewards: Sequence[float]) -> int | None:
 
 
 def table(results: Mapping[str, dict]) -> list[str]:
-    """One line for each algorithm."""
+    """Returns the lines of the table, one for each algorithm."""
     lines = [
         f"| algorithm | held out, before | after | training, last {WINDOW} | steps to {GOAL} "
         "| entropy at the end | generated tokens | minutes |",
@@ -120,7 +120,7 @@ def table(results: Mapping[str, dict]) -> list[str]:
 
 
 def draw(path: Path, results: Mapping[str, dict]) -> None:
-    """Mean reward over steps, smoothed over `WINDOW` steps; the raw means faintly behind."""
+    """Draws the mean reward, smoothed over `WINDOW` steps, with the raw means faintly behind it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,7 +147,7 @@ def draw(path: Path, results: Mapping[str, dict]) -> None:
 
 
 def main() -> None:
-    """Runs them one after another and writes what was found after each."""
+    """Runs the algorithms one after another; writes and prints their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     names = list(ALGORITHMS)
     parser.add_argument(

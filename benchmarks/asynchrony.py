@@ -1,12 +1,12 @@
-r"""How much faster a run is when its two fleets do not wait for each other.
+r"""Measures how much faster a run is when its two fleets do not wait for each other.
 
-One run, in which the bound on the lag is changed between windows of steps, so that all settings see
-the same processes, data and moments of the machine. Lengths of replies are lognormal with
-coefficient of variation 1. In each repeat:
+The bound on the lag changes between windows of steps of one run, so that all settings see the same
+processes, data and moments of the machine. Lengths of replies are lognormal with coefficient of
+variation 1. Each repeat measures:
 
-- first the work of each fleet by itself: generation of `--steps` batches while the learner has
-  none, at the rate that it has while it is never short of work, then their training while nothing
-  is generated. The slower of the two is the ceiling;
+- first the work of each fleet by itself: generation of `--steps` batches while the learner has no
+  batch, at the rate of servers that are never short of work, then training of these batches while
+  nothing is generated. The slower of the two is the ceiling;
 - then a window of `--steps` steps or more for each `max_staleness`. 0 is the synchronous
   algorithm.
 
@@ -44,7 +44,7 @@ START_LIMIT_S = 400.0
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
-    """The settings of the run; its bound on the lag is that of the widest window."""
+    """Returns the settings of the run; its bound on the lag is that of the widest window."""
     on_gpu = arguments.device == "cuda"
     lengths = {key: getattr(arguments, key) for key in ("median", "sigma", "longest")}
     settings = {
@@ -82,7 +82,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "recompute_context": not arguments.keep_context,
         },
         "weights": {"verify_every": 1_000_000, "transport": arguments.transport},
-        # One would fall into some windows and not into others.
+        # A checkpoint would fall into some windows and not into others.
         "checkpoint": {"every_steps": arguments.checkpoint_every},
     }
     return parse_config(settings, source="the benchmark")
@@ -90,7 +90,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 
 @dataclass
 class Found:
-    """Rows of both fleets alone and of every setting, and what failed."""
+    """The rows of both fleets alone and of every setting, and the failures."""
 
     rows: dict[str, list[Row]]
     failures: dict[str, str] = field(default_factory=dict)
@@ -138,7 +138,7 @@ async def measure(arguments: argparse.Namespace, folder: Path, found: Found) -> 
 
 
 def summary(found: dict[str, list[Row]]) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """The table, and by setting the speed-up and its share of the ceiling.
+    """Returns the table, and by setting the speed-up and its share of the ceiling.
 
     Each repeat is compared with its own synchronous window and its own work of both fleets.
     """
@@ -156,7 +156,7 @@ def summary(found: dict[str, list[Row]]) -> tuple[list[str], dict[str, dict[str,
             [max(a["generation_s"], a["training_s"]) / row["step_s"] for row, _, a in complete]
         )
         lag = Spread.of([row["lag_mean"] for row in found[name]])
-        # Below 1 the window lived on groups that were complete before it.
+        # Below 1 the window used groups that were complete before it.
         made = Spread.of([row["generated"] / row["tokens"] for row in found[name]])
         step = Spread.of([row["step_s"] for row in found[name]])
         shares[name] = {
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def write(arguments: argparse.Namespace, found: Found) -> list[str]:
-    """The table of what is known by now, which is written with everything else."""
+    """Writes the result as far as it is known; returns its table."""
     lines: list[str] = []
     shares: dict[str, dict[str, float]] = {}
     if all(found.rows.values()):

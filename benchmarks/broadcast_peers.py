@@ -1,6 +1,6 @@
-"""What the weight broadcast is compared with; `weight_broadcast.py` starts these as programs.
+"""The peers of the weight broadcast; `weight_broadcast.py` starts them as programs.
 
-- `raw`: one rank that broadcasts one large buffer, by cupy's NCCL on GPUs, by gloo without.
+- `raw`: one rank that broadcasts one large buffer, by cupy's NCCL on GPUs, by gloo on CPUs.
 - `trainer` and `server`: vLLM's own transfer, its public `nccl` backend with packed tensors.
 
 Each reads one JSON object a line from its standard input and answers each with one line.
@@ -22,10 +22,10 @@ Message = dict[str, Any]
 
 
 class Pipe:
-    """Lines of JSON to and from whoever started this process."""
+    """Exchanges lines of JSON with the program that started this process."""
 
     def __init__(self) -> None:
-        # What libraries print must not come between.
+        # Output of libraries goes to stderr, so that it does not come between the answers.
         self._out: IO[str] = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
 
@@ -34,7 +34,7 @@ class Pipe:
         print(json.dumps(message), file=self._out, flush=True)
 
     def get(self) -> Message:
-        """EOFError at the end of the input."""
+        """Reads one line; EOFError at the end of the input."""
         line = sys.stdin.readline()
         if not line:
             raise EOFError
@@ -67,7 +67,10 @@ def raw(arguments: argparse.Namespace, pipe: Pipe) -> None:
 
 
 def _join_nccl(rank: int, world_size: int, meeting: str) -> Callable[[int], dict[str, float]]:
-    """What broadcasts, and says what it took: `wire_s` on the device, `host_s` on the host."""
+    """Returns a function that broadcasts and returns its seconds.
+
+    `wire_s` are those of the device, `host_s` those of the host.
+    """
     import cupy
     import torch
     from cupy.cuda import nccl
@@ -86,7 +89,7 @@ def _join_nccl(rank: int, world_size: int, meeting: str) -> Callable[[int], dict
         if num_bytes not in buffers:
             buffers.clear()
             buffers[num_bytes] = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
-            # NCCL connects at the first use.
+            # NCCL connects at the first broadcast.
             send(buffers[num_bytes])
         token = torch.zeros(1, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
@@ -123,7 +126,7 @@ def _join_gloo(rank: int, world_size: int, meeting: str) -> Callable[[int], dict
 
 
 class PipeClient:
-    """What vLLM's trainer engine calls on the side of the servers, over the pipe."""
+    """Passes calls of vLLM's trainer engine to the servers, over the pipe."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -152,7 +155,10 @@ class PipeClient:
 
 
 def trainer(arguments: argparse.Namespace, pipe: Pipe) -> None:
-    """Commands: join (world_size, port), send. The weights are on its GPU in the wire's type."""
+    """Commands: join (world_size, port), send.
+
+    The weights lie on this program's GPU, in the data type of the wire.
+    """
     import torch
     from safetensors import safe_open
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -208,7 +214,7 @@ async def serve(arguments: argparse.Namespace, pipe: Pipe) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     pipe.put(imported=True)
-    # Another engine may be measuring this GPU's memory until then.
+    # Until then another engine may be measuring this GPU's memory.
     assert pipe.get()["do"] == "go"
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(

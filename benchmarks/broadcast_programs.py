@@ -1,4 +1,4 @@
-"""Starts the programs of `broadcast_peers.py` on the devices of a placement and leads them."""
+"""Starts the programs of `broadcast_peers.py` on the devices of a placement, and commands them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Program:
         on_gpu: bool,
         script: str = "broadcast_peers.py",
     ) -> Program:
-        """In a session of its own; its errors go to `log`."""
+        """Starts `script` in a session of its own; its stderr goes to `log`."""
         environ = dict(os.environ)
         if on_gpu:
             environ["CUDA_VISIBLE_DEVICES"] = visible(places)
@@ -59,12 +59,12 @@ class Program:
         return cls(process, file)
 
     def put(self, **message: Any) -> None:  # noqa: ANN401 - JSON
-        """Writes one line to it."""
+        """Writes one line to the program."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def get(self, limit_s: float = CALL_LIMIT_S) -> dict[str, Any]:
-        """The next line; RuntimeError with what went wrong there."""
+        """Returns the next line of the program; RuntimeError with the cause when it failed."""
         assert self._process.stdout is not None
         async with asyncio.timeout(limit_s):
             line = await self._process.stdout.readline()
@@ -76,7 +76,7 @@ class Program:
         return answer
 
     async def close(self) -> None:
-        """Ends it with everything below it."""
+        """Ends the program with all processes below it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
@@ -84,7 +84,7 @@ class Program:
 
 
 class RawBroadcast:
-    """One rank on the learner's first device, one on every device of the servers."""
+    """The `raw` peer: a rank on the learner's first device, and one on every server's devices."""
 
     def __init__(self, placement: Placement, logs: Path) -> None:
         self._placement, self._logs = placement, logs
@@ -92,7 +92,7 @@ class RawBroadcast:
         self.is_ready = False
 
     async def spawn(self) -> None:
-        """Starts the processes; they import what they need."""
+        """Starts the processes, which begin their imports."""
         placement, on_gpu = self._placement, self._placement.device == "cuda"
         places: list[tuple[int, ...]] = [placement.learner[:1]]
         places += [(gpu,) for server in placement.servers for gpu in server]
@@ -104,16 +104,16 @@ class RawBroadcast:
             self._ranks.append(await Program.start(arguments, place, log, on_gpu=on_gpu))
 
     async def join(self) -> None:
-        """Returns when all have joined."""
+        """Waits until all ranks have joined."""
         answers = [await rank.get(START_LIMIT_S) for rank in self._ranks]
         meeting = answers[0]["meeting"] or f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
         await self._all(do="join", world_size=len(self._ranks), meeting=meeting)
         self.is_ready = True
 
     async def broadcast(self, num_bytes: int) -> tuple[float, float]:
-        """Seconds of one buffer of this size: of the wire, and until the last rank's host knows.
+        """Broadcasts one buffer; returns its seconds on the wire, and until the last host knows.
 
-        The wire is that of the rank that came last, as in a publish: the others wait for it.
+        The wire time is that of the rank that came last, as in a publish: the others wait for it.
         """
         answers = await self._all(do="broadcast", num_bytes=num_bytes)
         wire_s = min(float(answer["wire_s"]) for answer in answers)
@@ -130,7 +130,7 @@ class RawBroadcast:
 
 
 class NativeTransfer:
-    """vLLM's own engines beside ours, and its own sender on the learner's first device."""
+    """The vLLM peer: its own engines beside ours, its own sender on the learner's first device."""
 
     def __init__(
         self, arguments: argparse.Namespace, placement: Placement, model: Path, logs: Path
@@ -142,7 +142,7 @@ class NativeTransfer:
         self.is_ready = False
 
     async def spawn(self) -> None:
-        """Starts the processes; they import what they need, and the sender loads its weights."""
+        """Starts the processes, which begin their imports; the sender also loads its weights."""
         arguments = self._arguments
         command = ["server", "--model", str(self._model), "--max-num-seqs", str(arguments.requests)]
         command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
@@ -172,7 +172,7 @@ class NativeTransfer:
         self.is_ready = True
 
     async def update(self) -> dict[str, Any]:
-        """One update with all engines paused: seconds of it, of the pause and of its parts."""
+        """Makes one update with all engines paused; returns the seconds of it and of its parts."""
         assert self._trainer is not None
         marks = [time.perf_counter()]
         await self._all(do="pause")
@@ -193,7 +193,7 @@ class NativeTransfer:
         }
 
     async def load(self, requests: int) -> None:
-        """Lets every engine run so many requests."""
+        """Has every engine run `requests` more requests."""
         await self._all(do="load", requests=requests)
 
     async def unload(self) -> None:
@@ -206,7 +206,7 @@ class NativeTransfer:
         await asyncio.gather(*(program.close() for program in programs))
 
     async def _serve_trainer(self) -> dict[str, float]:
-        """Carries out what the sender calls on the engines until it is done; seconds of each."""
+        """Carries out the sender's calls on the engines until it is done; returns their seconds."""
         assert self._trainer is not None
         seconds: dict[str, float] = {}
         while "call" in (message := await self._trainer.get()):

@@ -1,4 +1,4 @@
-"""What `weight_broadcast.py` found, as tables and ratios."""
+"""Tables and ratios of the results of `weight_broadcast.py`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Row = dict[str, Any]
 
 @dataclass
 class Found:
-    """Everything that was measured, in the order in which it was."""
+    """All measurements, in the order in which they were made."""
 
     num_bytes: int = 0
     ours: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
     native: dict[str, list[Row]] = field(default_factory=lambda: {"idle": [], "busy": []})
-    # Of the limit, on the device and on the host.
+    # Seconds of the limit, on the device and on the host.
     raw_wire: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     starts: dict[str, float] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Found:
 
 
 def summary(found: Found) -> tuple[list[str], dict[str, float]]:
-    """The table, and the ratios that are the claim."""
+    """Returns the table, and the ratios that are the claim."""
     header = ["what", "GB/s"]
     for name in ("wire", "receive", "end to end"):
         header += [f"{name}, ms", f"{name} of limit"]
@@ -37,7 +37,7 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
     rows: list[list[object]] = []
 
     def of_raw(name: str, spread: Spread) -> str:
-        # Like with like: what a host times has its calls and waits in it.
+        # Like is compared with like: the times of a host include its calls and waits.
         limit = raw_wire if name.endswith(": wire") else raw
         if limit is None:
             return ""
@@ -45,7 +45,7 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
         return f"{share:.2f}"
 
     def times(name: str, seconds: Sequence[float]) -> list[str]:
-        """Of what was timed every time."""
+        """Returns the cells of a row; empty cells where a measurement was not timed."""
         if not seconds or min(seconds) <= 0:
             return ["", ""]
         spread = Spread.of(seconds)
@@ -77,29 +77,30 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
     if raw is not None and raw_wire is not None:
         speed = f"{found.num_bytes / raw_wire.median / 1e9:.1f}"
         limits = [raw_wire.text(2, 1000), "1.00"]
-        # All that a host knows of it.
+        # A host sees only the whole broadcast, so these two are the same.
         limits += [raw.text(2, 1000), "1.00", raw.text(1, 1000), "1.00"]
         rows.append(["one buffer (limit)", speed, *limits, "", ""])
     return table(header, rows), ratios
 
 
 def wire_seconds(row: Row) -> float:
-    """From when all had come to the first broadcast to the end of the last; 0: it was not timed.
+    """Returns the seconds from all members' start of the first broadcast to the end of the last.
 
-    Trainer and servers each time it from their own start of the first one, in which they wait for
-    each other (the trainer for the servers' pause). The shortest time is that of who came last.
+    0: nothing was timed. Trainer and servers each count from their own start of the first
+    broadcast, in which they wait for each other (the trainer for the servers' pause). The member
+    that came last has the shortest time.
     """
     sides = [row["trainer"], *row["servers"].values()]
     return min((side["wire_s"] for side in sides if side.get("wire_s")), default=0.0)
 
 
 def receive_seconds(row: Row) -> float:
-    """Of the slowest server: from its pause until all buckets lay checked in the parameters."""
+    """Returns the slowest server's seconds from its pause until its parameters were checked."""
     return max((server.get("receive_s", 0.0) for server in row["servers"].values()), default=0.0)
 
 
 def stages(found: Found) -> list[str]:
-    """Where the time of a publish goes, as trainer and servers measured it."""
+    """Returns a table of the stages of a publish, as trainer and servers measured them."""
     loads = [load for load, measured in found.ours.items() if measured]
     cells = {load: _stages(found.ours[load]) for load in loads}
     names = dict.fromkeys(name for of_load in cells.values() for name in of_load)

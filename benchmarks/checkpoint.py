@@ -1,14 +1,15 @@
-r"""What a checkpoint costs training, and whoever else syncs a file on the same disk.
+r"""Measures what a checkpoint costs training, and other programs that sync files on the same disk.
 
-A trainer of one rank saves again and again, and trains while a thread of it writes:
+A trainer of one rank saves again and again, and trains while one of its threads writes:
 
-- *stop*: training stands still until the tensors are copied. The peer is Megatron-Core's own
-  asynchronous save of the same state, until its copy is made too (the fork of its writer, which
-  comes then, is not counted). The limit is one copy of as many bytes from the device to memory
-  that is pinned already; on a CPU from memory to memory;
-- *written*: until the files are on the disk, with their digests, and the folder has its name;
-- *steps* beside the write, and *syncs* of another small file every 20 ms, as of the controller's
-  journal, beside those without a write.
+- *stop*: the time in which training waits until the tensors are copied. The peer is Megatron-Core's
+  own asynchronous save of the same state, until its copy is made too (the later fork of its writer
+  is not counted). The limit is one copy of as many bytes from the device to memory that is pinned
+  already; on a CPU from memory to memory;
+- *written*: the time until the files are on the disk, with their digests, and the folder has its
+  name;
+- *steps*, and *syncs* of another small file every 20 ms, as of the controller's journal, while a
+  checkpoint is written and while none is.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --shape 0.6B
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
 
 SYNC_PERIOD_S = 0.02
-# Of a rank that trains alone, before the first save.
+# Steps that are timed before the first save.
 STEPS = 4
 
 Row = dict[str, float]
@@ -61,12 +62,12 @@ class Journal:
         self._thread.start()
 
     def take(self) -> list[float]:
-        """Seconds of each sync since the last call."""
+        """Returns the seconds of each sync since the last call."""
         waits_s, self.waits_s = self.waits_s, []
         return waits_s
 
     def close(self) -> None:
-        """Returns when the thread has ended."""
+        """Ends the thread and closes the file."""
         self._closed.set()
         self._thread.join()
         self._file.close()
@@ -80,7 +81,7 @@ class Journal:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
-    """A row for each repeat."""
+    """Returns a row for each repeat."""
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model.model import open_policy
@@ -102,7 +103,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     training = TrainingStep(policy, config)
     models = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
     checkpointer = Checkpointer(config, policy.ranks, models)
-    # Takes the memory, as a run does when it begins.
+    # This allocates the memory for the copy, as at the beginning of a run.
     checkpointer.load_newest()
     batch = lognormal_batch(load, SHAPES[arguments.shape].vocab, 0)
 
@@ -148,7 +149,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
 
 @contextmanager
 def journal(folder: Path) -> Iterator[Journal]:
-    """A file that is synced until the block ends."""
+    """Yields a file that is synced until the block ends."""
     syncs = Journal(folder / "journal")
     try:
         yield syncs
@@ -157,7 +158,7 @@ def journal(folder: Path) -> Iterator[Journal]:
 
 
 def peer_s(models: list[StoredModel], folder: Path, device: torch.device) -> float:
-    """Seconds until Megatron-Core's own asynchronous save has its copy."""
+    """Returns the seconds until Megatron-Core's own asynchronous save has its copy."""
     from megatron.core import dist_checkpointing
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -174,7 +175,7 @@ def peer_s(models: list[StoredModel], folder: Path, device: torch.device) -> flo
 
 
 def stock_states(models: list[StoredModel]) -> dict[str, Any]:
-    """What Megatron-Core saves of a model and its optimizer, in the way it has by itself."""
+    """Returns the state that Megatron-Core by itself saves of a model and its optimizer."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from slipstream.learner.trainer.model.model import unwrapped
 
@@ -186,7 +187,7 @@ def stock_states(models: list[StoredModel]) -> dict[str, Any]:
     (model,) = models
     assert model.optimizer is not None
     state = {"model": unwrapped(model.chunks[0]).sharded_state_dict(metadata=metadata)}
-    # Our cure copies what Megatron-Core has gathered once more.
+    # Our fix copies once more what Megatron-Core has gathered, so it is taken out here.
     cured = DistributedOptimizer.get_parameter_state_dp_zero
     with mock.patch.object(DistributedOptimizer, cured.__name__, cured.__wrapped__):
         state["optimizer"] = model.optimizer.sharded_state_dict(state["model"], metadata=metadata)
@@ -194,7 +195,7 @@ def stock_states(models: list[StoredModel]) -> dict[str, Any]:
 
 
 def limit_s(num_bytes: int, device: torch.device) -> float:
-    """Seconds of one copy of so many bytes."""
+    """Returns the seconds of one copy of `num_bytes` bytes."""
     piece = min(num_bytes, 1 << 30)
     source = torch.zeros(piece, dtype=torch.uint8, device=device)
     target = torch.empty(piece, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -209,7 +210,7 @@ def limit_s(num_bytes: int, device: torch.device) -> float:
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """The table. The first save, which takes its memory, stands apart."""
+    """Returns the table; the first save, which allocates its memory, has its own line."""
     later = rows[1:] or rows
 
     def cell(name: str, unit: Callable[[float], float] = lambda value: value) -> str:

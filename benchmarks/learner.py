@@ -1,12 +1,12 @@
-"""What a training step costs beside Megatron's own loops, and beside the device's matrix products.
+"""Compares a training step with Megatron's own loops and with the device's matrix products.
 
 Ours is `TrainingStep.run` on a batch of trajectories: checks, advantages, planning, packing,
 log-probabilities, entropies, the objective and its statistics, optimizer. The peers train a plain
 cross-entropy from `labels` on micro batches that we packed beforehand, in turns with ours. `bare`
-is a loop as Megatron's own examples write it, on the parameters, the schedule and the optimizer
-that ours has. `pretrain`, on a GPU, is Megatron-Bridge's own training loop with its own model and
-optimizer, in a process of its own (`learner_pretrain.py`). It takes a second model's memory, and
-needs what Bridge's training imports: `pip install --no-deps datasets multiprocess dill xxhash
+is a loop as in Megatron's own examples, on the same parameters, schedule and optimizer as ours.
+`pretrain`, on a GPU, is Megatron-Bridge's own training loop with its own model and optimizer, in a
+process of its own (`learner_pretrain.py`). It takes a second model's memory, and needs the packages
+that Bridge's training imports: `pip install --no-deps datasets multiprocess dill xxhash
 defusedxml nvidia-modelopt pulp==2.9.0 nvidia-resiliency-ext` beside pandas, pyarrow, scipy and
 tensorboard.
 
@@ -64,7 +64,7 @@ HERE = Path(__file__).resolve().parent
 OURS, PEER = "slipstream", "peer"
 PEERS = ("bare", "pretrain")
 WARMUP_STEPS = {"cpu": 10, "cuda": 3}
-# Share of the peer's tokens per second.
+# The share of the peer's tokens per second that ours is to reach.
 TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6B": 0.92, "8B": 0.92}
 
 
@@ -76,9 +76,9 @@ class Turn:
     cpu_ms: float
     tokens_per_s: float
     tflops: float
-    # Of the device, right before.
+    # Speed of the device's matrix products, measured right before the turn.
     matmul_tflops: float
-    # 0 on a CPU.
+    # Most memory of the device in use during the turn; 0 on a CPU.
     peak_gib: float
 
 
@@ -89,12 +89,12 @@ class Work:
     batch: Batch
     micro_batches: list[MicroBatch]
     num_tokens: int
-    # Ours computes no logits where nothing is trained; the peer computes all.
+    # By loop: ours computes no logits where nothing is trained, the peer computes all of them.
     flops: dict[str, float]
 
 
 def works_of(config: Config, batches: list[Batch], training: object) -> list[Work]:
-    """What all loops do; packed for the peers as ours packs it, and on the device."""
+    """Returns the steps of all loops, packed for the peers as ours packs them, on the device."""
     from slipstream.learner.trainer.batches.sequences import training_sequences, weighted
     from slipstream.learner.trainer.batches.shares import rank_micro_batches
     from slipstream.learner.trainer.step import TrainingStep
@@ -119,14 +119,14 @@ def works_of(config: Config, batches: list[Batch], training: object) -> list[Wor
 
 
 class Inside:
-    """A loop of this process."""
+    """A loop that runs in this process."""
 
     def __init__(self, run: Callable[[Work], object], device: torch.device) -> None:
         self._run, self._device = run, device
         self._is_gpu = device.type == "cuda"
 
     def turn(self, works: Sequence[Work]) -> Spent:
-        """Each of `works` once."""
+        """Runs each of `works` once; returns what that took."""
         if self._is_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         wall_s, cpu_s = time.perf_counter(), time.process_time()
@@ -139,13 +139,13 @@ class Inside:
 
 
 class Pretrain:
-    """Megatron-Bridge's, which takes up the same micro batches in their order."""
+    """Megatron-Bridge's loop, which takes the same micro batches in their order."""
 
     def __init__(self, process: EntryPoint) -> None:
         self._process = process
 
     def turn(self, works: Sequence[Work]) -> Spent:
-        """As many steps as `works` are."""
+        """Runs one step for each of `works`; returns what that took."""
         return self._process.turn(len(works))
 
 
@@ -155,7 +155,7 @@ def run_turns(
     arguments: argparse.Namespace,
     folder: Path,
 ) -> dict[str, list[Turn]]:
-    """The turns of all loops, after some steps of each that are not counted."""
+    """Returns the turns of all loops, after some steps of each that are not counted."""
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
@@ -200,7 +200,7 @@ def run_turns(
 def take_turn(
     name: str, loop: Inside | Pretrain, works: Sequence[Work], device: torch.device
 ) -> Turn:
-    """All of `works` once."""
+    """Runs all of `works` once; returns the figures of this turn."""
     gc.collect()
     rate = matmul_tflops(device)
     spent = loop.turn(works)
@@ -216,7 +216,7 @@ def take_turn(
 
 
 def rows(found: dict[str, list[Turn]], target: float) -> list[list[object]]:
-    """Of the table: medians over the turns, as shares of the faster peer's and of the limit."""
+    """Returns the table's rows: medians over the turns, as shares of the faster peer and limit."""
 
     def spread(name: str, field: str) -> measure.Spread:
         return measure.Spread.of([getattr(turn, field) for turn in found[name]])
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
-        # Before anything asks for a device.
+        # It is set before any library asks for a device.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU")

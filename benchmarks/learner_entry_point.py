@@ -27,11 +27,11 @@ _SAVED = ("token_ids", "targets", "loss_mask", "position_ids", "cu_seqlens")
 
 @dataclass(frozen=True)
 class Spent:
-    """On a turn."""
+    """The cost of one turn."""
 
     wall_s: float
     cpu_s: float
-    # Of the device; 0 on a CPU.
+    # Most memory of the device in use; 0 on a CPU.
     peak_gib: float
 
 
@@ -41,7 +41,7 @@ class EntryPoint:
     def __init__(
         self, model: Path, steps: Sequence[Sequence[MicroBatch]], folder: Path, *, script: Path
     ) -> None:
-        """ValueError if the steps differ in micro batches, which the loop cannot have."""
+        """Starts the program; ValueError if the steps have different numbers of micro batches."""
         sizes = {len(micro_batches) for micro_batches in steps}
         if len(sizes) != 1:
             raise ValueError(f"each step must have the same number of micro batches, got {sizes}")
@@ -68,20 +68,20 @@ class EntryPoint:
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait(self) -> None:
-        """Returns when it is about to begin its first step; RuntimeError with its last words."""
+        """Waits until the loop is about to begin its first step; RuntimeError with its log."""
         self._answer(START_LIMIT_S)
 
     def turn(self, steps: int) -> Spent:
-        """So many steps, one after another."""
+        """Runs `steps` steps, one after another; returns what they cost."""
         assert self._process.stdin is not None
-        # Its end is told with its last words where the answer should come.
+        # `_answer` reports a program that has ended, with the end of its log.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{steps}\n")
             self._process.stdin.flush()
         return self._answer(TURN_LIMIT_S)
 
     def close(self) -> None:
-        """Ends it with everything below it."""
+        """Ends the program with all processes below it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(END_LIMIT_S)
@@ -105,5 +105,5 @@ class EntryPoint:
 
 
 def save_micro_batches(micro_batches: Sequence[MicroBatch], path: Path) -> None:
-    """What a plain cross-entropy needs of them."""
+    """Saves the tensors of the micro batches that a plain cross-entropy needs."""
     torch.save([{name: getattr(one, name).cpu() for name in _SAVED} for one in micro_batches], path)

@@ -30,30 +30,30 @@ from slipstream.protocol.types import (
 )
 from torch import Tensor
 
-# Of a side of the square matrices whose product is the limit.
+# The size of the square matrices whose product is the limit.
 MATMUL_SIZE = 8192
 MAX_POSITIONS = 40960
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a model trains in a step: whole groups, packed."""
+    """The work of one step of a model: whole groups, packed."""
 
     layers: int
     micro_batch_tokens: int = 16384
     micro_batches: int = 4
     prompt_tokens: int = 128
-    # Of the replies, which are lognormal with a coefficient of variation of 1.
+    # Mean length of the replies, which is lognormal with a coefficient of variation of 1.
     mean_reply_tokens: int = 1024
     group_size: int = 8
 
 
-# For shapes of `shapes`.
+# The load of each shape of `shapes`.
 LOADS = {
     "tiny": Load(2, 512, 2, 8, 40),
     "0.6B": Load(28),
-    # Of Qwen3-8B's 36 layers: with gradients, optimizer state and the activations of a micro batch
-    # they need 134 GiB.
+    # 20 of Qwen3-8B's 36 layers: with gradients, optimizer state and the activations of a micro
+    # batch they need 134 GiB.
     "8B": Load(20),
 }
 
@@ -61,7 +61,7 @@ LOADS = {
 def shape_config(
     name: str, load: Load, folder: Path, *, threads: int, head_dtype: str = "float32"
 ) -> Config:
-    """The settings of a run on a model of which `folder` gets only the config.json."""
+    """Returns the settings of a run on a model; writes only its config.json to `folder`."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     shape = dataclasses.replace(SHAPES[name], layers=load.layers)
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def shape_config(
 
 
 def lognormal_batch(load: Load, vocab: int, step: int) -> Batch:
-    """Whole groups that fill the micro batches of a step but for 3 percent; random tokens."""
+    """Returns whole groups of random tokens that fill 97 percent of a step's micro batches."""
     random = np.random.default_rng(step)
     room = int(0.97 * load.micro_batches * load.micro_batch_tokens)
     sigma = np.sqrt(np.log(2.0))
@@ -107,10 +107,10 @@ def lognormal_batch(load: Load, vocab: int, step: int) -> Batch:
 
 
 def quickstart_batch(config: Config, step: int) -> Batch:
-    """As many trajectories as a step of the quickstart has, each of its usual length; random."""
+    """Returns the trajectories of a quickstart step: random tokens, the usual number and length."""
     random = np.random.default_rng(step)
     algorithm = config.algorithm
-    # "<s>", two letters and "<reply>", as the quickstart's environment asks.
+    # The prompt of the quickstart's environment is "<s>", two letters and "<reply>".
     sizes = 4, config.sampling.max_reply_tokens
     return Batch(
         step,
@@ -131,7 +131,7 @@ def make_trajectory(
     vocab: int,
     group_size: int = 8,
 ) -> Trajectory:
-    """The `number`-th of a step, with a prompt and a reply of `sizes` tokens."""
+    """Returns trajectory `number` of a step, with a prompt and a reply of `sizes` tokens."""
     prompt, reply = sizes
     logprobs = 0.1 * random.standard_normal(reply) - np.log(vocab - 4)
     return Trajectory(
@@ -158,7 +158,8 @@ def make_trajectory(
 class BareLoop:
     """Plain cross-entropy on packed micro batches, with Megatron's own output layer and loss.
 
-    It trains the chunks of a policy, in turns with it: two models would halve what fits a GPU.
+    It trains the chunks of a policy, in turns with the policy's own step: a second model would
+    halve the size that fits a GPU.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -166,13 +167,13 @@ class BareLoop:
         self._optimizer = policy.optimizer
         self._output_layer = unwrapped(policy.chunks[-1]).output_layer
         if torch.cuda.is_available():
-            # The fastest of Megatron's three on an H200.
+            # On an H200 this is the fastest of Megatron's three losses.
             settings = unwrapped(policy.chunks[-1]).config
             settings.cross_entropy_loss_fusion = True
             settings.cross_entropy_fusion_impl = "te"
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """One optimizer step; the mean loss of a token."""
+        """Makes one optimizer step; returns the mean loss of a token."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         with self._own_projection():
@@ -194,7 +195,7 @@ class BareLoop:
 
     @contextlib.contextmanager
     def _own_projection(self) -> Iterator[None]:
-        # The policy replaced it on the instance.
+        # The policy has replaced `forward` on the instance.
         replaced = vars(self._output_layer).pop("forward")
         yield
         self._output_layer.forward = replaced
@@ -232,7 +233,7 @@ def forward_step(
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """What a product of two square bfloat16 matrices of random numbers reaches on this device."""
+    """Returns the TFLOPS of a product of two square random bfloat16 matrices on this device."""
     size, times = (MATMUL_SIZE, 20) if device.type == "cuda" else (256, 3)
     left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
     product = left @ right
@@ -245,6 +246,6 @@ def matmul_tflops(device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns when the device has done everything."""
+    """Waits until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,10 +1,10 @@
-"""Megatron-Bridge's own `pretrain`, on micro batches that another process has packed.
+"""Runs Megatron-Bridge's own `pretrain` on micro batches that another process has packed.
 
     python benchmarks/learner_pretrain.py MODEL MICRO_BATCHES --batch-size N
 
-MODEL is a folder with a config.json; MICRO_BATCHES is what `learner_entry_point.py` saves. It
-trains whenever a line of standard input says how many steps, and answers with a line of JSON:
-seconds from then until the device had done them, those of processors, and the most memory.
+MODEL is a folder with a config.json; MICRO_BATCHES is a file that `learner_entry_point.py` saves. A
+line of standard input says how many steps to train. The answer is a line of JSON: the seconds until
+the device had done them, the processor seconds, and the most memory of the device.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-# More than a benchmark has: it is ended from outside.
+# Steps of `pretrain`, more than any benchmark needs: the program is ended from outside.
 MOST_STEPS = 100_000
 
 
 class Turns:
-    """What `pretrain` calls at the beginning of each step: holds it until a turn begins."""
+    """The callback at the beginning of each step of `pretrain`: waits there for the next turn."""
 
     def __init__(
         self, orders: Iterable[str], answers: TextIO, *, settle: Callable[[], object]
     ) -> None:
-        """`settle` returns when the device has done everything; without orders left it exits."""
+        """`settle` waits for the device's work; the program exits when no order is left."""
         self._orders, self._answers, self._settle = iter(orders), answers, settle
         self._left = 0
         self._started = clocks()
 
     def on_train_step_start(self, _context: object) -> None:
-        """All of the loop counts, what it does after a step too."""
+        """Ends a turn and waits for the next one; a turn includes the loop's work after a step."""
         if self._left == 0:
             self._settle()
             wall_s, cpu_s = (now - then for now, then in zip(clocks(), self._started, strict=True))
@@ -60,24 +60,24 @@ class Turns:
 
 
 def clocks() -> tuple[float, float]:
-    """Seconds: of the wall, and of this process on its processors."""
+    """Returns wall-clock seconds, and processor seconds of this process."""
     return time.perf_counter(), time.process_time()
 
 
 def peak_gib() -> float:
-    """Of the device's memory since the turn began; 0 on a CPU."""
+    """Returns the most memory of the device in use since the turn began; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def bridge_batch(micro_batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A packed micro batch as Bridge's own packed datasets name and shape it."""
+    """Returns a packed micro batch with the names and shapes of Bridge's own packed datasets."""
     cu_seqlens = micro_batch["cu_seqlens"]
     row = {
         "tokens": micro_batch["token_ids"],
         "labels": micro_batch["targets"],
         "loss_mask": micro_batch["loss_mask"].float(),
         "position_ids": micro_batch["position_ids"],
-        # It is cut where the first -1 stands, whose place comes with it.
+        # Bridge cuts it at the first -1, whose place is `cu_seqlens_argmin`.
         "cu_seqlens": torch.cat((cu_seqlens, cu_seqlens.new_full((1,), -1))),
     }
     return {name: tensor[None] for name, tensor in row.items()} | {
@@ -87,7 +87,7 @@ def bridge_batch(micro_batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pinned(batches: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Round and round, from memory that is pinned already."""
+    """Yields the batches again and again, from memory that is pinned already."""
     names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
     for batch in batches:
         batch.update({name: batch[name].pin_memory() for name in names})
@@ -95,7 +95,7 @@ def pinned(batches: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def container_of(model: Path, micro_batches: Path, batch_size: int) -> Any:  # noqa: ANN401
-    """All settings; those that are not Bridge's defaults make it faster, or do what ours does."""
+    """Returns all settings; those that are not Bridge's defaults make it faster, or like ours."""
     from dataclasses import dataclass
 
     from megatron.bridge import AutoBridge
@@ -108,7 +108,7 @@ def container_of(model: Path, micro_batches: Path, batch_size: int) -> Any:  # n
 
     @dataclass
     class Packed(settings.DatasetProvider):
-        """The same micro batches for ever, as Bridge wants to be given a dataset."""
+        """The same micro batches for ever, in the form of a dataset of Bridge."""
 
         def build_datasets(self, _context: object) -> tuple[Any, None, None]:
             return pinned(batches), None, None
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("micro_batches", type=Path)
     parser.add_argument("--batch-size", type=int, required=True, help="micro batches of a step")
     arguments = parser.parse_args()
-    # What else is printed goes to the log.
+    # All other output goes to the log.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     from megatron.bridge.training import initialize
@@ -181,7 +181,7 @@ def main() -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    # The wheel of Megatron-Core holds them compiled, and no Makefile.
+    # The wheel of Megatron-Core holds the compiled helpers, and no Makefile.
     initialize.compile_helpers = lambda: None
     turns = Turns(sys.stdin, answers, settle=torch.cuda.synchronize)
     callbacks = CallbackManager()

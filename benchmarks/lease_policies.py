@@ -1,9 +1,9 @@
-"""Leases as early as may be, or just in time: what each costs, and what it saves.
+"""Compares leases that are granted as early as possible with leases just in time.
 
     python benchmarks/lease_policies.py --repeats 3
 
-The quickstart with `max_staleness = 4`, both policies in turn, each time with another seed. Prints
-one table and writes benchmarks/results/lease_policies.json, and lines as it goes into
+Runs the quickstart with `max_staleness = 4`, both policies in turn, each repeat with another seed.
+Prints one table and writes benchmarks/results/lease_policies.json, and a line for each run to
 $OUT/lease_policies.jsonl. Takes about six minutes a repeat on two idle cores.
 
 Wasted tokens are those that were generated and neither trained nor evaluated. Times count from the
@@ -24,13 +24,13 @@ from quickstart_runs import Run, make_model, run_quickstart
 
 NAME = "lease_policies"
 POLICIES = ("eager", "just_in_time")
-# A mean over so many steps is what "reached" means.
+# The goal counts as reached when the mean reward over this many steps reaches it.
 WINDOW = 5
 GOAL = 0.9
 
 
 def figures(run: Run) -> dict[str, float | None]:
-    """What one run shows; `goal_s` is None when it never reached the goal."""
+    """Returns the figures of one run; `goal_s` is None when it never reached the goal."""
     ledger, by_lag = run.summary["ledger"], run.summary["tokens_by_lag"]
     trained = sum(by_lag.values())
     kept = ledger["trained"] + ledger["evaluated"]
@@ -46,7 +46,7 @@ def figures(run: Run) -> dict[str, float | None]:
 
 
 def goal_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds from the first step until the mean of the newest rewards reached the goal."""
+    """Returns the seconds from the first step until the newest rewards' mean reached the goal."""
     for end in range(WINDOW, len(rows) + 1):
         if statistics.fmean(row["reward_mean"] for row in rows[end - WINDOW : end]) >= GOAL:
             return float(rows[end - 1]["wall_s"] - rows[0]["wall_s"])
@@ -54,7 +54,7 @@ def goal_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def lines_of(found: Mapping[str, Sequence[Mapping[str, float | None]]]) -> list[str]:
-    """One line of a table for each policy."""
+    """Returns the table, with one line for each policy."""
     header = [
         "lease_policy",
         "wasted tokens",
@@ -77,7 +77,7 @@ def lines_of(found: Mapping[str, Sequence[Mapping[str, float | None]]]) -> list[
         cells = [f"`{policy}`"]
         for name, digits, scale, unit in forms:
             values = [value for run in runs if (value := run[name]) is not None]
-            # A run that never got there must not look like one that was quick.
+            # A run that never reached the goal must not look like a quick one.
             whole = len(values) == len(runs) and values
             cells.append(Spread.of(values).text(digits, scale) + unit if whole else "-")
         rows.append(cells)
@@ -85,7 +85,7 @@ def lines_of(found: Mapping[str, Sequence[Mapping[str, float | None]]]) -> list[
 
 
 def main() -> None:
-    """Both policies in turn, and the result after each repeat."""
+    """Runs both policies in turn, and writes the result after each repeat."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)

@@ -1,18 +1,18 @@
-r"""How far apart the log-probabilities of learner and server are, in bfloat16, after updates.
+r"""Measures the gap between the log-probabilities of learner and server in bfloat16, after updates.
 
-A run of the real processes, synchronous, so that every trained token has lag 0. After `--steps`
-updates, sent to the server each time:
+The real processes run synchronously, so that every trained token has lag 0. After `--steps`
+updates, each of which is sent to the server, it measures:
 
 - the KL divergence of the sampler from the learner, estimated (k3) over the tokens that the newest
   version sampled;
-- the engine that took all updates against one that loads the run's exported folder afresh:
+- the engine that took all updates against an engine that loads the run's exported folder:
   log-probabilities of the same tokens, which should be equal bit for bit.
 
     python benchmarks/logprob_gap.py --device cuda --model models/smollm2
     python benchmarks/logprob_gap.py
 
-On a GPU learner and server share one card. Prints one table; benchmarks/results/logprob_gap.json is
-written after the run and at the end.
+On a GPU machine learner and server share one GPU. Prints one table;
+benchmarks/results/logprob_gap.json is written after the run and at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FRESH_LIMIT_S = 300.0
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
-    """The run; with a model of its own it answers sums, else its replies have no meaning."""
+    """Returns the settings: a given model answers sums, a random model gives any replies."""
     on_gpu = arguments.device == "cuda"
     environment: dict[str, Any] = {
         "name": "replies",
@@ -62,7 +62,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             },
         }
     settings = {
-        # One more: the tokens of its batch are sampled by the last version that is measured.
+        # One step more: the tokens of its batch are sampled by the last version that is measured.
         "run": {"name": "r", "dir": str(folder), "steps": arguments.steps + 1},
         "model": {"path": str(folder / "model"), "dtype": arguments.dtype},
         "environments": [environment],
@@ -92,12 +92,12 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 
 
 async def train(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The rows of all steps, and what both sides said of the last probe."""
+    """Returns the rows of all steps, and both sides' log-probabilities of the last probe."""
     shared = ((0,), ((0,),)) if arguments.device == "cuda" else ((), ((),))
     async with Rig(config, Placement(*shared, arguments.device)) as rig:
         await rig.start_trainers()
         if arguments.device == "cuda":
-            # vLLM measures how much of the card is free: the learner must have taken its part.
+            # vLLM measures how much of the GPU is free: the learner must have taken its part.
             await rig.until(lambda: rig.controller.trainer_is_there, "trainer", START_LIMIT_S)
         await rig.start_server(0)
         progress(f"serving after {await rig.until_serving(START_LIMIT_S):.0f} s")
@@ -123,7 +123,7 @@ async def train(config: Config, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def score_afresh(path: Path) -> None:
-    """The program that loads the export: reads the probe, prints the log-probabilities."""
+    """Loads the export in a program of its own; prints the log-probabilities of the probe."""
     from slipstream.rollout_server import process
 
     job = json.loads(path.read_text())
@@ -147,7 +147,7 @@ def score_afresh(path: Path) -> None:
 
 
 def compare_afresh(config: Config, found: dict[str, Any], arguments: argparse.Namespace) -> Any:  # noqa: ANN401
-    """What a fresh engine says of the last probe's tokens, as an array."""
+    """Returns a fresh engine's log-probabilities of the last probe's tokens, as an array."""
     folder = config.run_dir
     job = {
         "config": str(folder / "config.toml"),
@@ -175,7 +175,7 @@ def compare_afresh(config: Config, found: dict[str, Any], arguments: argparse.Na
 
 
 def figures(found: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN401 - array or None
-    """The claims, in nats."""
+    """Returns the figures that are the claims, in nats."""
     rows = found["rows"]
     learner = np.asarray(found["learner"], dtype=np.float32)
     server = np.asarray(found["server"], dtype=np.float32)
@@ -240,7 +240,7 @@ def write(
     fresh: Any,  # noqa: ANN401 - array or None
     failures: dict[str, str],
 ) -> list[str]:
-    """The table of what is known by now, which is written with everything else."""
+    """Writes the result as far as it is known; returns its table."""
     result = figures(found, fresh) if found else {}
     lines = table(["figure", "value"], [[key, f"{value:.3g}"] for key, value in result.items()])
     lines.append(f"KL target: at most {KL_TARGET:g}")

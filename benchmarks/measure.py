@@ -1,4 +1,4 @@
-"""What all benchmarks share: the machine, versions, medians, tables, results as JSON.
+"""The parts that all benchmarks share: the machine, versions, medians, tables, results as JSON.
 
 A result lies in benchmarks/results/NAME.json and, when the environment variable OUT names a folder,
 there too; `note` adds a line to NAME.jsonl while the benchmark still runs.
@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-# Before gRPC: what it says of forks holds for programs that a benchmark starts, too.
+# It comes before gRPC: its setting for forks must hold for programs that a benchmark starts too.
 import slipstream.rollout_server  # noqa: F401
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -52,19 +52,19 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """ValueError without values."""
+        """Returns the spread of `values`; ValueError if there are none."""
         if not values:
             raise ValueError("a spread needs at least one value")
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def text(self, digits: int = 1, scale: float = 1.0) -> str:
-        """`median (least-greatest)`, each times `scale`."""
+        """Returns `median (least-greatest)`, each times `scale`."""
         shown = [f"{scale * v:,.{digits}f}" for v in (self.median, self.least, self.greatest)]
         return f"{shown[0]} ({shown[1]}-{shown[2]})"
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory in GiB, GPUs with driver."""
+    """Returns processor, cores that this process may use, memory in GiB, GPUs with driver."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "processor": _processor(),
@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Installed versions of the packages that decide about speed, and of `more`."""
+    """Returns the installed versions of the packages that decide about speed, and of `more`."""
     found = {}
     for name in (*PACKAGES, *more):
         with contextlib.suppress(PackageNotFoundError):
@@ -85,25 +85,25 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this process, but for the places of files on this machine."""
+    """Returns the command line of this process, without the places of files on this machine."""
     return re.sub(r" --(out|model-folder)[ =]\S+", "", " ".join(["python", *sys.argv]))
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """What a benchmark was told or took for granted, but for the places of files."""
+    """Returns a benchmark's arguments and their defaults, without the places of files."""
     told = vars(arguments).items()
     return {key: str(value) for key, value in told if key not in ("out", "model_folder")}
 
 
 def visible(places: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for a child that takes these of the GPUs that this process may see."""
+    """Returns CUDA_VISIBLE_DEVICES for a child that gets these of the GPUs visible here."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = seen.split(",") if seen else []
     return ",".join(names[place] if names else str(place) for place in places)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Returns the lines of a Markdown table."""
     return [
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",
@@ -112,13 +112,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def progress(text: str) -> None:
-    """A line with the seconds since the start, at once."""
+    """Prints a line with the seconds since the start, at once."""
     print(f"# {time.monotonic() - _STARTED_S:6.1f} s  {text}", flush=True)
 
 
 @contextlib.contextmanager
 def part(name: str, failures: dict[str, str]) -> Iterator[None]:
-    """A part of a benchmark whose failure must not end the others.
+    """Runs a part of a benchmark whose failure must not end the other parts.
 
     The traceback is printed and kept in `failures`, which belongs into the result.
     """
@@ -139,7 +139,7 @@ def note(name: str, row: Mapping[str, Any]) -> None:
 
 
 def write_result(name: str, record: Mapping[str, Any], path: Path | None = None) -> Path:
-    """Writes `record` with date, machine, versions and command to `path`; where it lies.
+    """Writes `record` with date, machine, versions and command to `path`; returns the path.
 
     The default path is benchmarks/results/NAME.json; a copy goes to the folder OUT.
     """
@@ -188,6 +188,6 @@ def _gpus() -> list[str]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        # No GPU, or none that the driver shows.
+        # This machine has no GPU, or none that the driver shows.
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]

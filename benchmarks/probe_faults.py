@@ -1,8 +1,8 @@
-r"""Which faults of delivered weights a probe notices in bfloat16, and what right weights show.
+r"""Shows which faults of delivered weights a probe notices in bfloat16, and right weights' gap.
 
-The learner's log-probabilities of some tokens, and those of a real engine that is sent the same
-weights, right and with one fault each: of the starting model, and after some updates. What both
-said is kept, so that a test can hold the statistic against it.
+A real engine is sent the learner's weights, right and with one fault each: those of the starting
+model, and those after some updates. Its log-probabilities of some tokens are compared with the
+learner's. Both are kept, so that a test can check the statistic against them.
 
     python benchmarks/probe_faults.py --model models/smollm2 --record tests/data/probe_logprobs.npz
 
@@ -40,7 +40,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "fakes"))
 
 BUCKET_BYTES = 64 << 20
 NUM_UPDATES = 20
-# What is made first, each in a process, and by which file it is known to be done.
+# The files that the roles make, each in a process of its own; a file that exists is not made again.
 RESULTS_OF = {"prepare": "sequences.safetensors", "start": "start.npy", "updated": "updated.npy"}
 TEXTS = (
     "The lighthouse was built in 1782, when the fishermen of the village decided that the rocks "
@@ -60,7 +60,7 @@ TEXTS = (
 
 
 def config_of(model: Path, dtype: str) -> Config:
-    """What learner and engine need to know."""
+    """Returns the settings of learner and engine."""
     settings = {
         "run": {"name": "probe", "steps": 1},
         "model": {"path": str(model), "dtype": dtype},
@@ -73,7 +73,7 @@ def config_of(model: Path, dtype: str) -> Config:
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> None:
-    """The model after some updates, and the sequences: texts, and sums with their answers."""
+    """Makes the model after some updates, and the sequences: texts, and sums with answers."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,7 +111,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def score(arguments: argparse.Namespace, folder: Path, version: str) -> None:
-    """The learner's weights on the wire and its log-probabilities, as files."""
+    """Writes the learner's weights as on the wire, and its log-probabilities, to files."""
     import torch
     from safetensors.torch import save_file
     from slipstream.learner.trainer.model.model import open_policy
@@ -136,7 +136,7 @@ def score(arguments: argparse.Namespace, folder: Path, version: str) -> None:
 
 
 def read_sequences(folder: Path) -> list[list[int]]:
-    """The token ids of all sequences."""
+    """Returns the token ids of all sequences."""
     from safetensors.torch import load_file
 
     found = load_file(folder / "sequences.safetensors")
@@ -144,7 +144,7 @@ def read_sequences(folder: Path) -> list[list[int]]:
 
 
 def faults(new: Weights, old: Weights) -> Iterator[tuple[str, Weights]]:
-    """Right weights, and some with one fault; `old` has what a stale tensor would hold."""
+    """Yields the right weights, and copies with one fault; stale tensors come from `old`."""
     import torch
 
     middle = max(int(name.split(".")[2]) for name in new if ".layers." in name) // 2
@@ -180,7 +180,7 @@ def faults(new: Weights, old: Weights) -> Iterator[tuple[str, Weights]]:
 
 
 async def deliver(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What a real engine says after each delivery: arrays by version and fault."""
+    """Returns a real engine's log-probabilities after each delivery, by version and fault."""
     from gloo_sender import GlooSender, layout_of
     from safetensors.torch import load_file
     from slipstream.rollout_server.inference.engine import VllmEngine
@@ -227,7 +227,7 @@ def main() -> None:
         for role, result in RESULTS_OF.items():
             if (folder / result).exists():
                 continue
-            # Processes of their own: vLLM forks, and needs their memory.
+            # Each role has a process of its own: vLLM forks, and needs the memory of the others.
             command = [sys.executable, __file__, "--role", role, "--folder", str(folder)]
             options = ["--model", str(arguments.model), "--dtype", arguments.dtype]
             subprocess.run([*command, *options], check=True, stdin=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Runs of deploy/configs/quickstart.toml with some settings changed, and what they left."""
+"""Runs deploy/configs/quickstart.toml with some settings changed, and reads its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "deploy" / "configs" / "quickstart.toml"
-# A run takes a minute or two; its processes end with the command.
+# Limit of a run, which takes a minute or two; its processes end with the command.
 RUN_LIMIT_S = 1800.0
 
 
@@ -25,12 +25,12 @@ class Run:
 
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
-    # From the start of the command to its end.
+    # Seconds from the start of the command to its end.
     wall_s: float
 
 
 def make_model(folder: Path) -> Path:
-    """The quickstart's model, in `folder`."""
+    """Makes the quickstart's model below `folder`, and returns its path."""
     script = ROOT / "deploy" / "make_tiny_model.py"
     command = [sys.executable, str(script), str(folder / "model")]
     subprocess.run(command, check=True, capture_output=True)
@@ -38,9 +38,10 @@ def make_model(folder: Path) -> Path:
 
 
 def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
-    """One whole run in `folder`, which holds the model; RuntimeError with its last words.
+    """Makes one whole run in `folder`, which holds the model.
 
-    subprocess.TimeoutExpired after RUN_LIMIT_S.
+    RuntimeError with the end of its stderr when it fails; subprocess.TimeoutExpired after
+    RUN_LIMIT_S.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -54,7 +55,7 @@ def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
     ]
     started_s = time.monotonic()
     done = subprocess.run(
-        # As a module: the packages may be on PYTHONPATH only.
+        # It runs as a module: the packages may be on PYTHONPATH only.
         [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,

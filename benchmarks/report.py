@@ -1,8 +1,8 @@
 """Puts the newest results into the pages beside them, benchmarks/results/*.md.
 
-Between a line `<!-- results NAME -->` and the next `<!-- end -->` comes what
-benchmarks/results/NAME.json holds: its command, date, machine, versions and table.
-docs/performance.md has the short form and is written by hand; a test compares its figures.
+A block between `<!-- results NAME -->` and the next `<!-- end -->` gets the contents of
+benchmarks/results/NAME.json: its command, date, machine, versions and table. docs/performance.md
+has the short form and is written by hand; a test compares its figures.
 
     python benchmarks/report.py
 """
@@ -22,7 +22,7 @@ NOT_YET = "Not measured yet."
 
 
 def render(name: str, folder: Path) -> str:
-    """What stands between the two lines of a block; it ends with a line break."""
+    """Returns the text between the two lines of a block; it ends with a line break."""
     path = folder / f"{name}.json"
     if not path.exists():
         return f"{NOT_YET}\n"
@@ -36,7 +36,7 @@ def render(name: str, folder: Path) -> str:
 
 
 def facts(result: dict[str, Any]) -> str:
-    """One line: when, where, with what."""
+    """Returns one line with date, machine and versions."""
     machine = result["machine"]
     where = machine
     if isinstance(machine, dict):
@@ -49,7 +49,7 @@ def facts(result: dict[str, Any]) -> str:
 
 
 def fill(page: str, folder: Path) -> str:
-    """The page with all blocks as the results in `folder` have them."""
+    """Returns the page with all blocks filled from the results in `folder`."""
     return BLOCK.sub(lambda m: m.group(1) + render(m.group(2), folder) + m.group(3), page)
 
 

@@ -1,8 +1,8 @@
 """A run whose controller lives in the benchmark's process, where it can be steered and timed.
 
 Trainer ranks and rollout servers are the product's own programs, started as `slipstream run` starts
-them; the controller is the product's too, with stop-watches around its publisher. Consumes: a
-configuration and a placement. Waits for: the fleet, a publish, a step. Unblocked by: them, the end
+them; the controller is the product's too, with its publisher's calls timed. Consumes: a
+configuration and a placement. Waits for: the fleet, a publish, a step. Unblocked by: these, the end
 of a process, or a limit.
 """
 
@@ -41,7 +41,7 @@ OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs, or processor cores without any, of the trainer ranks and of each rollout server."""
+    """The GPUs, or processor cores on a CPU, of the trainer ranks and of each rollout server."""
 
     learner: tuple[int, ...]
     servers: tuple[tuple[int, ...], ...]
@@ -50,32 +50,32 @@ class Placement:
 
 @dataclass
 class PublishTimes:
-    """Moments of one publish in seconds of the monotonic clock, as the controller saw them."""
+    """The moments of one publish at the controller, in seconds of the monotonic clock."""
 
     publish_id: str
     # The version that is sent.
     step: int
-    # The trainer was given the order; every server had said that it is ready.
+    # The trainer was given the order, after every server had said that it is ready.
     ordered: float
-    # The trainer can send, and the servers were told to receive.
+    # The trainer could send, and the servers were told to receive.
     started: float = 0.0
-    # The trainer has sent everything; it was told that all have loaded it, and trains on.
+    # `sent`: the trainer has sent everything. `finished`: it was told that all servers have loaded.
     sent: float = 0.0
     finished: float = 0.0
-    # By server: it said that all is loaded, and that it goes on generating; when it did so.
+    # By server, when it said that it has loaded and that it serves, and when it began to serve.
     loaded: dict[str, float] = field(default_factory=dict)
     serving: dict[str, float] = field(default_factory=dict)
     served: dict[str, float] = field(default_factory=dict)
-    # What the trainer and the servers measured themselves, by the names of the protocol.
+    # Times that the trainer and the servers measured themselves, by the names of the protocol.
     trainer: dict[str, float] = field(default_factory=dict)
     servers: dict[str, dict[str, float]] = field(default_factory=dict)
-    # What the trainer asked and expects, and what each server answered.
+    # The trainer's probe with its own answer, and the answer of each server.
     probe: weights_pb2.Probe | None = None
     answers: dict[str, bytes] = field(default_factory=dict)
     error: str = ""
 
     def row(self) -> dict[str, Any]:
-        """Seconds from the order, and everything else, for the result."""
+        """Returns the record for the result: seconds from the order, and all other fields."""
         start = self.ordered
         return {
             "publish": self.publish_id,
@@ -99,7 +99,7 @@ class SteeredController(Controller):
         super().__init__(config, OPEN)
         self.publishes: list[PublishTimes] = []
         self.hold = False
-        # The trainer asked for a batch, and has none yet.
+        # Whether the trainer has asked for a batch and has none yet.
         self.batch_waits = False
         # Called when the servers are about to be told to receive.
         self.on_start: Callable[[], None] | None = None
@@ -152,11 +152,11 @@ class SteeredController(Controller):
             phases = (fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING)
             if times is not None and message.phase in phases:
                 now = time.monotonic()
-                # Who serves has loaded; some say it in one report.
+                # A server that serves has loaded: one report may say both.
                 times.loaded.setdefault(session.name, now)
                 if message.phase == fleet_pb2.PUBLISH_PHASE_SERVING:
                     times.serving[session.name] = now
-                    # All processes are on this host.
+                    # All processes run on this host, so their clocks are the same.
                     times.served[session.name] = message.stages.served_at
                 times.servers.setdefault(session.name, {}).update(numbers(message))
                 if message.probe_logprobs:
@@ -176,56 +176,56 @@ class SteeredController(Controller):
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        """The metrics of all steps so far."""
+        """Metrics of all steps so far."""
         rows = read_rows(self._config.run_dir / METRICS)
         return [row for row in rows if "step" in row]
 
     @property
     def publish_totals(self) -> dict[str, float]:
-        """What the summary says of all publishes."""
+        """Figures of all publishes, as in the summary of the run."""
         return self._publisher.totals.summary()
 
     @property
     def trainer_is_there(self) -> bool:
-        """Whether a trainer has registered: it holds its weights then."""
+        """Whether a trainer has registered; then it has loaded its weights."""
         return self._progress.trainer_registered
 
     @property
     def sessions(self) -> list[ServerSession]:
-        """The servers that are connected."""
+        """Sessions of the servers that are connected."""
         return list(self._fleet.sessions.values())
 
     @property
     def events(self) -> list[str]:
-        """What the run has said so far."""
+        """Texts of all events of the run so far."""
         return [event.text for event in self._progress.events._events]
 
     def generated_tokens(self) -> int:
-        """Tokens that the engines have counted, as of the newest heartbeats."""
+        """Returns the tokens that the engines had counted at the newest heartbeats."""
         return int(self._ledger.snapshot().generated)
 
     def complete_groups(self) -> int:
-        """Groups that wait for a batch."""
+        """Returns the number of complete groups, which wait for a batch."""
         return sum(group.is_complete for group in self._book.training_groups())
 
     def leased_groups(self) -> int:
-        """Groups that are leased and not trained."""
+        """Returns the number of groups that are leased and not trained."""
         return len(self._book.training_groups())
 
     def open_episodes(self) -> int:
-        """Episodes that were given to servers and are not back."""
+        """Returns the number of episodes that servers have and that are not back."""
         return sum(self._book.open_episodes(session.key) for session in self.sessions)
 
     def is_held_up(self) -> bool:
-        """Whether the trainer waits, for groups that its next step cannot leave for later."""
+        """Whether the trainer waits for groups that are due in its next step."""
         return self.batch_waits and self._book.has_whole_batch and bool(self._book.due())
 
     def group_ids(self) -> set[str]:
-        """Of the groups that are leased and not trained."""
+        """Returns the ids of the groups that are leased and not trained."""
         return {group.group_id for group in self._book.training_groups()}
 
     def bound(self, max_staleness: int) -> None:
-        """From now on leases keep this bound, which is at most the configured one."""
+        """Sets the bound of later leases, which is at most the configured one."""
         self._book.max_staleness = max_staleness
         self._progress.signal.notify()
 
@@ -233,17 +233,17 @@ class SteeredController(Controller):
         """Makes every serving server take the newest weights once more."""
         version = self._progress.version
         for session in self._fleet.serving():
-            # Weights of another timeline are not the learner's, whatever their step.
+            # Weights of another incarnation are not the learner's, whatever their step.
             session.version = PolicyVersion(version.incarnation + 1, version.step)
         self._progress.signal.notify()
 
     def all_serve(self, count: int) -> bool:
-        """Whether so many servers serve the newest version."""
+        """Whether at least `count` servers serve the newest version."""
         version = self._progress.version
         return sum(session.version == version for session in self._fleet.serving()) >= count
 
     async def moved(self, limit_s: float) -> None:
-        """Returns when something happened, or after the limit."""
+        """Waits until the state of the run changes, at most `limit_s`."""
         await self._progress.signal.wait(limit_s)
 
 
@@ -253,7 +253,7 @@ class Rig:
     def __init__(
         self, config: Config, placement: Placement, *, environ: Mapping[str, str] | None = None
     ) -> None:
-        """`environ`: for all processes beside what their placement gives them."""
+        """`environ`: variables of all processes beside those of their placement."""
         self.config = config
         self._placement = placement
         paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
@@ -281,19 +281,19 @@ class Rig:
         await asyncio.gather(*(child.stop(1.0) for child in children))
         ends.cancel()
         if not self._running.done():
-            # It waits for the goodbye of a trainer that is gone.
+            # The controller waits for the goodbye of a trainer that is gone.
             self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
     async def start_trainers(self) -> None:
-        """Starts all ranks on the GPUs of the learner."""
+        """Starts all trainer ranks on the GPUs of the learner."""
         for environ in rank_environments(self.config, 0, self.config.learner.world_size):
             name = f"trainer-rank-{environ['RANK']}"
             child = await self._start(name, TRAINER, [], self._placement.learner, environ)
             self.trainers.append(child)
 
     async def start_server(self, index: int) -> Child:
-        """Starts a rollout server on its GPUs."""
+        """Starts rollout server `index` on its GPUs."""
         name = f"server-{index}"
         arguments = ["--controller", self.config.controller.address, "--server-id", name]
         child = await self._start(
@@ -303,7 +303,7 @@ class Rig:
         return child
 
     async def until(self, reached: Callable[[], bool], what: str, limit_s: float) -> float:
-        """Seconds until `reached`; RuntimeError when a process ends before, or after the limit."""
+        """Returns the seconds until `reached`; RuntimeError if a process or the time ends first."""
         started = time.monotonic()
         while not reached():
             if self._running.done():
@@ -320,7 +320,7 @@ class Rig:
         return time.monotonic() - started
 
     async def until_serving(self, limit_s: float) -> float:
-        """Seconds until all started servers serve the newest version."""
+        """Returns the seconds until all started servers serve the newest version."""
         count = len(self.servers)
         return await self.until(
             lambda: self.controller.all_serve(count), f"{count} servers", limit_s
@@ -363,7 +363,7 @@ class Rig:
 
 
 def numbers(message: Message) -> dict[str, float]:
-    """The numbers of a message by name, with those of the messages in it."""
+    """Returns the numbers of a message by name, with those of the messages in it."""
     found: dict[str, float] = {}
     for descriptor, value in message.ListFields():
         if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Random models in the shapes that the benchmarks name, as Hugging Face folders with a tokenizer.
+"""Makes random models in the shapes of the benchmarks, as Hugging Face folders with a tokenizer.
 
     python benchmarks/shapes.py 8B FOLDER
 
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen3 model."""
+    """The sizes of a Qwen3 model."""
 
     hidden: int
     intermediate: int
@@ -41,7 +41,7 @@ class Shape:
     head_dim: int = HEAD_DIM
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every weight."""
+        """Yields name and shape of every weight."""
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         for layer in range(self.layers):
@@ -62,7 +62,7 @@ class Shape:
             yield "lm_head.weight", (self.vocab, self.hidden)
 
     def config(self, dtype: str, max_positions: int) -> dict[str, object]:
-        """The folder's config.json."""
+        """Returns the contents of the folder's config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -99,7 +99,7 @@ SHAPES = {
 def make_shape(
     folder: Path, name: str, *, dtype: str = "bfloat16", max_positions: int = 4096, layers: int = 0
 ) -> Path:
-    """Writes a random model of this shape, with other than its own `layers` unless 0."""
+    """Writes a random model of shape `name`; `layers` replaces its own number unless 0."""
     import torch
     from safetensors.torch import save_file
 
@@ -114,7 +114,7 @@ def make_shape(
         if len(sizes) == 1:
             tensor = torch.ones(sizes, dtype=getattr(torch, dtype))
         else:
-            # In two steps: not every kind of generator draws bfloat16 the same way.
+            # Drawn in float32 first: generators differ in how they draw bfloat16.
             drawn = torch.randn(sizes, generator=generator, device=device)
             tensor = (0.02 * drawn).to(getattr(torch, dtype)).cpu()
         if size and size + tensor.nbytes > MAX_SHARD_BYTES:
@@ -138,7 +138,7 @@ def make_shape(
 def make_apart(
     folder: Path, name: str, *, dtype: str = "bfloat16", max_positions: int = 4096, layers: int = 0
 ) -> Path:
-    """`make_shape` in a process of its own, which leaves the GPU."""
+    """Runs `make_shape` in a process of its own, whose end frees the GPU."""
     options = {"--dtype": dtype, "--max-positions": max_positions, "--layers": layers}
     values = [str(part) for option in options.items() for part in option]
     subprocess.run([sys.executable, __file__, name, str(folder), *values], check=True)

@@ -1,7 +1,7 @@
 """Windows of a run in which one fleet works alone, or both under a bound on the lag.
 
 Consumes: a run with a steered controller. Produces: a row of figures for each window. Waits for:
-steps and groups. Unblocked by: them, the end of a process, or the limit of the window.
+steps and groups. Unblocked by: these, the end of a process, or the limit of the window.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Row = dict[str, float]
 
 
 class Beats:
-    """When heartbeats brought a new count of generated tokens.
+    """The times at which heartbeats brought a new count of generated tokens.
 
-    Neither the publish before the first token counts nor the time since the newest heartbeat.
+    The rate leaves out the publish before the first token and the time since the newest heartbeat.
     """
 
     def __init__(self, before: int) -> None:
-        """`before`: the count at the start."""
+        """`before`: the count of tokens at the start."""
         self._before = before
         self._found: list[tuple[int, float]] = []
 
     def note(self, tokens: int, now_s: float) -> None:
-        """The count at this moment."""
+        """Takes the count at this moment."""
         if tokens != (self._found[-1][0] if self._found else self._before):
             self._found.append((tokens, now_s))
 
     def rate(self) -> float:
-        """Tokens per second from the first to the last; RuntimeError when there are not two."""
+        """Returns tokens per second between first and last; RuntimeError for fewer than two."""
         if len(self._found) < 2:
             raise RuntimeError("generation alone took less than two heartbeats: give more --steps")
         (first, first_s), (last, last_s) = self._found[0], self._found[-1]
@@ -41,17 +41,17 @@ class Beats:
 
 
 class Leases:
-    """Means over time of what is seen at moments."""
+    """Means over time of values that are seen at single moments."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, float, float]] = []
 
     def note(self, open_episodes: int, held_up: bool, now_s: float) -> None:
-        """So many episodes are under way; whether the trainer is held up by groups that are due."""
+        """Takes the open episodes, and whether the trainer is held up by groups that are due."""
         self._seen.append((now_s, float(open_episodes), float(held_up)))
 
     def means(self) -> tuple[float, float]:
-        """Episodes, and the share of the time in which the trainer was held up."""
+        """Returns the mean of open episodes, and the share of time with the trainer held up."""
         total_s = self._seen[-1][0] - self._seen[0][0]
         pairs = list(itertools.pairwise(self._seen))
         episodes, held_up = (
@@ -62,7 +62,7 @@ class Leases:
 
 
 class Windows:
-    """Measures one window after the other in a run that is under way."""
+    """Measures one window after another in a run that is under way."""
 
     def __init__(self, rig: Rig, *, steps: int, bounds: int, limit_s: float) -> None:
         """A window has `steps` steps, or `bounds` times its bound on the lag if that is more.
@@ -74,12 +74,12 @@ class Windows:
         self._steps, self._bounds, self._limit_s = steps, bounds, limit_s
 
     async def alone(self) -> Row:
-        """Seconds per step of generation without training, and of training without generation."""
+        """Measures generation without training, then training without generation, per step."""
         controller = self._controller
         await self._drain()
         controller.hold = True
         wanted = self._steps * self._rig.config.algorithm.groups_per_step
-        # A window of so many batches may be leased at once.
+        # With this bound the groups of all `self._steps` batches may be leased at once.
         controller.bound(self._steps - 1)
         before, started = controller.generated_tokens(), time.monotonic()
         beats = Beats(before)
@@ -89,7 +89,7 @@ class Windows:
             return controller.leased_groups() >= wanted
 
         await self._rig.until(all_leased, "generation alone", self._limit_s)
-        # From now on places stay empty: this part shows what the engine can do.
+        # Slots stay empty from here on, so the rate is taken now, with the engine still full.
         rate = beats.rate()
         await self._rig.until(
             lambda: controller.complete_groups() >= wanted, "generation alone", self._limit_s
@@ -97,7 +97,7 @@ class Windows:
         makespan_s = time.monotonic() - started
         await asyncio.sleep(2 * self._rig.config.controller.heartbeat_s)
         tokens = controller.generated_tokens() - before
-        # Nothing new fits beside what is complete.
+        # With this bound no new lease fits beside the complete groups.
         controller.bound(0)
         first = len(controller.rows)
         controller.hold = False
@@ -112,10 +112,10 @@ class Windows:
         }
 
     async def bounded(self, max_staleness: int) -> Row:
-        """Steps of one setting, which begins with no group of another one, as a run does.
+        """Measures the steps of one setting, which begins without groups of another, as a run does.
 
-        They count when as many steps are done as a group may wait. A window is several times as
-        long: in fewer, short replies could go ahead of long ones that later steps wait for.
+        Steps count after as many steps as a group may wait. A window is several times as long: in a
+        shorter one, short replies could go ahead of long ones, for which later steps wait.
         """
         controller = self._controller
         await self._drain()
@@ -141,18 +141,18 @@ class Windows:
                 name: sum(row[name] for row in rows[1:]) / steps
                 for name in ("training_s", "publish_s", "waiting_s", "pause_s")
             },
-            # Of the window: what the trainer's waiting has of steps that groups were due for.
+            # Share of the window in which the trainer waited for groups that were due.
             "held_up_share": held_up,
             "open_episodes": open_episodes,
             "lag_mean": sum(row["lag_mean"] for row in rows[1:]) / steps,
             "tokens": sum(row["trained_tokens"] for row in rows[1:]) / steps,
-            # As of heartbeats: as many as were trained, unless the window lived on a stock.
+            # Counted at heartbeats: as many as were trained, unless the window used older groups.
             "generated": generated / steps,
             "ledger_difference": rows[-1]["ledger_difference"],
         }
 
     async def _drain(self) -> None:
-        """Trains in step until no group is left that was leased before; none is left over then."""
+        """Trains with a bound of 0 until no group is left that was leased before."""
         controller = self._controller
         controller.bound(0)
         before = controller.group_ids()

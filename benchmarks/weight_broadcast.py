@@ -1,9 +1,8 @@
-r"""New weights from the learner to one or several rollout servers, end to end.
+r"""Measures new weights from the learner to one or several rollout servers, end to end.
 
-Ours are the real trainer ranks, controller and rollout servers; what is timed is the publish that
-every step makes, idle and with requests running. The peer is vLLM's own transfer over NCCL between
-the same GPUs. The limit is one broadcast of as many bytes in one buffer, in the same run. The three
-take turns.
+Ours are the real trainer ranks, controller and rollout servers. The publish of a step is timed,
+idle and with requests running. The peer is vLLM's own transfer over NCCL between the same GPUs. The
+limit is one broadcast of as many bytes in one buffer, in the same run. The three take turns.
 
     python benchmarks/weight_broadcast.py --device cuda --shape 8B --servers 1
     python benchmarks/weight_broadcast.py --device cuda --shape 0.6B --servers 3
@@ -33,7 +32,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 
 TARGETS = {"wire of raw": 0.90, "end to end of raw": 0.60}
-# Of the engine at 8B in wire times, and at 0.6B in seconds on an idle engine.
+# Targets for the engine's pause: at 8B in wire times, at 0.6B in milliseconds on an idle engine.
 PAUSE_TARGETS = {"8B": "at most 3 wire times", "0.6B": "at most 40 ms idle"}
 START_LIMIT_S = 400.0
 CALM_LIMIT_S = 60.0
@@ -41,7 +40,7 @@ REPLY_TOKENS = 600
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
-    """A run whose batches never become whole: it only publishes."""
+    """Returns the settings of a run whose batches never become complete: it only publishes."""
     on_gpu = arguments.device == "cuda"
     rollout = {
         "max_episodes": arguments.requests,
@@ -99,7 +98,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 
 
 class Measurement:
-    """Ours, the peer and the limit on the same devices."""
+    """Measures ours, the peer and the limit on the same devices."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, found: Found) -> None:
         self._arguments, self._folder, self._found = arguments, folder, found
@@ -115,7 +114,7 @@ class Measurement:
         self._has_peer = arguments.device == "cuda" and not arguments.without_peer
 
     async def run(self) -> None:
-        """Starts everything, measures, ends everything."""
+        """Starts all processes, measures, and ends all of them."""
         config = config_of(self._arguments, self._folder)
         async with Rig(config, self._placement) as rig:
             logs = config.run_dir / "logs"
@@ -198,7 +197,7 @@ class Measurement:
             gate.unlink()
 
     async def _until_calm(self, rig: Rig) -> None:
-        """What ours had running ends by itself."""
+        """Waits until our servers' requests have ended by themselves."""
         before = -1
         deadline = time.monotonic() + CALM_LIMIT_S
         while (now := rig.controller.generated_tokens()) != before:
@@ -267,7 +266,7 @@ def main() -> None:
 
 
 def write(arguments: argparse.Namespace, found: Found) -> list[str]:
-    """The tables of what is known by now, which are written with everything else."""
+    """Writes the result as far as it is known; returns its tables."""
     lines, ratios = summary(found)
     targets = {**TARGETS, "pause": PAUSE_TARGETS.get(arguments.shape, "")}
     record = {"settings": settings_of(arguments), "targets": targets, "ratios": ratios}

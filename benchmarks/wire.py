@@ -1,8 +1,8 @@
-r"""The wire of a publish alone, in seconds: no trainer, no engine, both ends as they are.
+r"""Measures the wire of a publish alone, in seconds, with its real two ends: no trainer, no engine.
 
-Buckets are put together, broadcast, digested and copied by the code of the learner and of the
-rollout server; only the parameters are made up. The limit is one broadcast of as many bytes in one
-buffer, in turns with it and timed in the same way.
+The code of the learner and of the rollout server fills, broadcasts, digests and copies the buckets;
+only the parameters are made up. The limit is one broadcast of as many bytes in one buffer, which
+takes turns with the buckets and is timed in the same way.
 
     python benchmarks/wire.py --device cuda --shape 0.6B
     python benchmarks/wire.py --device cuda --shape 8B --servers 3 --bucket-mib 64
@@ -24,9 +24,9 @@ from measure import RESULTS, Spread, note, part, progress, settings_of, table, w
 from shapes import SHAPES
 from slipstream.protocol.settings.config import WeightsSection
 
-# The receivers come so much later than the sender, as servers that must pause do.
+# Seconds by which receivers come later than the sender, as servers do that must pause.
 DELAY_S = 0.01
-# What the sender does before: at the end of a step, and while it is reported.
+# Work of the sender before a publish: at the end of a step, and while the step is reported.
 BEFORE = {"digests_s": "the pass for the digests", "ahead_s": "putting the first buckets together"}
 
 
@@ -38,7 +38,7 @@ class Ends:
 
     @classmethod
     async def start(cls, arguments: argparse.Namespace, logs: Path) -> Ends:
-        """Returns when all have their parameters."""
+        """Starts all programs; returns when all have their parameters."""
         common = ["--device", arguments.device, "--shape", arguments.shape]
         common += ["--bucket-mib", str(arguments.bucket_mib)]
         programs = []
@@ -58,13 +58,13 @@ class Ends:
         return ends
 
     async def all(self, **message: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-        """The answers of sender and receivers."""
+        """Sends a message to all programs; returns the answers of sender and receivers."""
         for program in self._programs:
             program.put(**message)
         return await asyncio.gather(*(program.get() for program in self._programs))
 
     async def join(self) -> dict[str, Any]:
-        """What the sender announced."""
+        """Joins all programs; returns the sender's announcement."""
         sender = self._programs[0]
         sender.put(do="announce", world_size=len(self._programs))
         announced = await sender.get()
@@ -72,25 +72,25 @@ class Ends:
         return announced
 
     async def close(self) -> None:
-        """Ends all."""
+        """Ends all programs."""
         await asyncio.gather(*(program.close() for program in self._programs))
 
 
 def check(answers: list[dict[str, Any]]) -> None:
-    """RuntimeError unless all have the same bits."""
+    """Raises RuntimeError unless all programs have the same bits."""
     key = "sums" if "sums" in answers[0] else "digests"
     if any(answer[key] != answers[0][key] for answer in answers):
         raise RuntimeError(f"a receiver has other {key} than the sender")
 
 
 def times_of(answers: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the wire, from when all had come; and until the last receiver's host knows."""
+    """Returns the seconds on the wire since all had come, and those until the last host knows."""
     wires = [answer["wire_s"] for answer in answers if answer["wire_s"]]
     return {"wire_s": min(wires), "host_s": max(answer["host_s"] for answer in answers[1:])}
 
 
 async def measure(arguments: argparse.Namespace, logs: Path, found: dict[str, Any]) -> None:
-    """Times of ours and of the limit in turns, for `found`; the first round only warms up."""
+    """Adds times of ours and of the limit, in turns, to `found`; the first round only warms up."""
     ends = await Ends.start(arguments, logs)
     try:
         announced = await ends.join()
@@ -113,7 +113,7 @@ async def measure(arguments: argparse.Namespace, logs: Path, found: dict[str, An
 
 
 def summary(found: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
-    """The table, and the ratios that are the claim."""
+    """Returns the table, and the ratios that are the claim."""
     rows: list[list[object]] = []
     ratios: dict[str, float] = {}
     for name, what in (("ours", "ours"), ("raw", "one buffer (limit)")):

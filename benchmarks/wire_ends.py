@@ -1,4 +1,4 @@
-"""Both ends of the wire without a trainer or an engine around them; `wire.py` starts them.
+"""The two ends of the wire, without a trainer or an engine around them; `wire.py` starts them.
 
 - `sender`: the trainer's stream of buckets and its sender, over parameters that are fused as
   Megatron's are.
@@ -42,26 +42,26 @@ LIMITS = {"bucket_deadline_s": 20.0, "join_deadline_s": 60.0}
 
 
 class End(Protocol):
-    """What both ends are told."""
+    """The commands that both ends take."""
 
     def announce(self, message: Message) -> Message:
-        """On the sender: communicator and layout."""
+        """Returns communicator and layout; for the sender alone."""
         ...
 
     def join(self, message: Message) -> Message:
-        """Meets the others."""
+        """Joins the communicator."""
         ...
 
     def prepare(self, message: Message) -> Message:
-        """What comes before a publish: times."""
+        """Does the work before a publish; returns its times."""
         ...
 
     def publish(self, message: Message) -> Message:
-        """All weights once: times and digests."""
+        """Sends or receives all weights once; returns times and digests."""
         ...
 
     def sums(self, message: Message) -> Message:
-        """Of the bits of every tensor of the checkpoint, by name."""
+        """Returns a sum over the bits of every tensor of the checkpoint, by name."""
         ...
 
 
@@ -74,23 +74,23 @@ class LoneRanks:
         self.device = device
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Of this rank."""
+        """Returns this rank's bytes alone."""
         return [data]
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
-        """There is no other one."""
+        """Returns True, since there is no other rank."""
         return True
 
 
 class LonePolicy:
-    """As much of a policy as a stream of its weights needs."""
+    """The part of a policy that a stream of its weights needs."""
 
     def __init__(self, device: torch.device) -> None:
         self.ranks: Any = LoneRanks(device)
         self.memory = HostMemory(OffloadSection())
 
     def gather_parameters(self) -> None:
-        """They are whole."""
+        """Does nothing: the parameters are whole."""
 
 
 class Sender:
@@ -128,7 +128,7 @@ class Sender:
         return {}
 
     def prepare(self, message: Message) -> Message:
-        """See `End`: digests of all, and the first buckets, as after a step."""
+        """See `End`: digests all weights and fills the first buckets, as after a step."""
         marks = [time.perf_counter()]
         for part in (self._stream.run, self._stream.fill_ahead):
             part()
@@ -160,7 +160,7 @@ class Receiver:
             self._places[name] = (fused, part)
 
     def announce(self, message: Message) -> Message:
-        """See `End`: it does not."""
+        """See `End`: raises, since a receiver announces nothing."""
         raise RuntimeError("a receiver announces nothing")
 
     def join(self, message: Message) -> Message:
@@ -192,11 +192,11 @@ class Receiver:
         return {}
 
     def prepare(self, message: Message) -> Message:
-        """See `End`: nothing."""
+        """See `End`: a receiver has nothing to do before a publish."""
         return {}
 
     def publish(self, message: Message) -> Message:
-        """See `End`: as in an engine whose requests wait, after so many seconds."""
+        """See `End`: begins after `delay_s` seconds, as in an engine that has to pause."""
         time.sleep(message["delay_s"])
         started = time.perf_counter()
         for place, buffer in enumerate(self._transport.receive(self._incoming)):
@@ -220,7 +220,7 @@ class Raw:
         torch.cuda.synchronize()
 
     def broadcast(self, delay_s: float) -> Message:
-        """Its times, begun after so many seconds."""
+        """Broadcasts the buffer after `delay_s` seconds; returns its times."""
         time.sleep(delay_s)
         started, pointer = time.perf_counter(), self._buffer.data_ptr()
         size, handle = self._buffer.numel(), self._stream.cuda_stream
@@ -231,7 +231,10 @@ class Raw:
 
 
 def _megatron_parts(shape: Shape, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Name and view of each tensor; queries, keys and values by group, gate and up together."""
+    """Yields name and view of each tensor, fused as Megatron's parameters are.
+
+    Queries, keys and values are fused by group, gate and up projections in one tensor.
+    """
     generator = torch.Generator(device).manual_seed(1)
     heads = shape.heads // shape.groups
     group = (shape.groups, heads + 2, shape.head_dim, shape.hidden)
@@ -256,7 +259,7 @@ def _megatron_parts(shape: Shape, device: torch.device) -> Iterator[tuple[str, T
 
 
 def _vllm_parts(shape: Shape, device: torch.device) -> Iterator[tuple[str, str, Tensor]]:
-    """Name of each tensor, of the parameter that holds it, and its rows there."""
+    """Yields the name of each tensor, that of the parameter that holds it, and its rows there."""
     fusions = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "both"}
     fusions["up_proj"] = "both"
     rows = {

@@ -1,4 +1,4 @@
-"""Environments of the benchmarks; the workers beside the rollout servers import this module."""
+"""The environments of the benchmarks; the workers of the rollout servers import this module."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _POLL_S = 0.2
 
 
 class LognormalReplies(Environment[int]):
-    """Prompts whose replies have lognormal lengths; the reward is that of any reply's length.
+    """Prompts whose replies have lognormal lengths; the reward is 1 for an odd number of words.
 
     The lengths are the distribution's quantiles at the places of van der Corput's sequence: every
-    stretch of it, long or short, has nearly the same sum and the same long tail.
+    stretch of the sequence, long or short, has nearly the same sum and the same long tail.
     """
 
-    # Shared by the copies that the episodes run on.
+    # Number of lengths drawn so far, shared by the copies that the episodes run on.
     _drawn = 0
 
     def __init__(self, median: float, sigma: float, longest: int) -> None:
@@ -27,44 +27,44 @@ class LognormalReplies(Environment[int]):
         self._median, self._sigma, self._longest = median, sigma, longest
 
     def tasks(self) -> range:
-        """Numbers without a meaning: every episode has its own length."""
+        """Returns numbers without a meaning: every episode has its own length."""
         return range(1000)
 
     def reset(self, task: int) -> list[dict[str, str]]:
-        """Takes the next length: members of a group differ in it."""
+        """Sets the next length of the sequence, so that members of a group differ."""
         place = LognormalReplies._drawn
         LognormalReplies._drawn += 1
         self.max_reply_tokens = reply_length(place, self._median, self._sigma, self._longest)
         return [{"role": "user", "content": PROMPT}]
 
     def step(self, reply: str) -> StepResult:
-        """Half of the replies are good: nothing is to be learnt here, but there is an advantage."""
+        """Rewards about half of the replies: nothing can be learnt, but advantages differ."""
         return StepResult(reward=float(len(reply.split()) % 2))
 
 
 class Gated(Environment[int]):
-    """Episodes that begin as soon as a file exists, and then take a whole reply each."""
+    """Episodes that begin when a file exists, and then take one whole reply each."""
 
     def __init__(self, gate: str) -> None:
         self._gate = Path(gate)
 
     def tasks(self) -> range:
-        """Numbers without a meaning."""
+        """Returns numbers without a meaning."""
         return range(1000)
 
     async def reset(self, task: int) -> list[dict[str, str]]:
-        """Waits for the gate."""
+        """Waits until the file exists."""
         while not self._gate.exists():
             await asyncio.sleep(_POLL_S)
         return [{"role": "user", "content": PROMPT}]
 
     def step(self, reply: str) -> StepResult:
-        """Any reply will do."""
+        """Rewards a reply with an odd number of words."""
         return StepResult(reward=float(len(reply.split()) % 2))
 
 
 def van_der_corput(place: int) -> float:
-    """The bits of `place` mirrored at the binary point: 0, 1/2, 1/4, 3/4, 1/8, ..."""
+    """Returns the bits of `place` mirrored at the binary point: 0, 1/2, 1/4, 3/4, 1/8, ..."""
     value, weight = 0.0, 0.5
     while place:
         value += weight * (place & 1)
@@ -74,8 +74,8 @@ def van_der_corput(place: int) -> float:
 
 
 def reply_length(place: int, median: float, sigma: float, longest: int) -> int:
-    """Tokens of the reply at this place of the sequence."""
-    # In the middle of its cell: 0 has no quantile.
+    """Returns the tokens of the reply at `place` of the sequence."""
+    # The share is the middle of its cell, since 0 has no quantile.
     share = van_der_corput(place % 4096) + 1 / 8192
     quantile = statistics.NormalDist(0.0, sigma).inv_cdf(share)
     return max(1, min(longest, round(median * 2.718281828459045**quantile)))

