@@ -70,7 +70,7 @@ async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
 async def _try_rights(
     connection: RedisConnection, commands: Sequence[Command]
 ) -> list[tuple[Command, bool]]:
-    """Tries each command inside a transaction: the server checks rights when it queues a command."""
+    """Tries each command in a transaction: the server checks rights when it queues a command."""
     pool = connection.client.connection_pool
     line = await pool.get_connection()  # type: ignore[no-untyped-call]
     is_open = False
