@@ -5,7 +5,7 @@ batch wait for each other, so a full queue would never become empty.
 
 **Rule.** A lease is granted only if with it
 
-   bytes in the queue  +  episodes that may still be sent * largest trajectory  <=  size
+    bytes in the queue  +  episodes that may still be sent * largest trajectory  <=  size
 
 Episodes that may still be sent are the undelivered members of leased groups, and those of ended
 leases that their servers have not closed. A failed attempt that is repeated waits in the queue
