@@ -1,4 +1,4 @@
-"""Writes tensors to files that whoever may read their neighbours may read."""
+"""Writes tensors to files with the usual permissions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file with the mode that the process gives to every new file.
+    """Writes a safetensors file with the mode of the process's other new files.
 
-    safetensors itself leaves files that only their owner may read (0.8).
+    safetensors itself (0.8) makes files that only their owner may read.
     """
     path.touch()
     mode = path.stat().st_mode & 0o777
