@@ -382,7 +382,7 @@ async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_them
             await play(config, fleet, trainer=trainer, during=lose_data)
         (cause,) = {str(error) for error in leaves(caught.value)}
         assert cause.startswith(f"redis at {redis_server.address} lost data of run {fleet.run_id}")
-        assert cause.endswith("start the run again: it generates again what was lost")
+        assert cause.endswith("start the run again: it generates lost trajectories again")
 
         again = moved(config, tmp_path)
         resumed = FakeTrainer(again.controller.address, checkpoint=trainer.newest_checkpoint)

@@ -1,1 +1,1 @@
-"""What all parts agree on, nothing that only one needs: types, rules, wire forms, settings."""
+"""Types, rules, wire forms and settings that several parts share."""

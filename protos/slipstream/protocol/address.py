@@ -11,7 +11,7 @@ _FORM = re.compile(r"(?P<host>[^\s/]+):(?P<port>\d{1,5})")
 
 
 def address_parts(address: str) -> tuple[str, int]:
-    """Host and port of "host:port"; ConfigError for another form or a port above 65535."""
+    """Returns host and port of "host:port"; ConfigError for another form or a port above 65535."""
     match = _FORM.fullmatch(address)
     if match is None or int(match["port"]) > 65535 or not is_host(match["host"]):
         raise ConfigError(f"an address is host:port with a port up to 65535, got {address!r}")
@@ -19,7 +19,7 @@ def address_parts(address: str) -> tuple[str, int]:
 
 
 def is_host(text: str) -> bool:
-    """Whether a text can be the name or the address of a host; an IPv6 address may have []."""
+    """Whether a text can be a host's name or address; an IPv6 address may have []."""
     if (text[0], text[-1]) == ("[", "]"):
         text = text[1:-1]
     try:
@@ -30,15 +30,15 @@ def is_host(text: str) -> bool:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens on the first address of `host` alone; OSError when it cannot.
+    """Returns a socket that listens on the first address of `host` only; OSError if it cannot.
 
-    Port 0: any that is free.
+    Port 0 means any free port.
     """
     (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(address, family=family)
 
 
 def check_address_form(address: str) -> str:
-    """The address itself; ConfigError as for `address_parts`."""
+    """Returns `address` unchanged; ConfigError like `address_parts`."""
     address_parts(address)
     return address

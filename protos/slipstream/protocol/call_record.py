@@ -1,7 +1,7 @@
-"""What a worker does at this moment, in memory that outlives it.
+"""The record of a worker's current calls, in memory that outlives the worker.
 
 A worker writes the record whenever a call begins or ends. The rollout server, which made the
-memory, reads it when the worker was lost: the calls in it were being answered.
+memory, reads it after the worker was lost, to learn which calls the worker was answering.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CallRecord:
-    """Episodes by key: those whose call is being answered, and the one whose code runs."""
+    """Keys of episodes: those with a call in progress, and the one whose code runs."""
 
     running: tuple[str, ...] = ()
-    # Known a moment later than `running`; empty: none, or not known yet.
+    # Key of the episode whose code runs, set a moment after `running`; "" if none or not yet known.
     current: str = ""
     # File, line and function of `current`.
     place: str = ""
@@ -31,9 +31,9 @@ class CallRecord:
 
     @classmethod
     def read(cls, descriptor: int) -> CallRecord:
-        """The record; an empty one before the first write.
+        """Reads the record; it is empty before the first write.
 
-        Code of the environment could write there, too: what is no record says nothing either.
+        Code of the environment could write there, too: what is no record is empty as well.
         """
         line = os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0]
         try:

@@ -1,9 +1,9 @@
-"""Takes turns in filling the memory of a GPU that several processes of a run use.
+"""Turns for filling the memory of a GPU that several processes of a run use.
 
-vLLM measures at its start how much memory it takes, by how much less the whole card has: whatever
-another process takes meanwhile is missing from its KV cache, and what another gives back stops it
-("Error in memory profiling", 0.32.0). So an engine starts alone on its cards; trainer ranks load
-beside each other, but beside no engine that starts.
+vLLM measures its memory use at its start by the free memory of the whole GPU. Memory that another
+process takes meanwhile is missing from vLLM's KV cache, and memory that another process frees stops
+vLLM ("Error in memory profiling", 0.32.0). So an engine starts alone on its GPUs; trainer ranks
+load at the same time as each other, but never while an engine starts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ RETRY_S = 0.1
 
 
 def cards_of(environ: Mapping[str, str], first: int, count: int) -> list[str]:
-    """Names of the GPUs that CUDA would number `first`, ..., equal in all processes of a host.
+    """Returns names of `count` GPUs from CUDA's number `first`, equal in all processes of a host.
 
-    Empty without a driver.
+    The list is empty without a driver.
     """
     gpus = list_gpus()
     ids = visible_ids(environ, gpus)[first : first + count]
@@ -36,10 +36,11 @@ def cards_of(environ: Mapping[str, str], first: int, count: int) -> list[str]:
 def fill_cards(
     folder: Path, cards: Sequence[str], *, alone: bool, limit_s: float
 ) -> Iterator[None]:
-    """Holds the turn of all `cards` while the block runs, and none of them while it waits.
+    """Holds the turns of all GPUs `cards` while the block runs, and no turn while it waits.
 
-    `alone`: with nobody beside; otherwise with others that need not be alone. Processes meet in
-    `folder`. RunFailed when the turn did not come within `limit_s`.
+    If `alone`, no other process holds a turn on these GPUs at the same time; else other processes
+    that are not `alone` may. The lock files are in `folder`. Raises RunFailed when the turn did not
+    come within `limit_s`.
     """
     if not cards:
         yield
@@ -61,12 +62,12 @@ def fill_cards(
         try:
             yield
         finally:
-            # Closing alone would not do: a forked child has the descriptor too.
+            # `close` alone would not unlock: a forked child has the descriptor too.
             _leave(files)
 
 
 def _take(files: Sequence[int], kind: int) -> bool:
-    """All or none: who waits while it holds one may be waited for by a rank's own peers."""
+    """Takes all locks or none: a process that waited with some of them could cause a deadlock."""
     try:
         for file in files:
             fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""The checkpoints of a run, as folders: what says that one is whole, and which of them are kept.
+"""The folders of a run's checkpoints: how one is marked complete, and which of them are kept.
 
 `RUN/checkpoints/step-000012` holds the weights of version 12 with everything that the next step
-needs. It appears by a rename, when it is whole, and never changes; `manifest.json` is its last
-file. What a crash left behind ends in `.partial`.
+needs. It appears by a rename when it is complete, and never changes; `manifest.json` is its last
+file. Folders that a crash left behind end in `.partial`.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ class Layout(_Record):
 
 
 class Manifest(_Record):
-    """What a checkpoint is: written last, so a folder with one is whole."""
+    """The description of a checkpoint, written last: a folder with a manifest is complete."""
 
     format: Literal[1] = 1
     incarnation: int
-    # The version that the weights are, and so the first step that the journal has to train again.
+    # Version of the weights, and so the first step that is trained again from the journal.
     step: int
     # Digest of the weights as they travel; see `buckets.weight_digest`.
     weight_digest: str
-    # Of the settings of the run that wrote it.
+    # Digest of the settings of the run that wrote the checkpoint.
     config_digest: str
     layout: Layout
     # Names of the models, each with its optimizer if it has one.
     models: tuple[str, ...]
-    # Package -> version that wrote the files.
+    # Versions of the packages that wrote the files.
     packages: dict[str, str]
     saved_unix_s: float
     files: tuple[FileEntry, ...]
@@ -88,12 +88,12 @@ class Manifest(_Record):
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of version `step` lies in the folder of checkpoints."""
+    """Returns the path of version `step`'s checkpoint in the folder of checkpoints."""
     return folder / f"step-{step:06d}"
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The versions with a whole checkpoint, ascending."""
+    """Returns the versions with a complete checkpoint, ascending."""
     return sorted(step for step, path in _candidates(folder) if _has_manifest(path))
 
 
@@ -118,7 +118,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint folder; CheckpointError when there is none that can be read."""
+    """Returns the manifest of a checkpoint folder; CheckpointError if it cannot be read."""
     name = _NAME_FORM.fullmatch(path.name)
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
@@ -155,9 +155,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def describe_file(
     folder: Path, path: str, moved: Callable[[int], None] = lambda num_bytes: None
 ) -> FileEntry:
-    """Size and digest of a file below `folder`, whose bytes are made durable.
+    """Makes a file below `folder` durable, and returns its size and digest.
 
-    `moved` is told of the bytes of each read, which may be fewer than were asked for.
+    `moved` is called with the number of bytes of each read, which may be short.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     num_bytes = 0
@@ -175,9 +175,9 @@ def check_files(
     files: Iterable[FileEntry],
     moved: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """CheckpointError naming the first file that is not what the manifest says.
+    """Raises CheckpointError for the first file that does not fit the manifest.
 
-    `moved` is told of the bytes that were read.
+    `moved` is called with the number of bytes of each read.
     """
     for expected in files:
         problem = ""
@@ -198,7 +198,7 @@ def check_files(
 
 
 def publish_folder(partial: Path) -> Path:
-    """Gives a folder with its manifest its final name, durably, with the names of its files."""
+    """Gives a complete folder its final name; makes this name and those of its files durable."""
     for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
         sync_folder(folder)
     path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
@@ -211,9 +211,9 @@ def publish_folder(partial: Path) -> Path:
 
 
 def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Which whole checkpoints may go: never the newest, the `keep_last` newest, or a milestone.
+    """Returns the complete checkpoints to remove: all but the `keep_last` newest and milestones.
 
-    Every `keep_every`-th version is a milestone; 0: none is.
+    The newest is never removed. Every `keep_every`-th version is a milestone; 0: none is.
     """
     ordered = sorted(steps)
     old = ordered[: -max(1, keep_last)]
@@ -221,9 +221,9 @@ def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) ->
 
 
 def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Path:
-    """Publishes a folder, then removes the checkpoints that are not kept any more.
+    """Publishes a folder, then removes the checkpoints that are no longer kept.
 
-    A crash at any moment leaves the newest checkpoint that was published, whole.
+    After a crash at any moment the newest published checkpoint is complete.
     """
     path = publish_folder(partial)
     folder = path.parent
@@ -233,7 +233,7 @@ def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Pat
 
 
 def remove_checkpoint(folder: Path, step: int) -> None:
-    """Removes a checkpoint; a crash in between leaves nothing that looks whole."""
+    """Removes a checkpoint; after a crash in between no rest looks complete."""
     path = checkpoint_path(folder, step)
     doomed = path.with_name(path.name + PARTIAL_SUFFIX)
     if doomed.exists():
@@ -243,7 +243,7 @@ def remove_checkpoint(folder: Path, step: int) -> None:
 
 
 def remove_partial(folder: Path) -> list[str]:
-    """Removes what an interrupted save or removal left; the names of what was there."""
+    """Removes folders of interrupted saves or removals, and returns their names."""
     if not folder.is_dir():
         return []
     found = sorted(path for path in folder.iterdir() if path.name.endswith(PARTIAL_SUFFIX))

@@ -1,7 +1,7 @@
-"""Between `Trajectory` and its wire form.
+"""Conversion between `Trajectory` and its wire form.
 
-Arrays travel as packed little-endian bytes: four for a context token, eight for a sampled one (id
-and log-probability), and for both, where they are asked for, the ids of their experts.
+Arrays travel as packed little-endian bytes: four for a context token, eight for a sampled token (id
+and log-probability). If experts are recorded, the ids of each token's experts are added.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ PROTOCOL_VERSION = 3
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
-    """The wire form of a policy version."""
+    """Returns the wire form of a policy version."""
     return pb.PolicyVersion(incarnation=version.incarnation, step=version.step)
 
 
 def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
-    """The policy version of a wire form."""
+    """Returns the policy version of a wire form."""
     return PolicyVersion(message.incarnation, message.step)
 
 
 def pack_tokens(token_ids: TokenArray) -> bytes:
-    """Four bytes a token, little endian."""
+    """Returns four bytes a token, little endian."""
     return np.ascontiguousarray(token_ids, dtype="<u4").tobytes()
 
 
 def unpack_tokens(data: bytes) -> TokenArray:
-    """Inverse of `pack_tokens`; ProtocolError when the length is no multiple of four."""
+    """Reverses `pack_tokens`; ProtocolError when the length is no multiple of four."""
     if len(data) % 4:
         raise ProtocolError(f"token ids must be a multiple of 4 bytes, got {len(data)}")
     return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
 
 
 def pack_logprobs(logprobs: LogprobArray) -> bytes:
-    """Four bytes a value, little-endian float32."""
+    """Returns four bytes a value, little-endian float32."""
     return np.ascontiguousarray(logprobs, dtype="<f4").tobytes()
 
 
 def unpack_logprobs(data: bytes) -> LogprobArray:
-    """Inverse of `pack_logprobs`; ProtocolError when the length is no multiple of four."""
+    """Reverses `pack_logprobs`; ProtocolError when the length is no multiple of four."""
     if len(data) % 4:
         raise ProtocolError(f"log-probabilities must be a multiple of 4 bytes, got {len(data)}")
     return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
 
 
 def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
-    """The wire form of a trajectory."""
+    """Returns the wire form of a trajectory."""
     token_ids, logprobs = (
         pack_tokens(trajectory.token_ids),
         pack_logprobs(trajectory.behavior_logprobs),
@@ -113,7 +113,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
 
 
 def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
-    """The trajectory of a wire form; ProtocolError names what does not fit together."""
+    """Returns the trajectory of a wire form; ProtocolError names parts that do not match."""
     arrays = (
         message.token_ids,
         message.behavior_logprobs,
@@ -165,7 +165,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
 
 
 def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
-    """The wire form of a trajectory's experts, if it has any."""
+    """Returns the wire form of a trajectory's experts; None without experts."""
     if routed is None:
         return None
     _, num_layers, top_k = routed.expert_ids.shape
@@ -178,7 +178,7 @@ def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
 
 
 def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
-    """The experts of a trajectory's wire form, if it has any; ProtocolError as `unpack_experts`."""
+    """Returns the experts of a wire form, None without any; errors of `unpack_experts`."""
     if not message.HasField("routed_experts"):
         return None
     routed = message.routed_experts
@@ -192,7 +192,7 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """The bytes that a queue carries; ProtocolError above 32 MiB."""
+    """Returns the bytes that a queue carries; ProtocolError above 32 MiB."""
     data = trajectory_to_pb(trajectory).SerializeToString()
     if len(data) > MAX_TRAJECTORY_BYTES:
         raise ProtocolError(
@@ -203,12 +203,12 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
-    """Inverse of `encode_trajectory`; ProtocolError for anything that it did not write."""
+    """Reverses `encode_trajectory`; ProtocolError for any other bytes."""
     return trajectory_from_pb(decode(pb.Trajectory, data))
 
 
 def merge_spans(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """The same spans with neighbours of one version joined and empty ones left out."""
+    """Joins neighbouring spans of the same version and leaves out empty spans."""
     grouped = itertools.groupby(
         (span for span in spans if span.length), key=lambda span: span.version
     )

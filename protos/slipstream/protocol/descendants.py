@@ -1,7 +1,7 @@
-"""The processes below one process, as Linux lists them: which there are, what they use, their end.
+"""The processes below one process on Linux: their list, their memory, and killing them.
 
-A pid alone may be given to another process at any moment. So a process is known by its pid and the
-moment of its start, and is signalled through a handle that was opened before both were compared.
+The kernel may give a pid to another process at any moment. So a process is identified by its pid
+and start time, and is signalled through a handle that is opened before both are compared.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _CHILDREN_LISTED = (_PROC / "thread-self" / "children").exists()
 
 @dataclass(frozen=True)
 class Descendant:
-    """One process: `start` is when it began, in the kernel's ticks."""
+    """One process; `start` is its start time in the kernel's ticks."""
 
     pid: int
     start: int
 
 
 def descendants(root: int) -> list[Descendant]:
-    """The processes below `root` at this moment, without those that are only to be reaped."""
+    """Returns the processes below `root` at this moment, without zombies."""
     found: list[Descendant] = []
     open_pids, seen = [root], {root}
-    # Only a kernel without these lists must be asked about all of its processes.
+    # A kernel without lists of children must be asked about all processes.
     parents = {} if _CHILDREN_LISTED else _all_children()
     while open_pids:
         parent = open_pids.pop()
@@ -44,7 +44,7 @@ def descendants(root: int) -> list[Descendant]:
 
 
 def kill(process: Descendant) -> None:
-    """Kills exactly this process; nothing happens when it is gone."""
+    """Kills exactly this process; does nothing when it is gone."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -59,7 +59,7 @@ def kill(process: Descendant) -> None:
 
 
 def resident_bytes(process: Descendant) -> int:
-    """Memory of a process; pages that it shares with others count whole."""
+    """Returns a process's memory; pages shared with other processes count fully."""
     try:
         pages = (_PROC / str(process.pid) / "statm").read_text().split()[1]
     except OSError:
@@ -68,18 +68,18 @@ def resident_bytes(process: Descendant) -> int:
 
 
 def shared_out_bytes(process: Descendant) -> int:
-    """Memory of a process; of pages that n processes share it has one n-th."""
+    """Returns a process's memory; a page shared by n processes counts one n-th."""
     try:
         text = (_PROC / str(process.pid) / "smaps_rollup").read_text()
     except OSError:
-        # It is gone, or may not be looked at.
+        # The process is gone, or this user may not read its file.
         return resident_bytes(process)
     kib = [line.split()[1] for line in text.splitlines() if line.startswith("Pss:")]
     return int(kib[0]) << 10 if kib else 0
 
 
 def kernel_oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory since the machine started."""
+    """Returns how many processes the kernel killed for lack of memory since the machine's start."""
     with contextlib.suppress(OSError):
         for line in (_PROC / "vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -88,19 +88,19 @@ def kernel_oom_kills() -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """The children of all threads of `pid`; a process that is gone has none."""
+    """Returns the children of all threads of `pid`; [] for a process that is gone."""
     found: list[int] = []
     tasks = _PROC / str(pid) / "task"
     with contextlib.suppress(OSError):
         for task in os.listdir(tasks):
-            # A thread may end while its process goes on.
+            # A thread may end while its process still runs.
             with contextlib.suppress(OSError):
                 found += map(int, (tasks / task / "children").read_text().split())
     return found
 
 
 def _all_children() -> dict[int, list[int]]:
-    """The children of every process of the machine, by parent."""
+    """Returns the children of every process of the machine, by parent."""
     found: dict[int, list[int]] = {}
     for name in os.listdir(_PROC):
         if name.isdecimal():
@@ -111,11 +111,11 @@ def _all_children() -> dict[int, list[int]]:
 
 
 def _start_of(pid: int) -> int | None:
-    """When `pid` began; None when it is gone or waits to be reaped."""
+    """Returns the start time of `pid`; None when it is gone or a zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
-    # The name stands in parentheses and may hold any.
+    # The name is in parentheses and may itself contain parentheses.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])

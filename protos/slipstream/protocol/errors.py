@@ -5,11 +5,11 @@ SlipstreamError
 ├── ProtocolError                   a message that no correct peer sends
 ├── QueueError
 │   └── TrajectoryQueueFull         no free place within the limit
-├── StalenessError                  a trained token would be older than the promise
-├── CheckpointError                 a checkpoint is damaged, not there, or not of this run
+├── StalenessError                  a trained token would be older than `max_staleness` allows
+├── CheckpointError                 a checkpoint is damaged, missing, or of another run
 ├── WeightSyncError                 new weights could not be delivered or proved
 ├── EnvironmentFailed               an environment gave no usable answer
-└── RunFailed                       the run cannot go on
+└── RunFailed                       the run cannot continue
     └── UntrainableBatch            its newest batch cannot be trained, another one can be
 """
 
@@ -25,7 +25,7 @@ class SlipstreamError(Exception):
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """A setting, argument or address that cannot work; one line with the value and the rule."""
+    """A setting, argument or address that cannot work; its line has the value and the rule."""
 
 
 class ProtocolError(SlipstreamError):
@@ -33,7 +33,7 @@ class ProtocolError(SlipstreamError):
 
 
 class QueueError(SlipstreamError):
-    """The trajectory queue cannot do what was asked."""
+    """The trajectory queue cannot do the requested operation."""
 
 
 class TrajectoryQueueFull(QueueError):
@@ -41,19 +41,19 @@ class TrajectoryQueueFull(QueueError):
 
 
 class StalenessError(SlipstreamError):
-    """A token of a batch is older than `max_staleness` allows: it means a bug."""
+    """A token of a batch is older than `max_staleness` allows, which means a bug."""
 
 
 class CheckpointError(SlipstreamError):
-    """A checkpoint is damaged, not there, or does not fit the run."""
+    """A checkpoint is damaged, missing, or does not fit the run."""
 
 
 class WeightSyncError(SlipstreamError):
-    """A publish did not reach a server whole and proved."""
+    """A publish did not reach a server complete and proved."""
 
 
 class EnvironmentFailed(SlipstreamError):
-    """An environment raised, hung, left, or gave something that is no reward; see `kind`."""
+    """An environment raised, hung, ended, or returned no valid reward; see `kind`."""
 
     def __init__(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
         super().__init__(message)

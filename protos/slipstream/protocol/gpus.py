@@ -1,6 +1,6 @@
-"""The GPUs of this machine, by the driver's own library: neither torch nor CUDA is started.
+"""The GPUs of this machine, by the driver's library, without starting torch or CUDA.
 
-A process that asks CUDA holds memory on a card from then on, and cannot fork any more.
+A process that asks CUDA holds memory on a GPU from then on, and can no longer fork.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _TEXT_BYTES = 96
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card as the driver knows it."""
+    """One GPU with the driver's data."""
 
-    # The number of nvidia-smi.
+    # Its number in nvidia-smi.
     index: int
-    # "GPU-..." of the driver; the same in every process and container.
+    # The driver's "GPU-..." id; the same in every process and container.
     uuid: str
     name: str
     memory_bytes: int
 
 
 class Nvml:
-    """NVIDIA's management library while the context lasts; `opened` is False without a driver."""
+    """NVIDIA's management library, open inside the context; `library` is None without a driver."""
 
     def __init__(self) -> None:
         self.library: ctypes.CDLL | None = None
@@ -46,21 +46,21 @@ class Nvml:
             self.library.nvmlShutdown()
 
     def text(self, name: str, *arguments: object) -> str:
-        """The string that function `name` fills in; empty when it fails."""
+        """Returns the string that function `name` fills in; "" when it fails."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         if self.library is None or self.library[name](*arguments, buffer, _TEXT_BYTES) != 0:
             return ""
         return buffer.value.decode()
 
     def number(self, name: str, *arguments: object) -> int | None:
-        """The unsigned number that function `name` fills in; None when it fails."""
+        """Returns the unsigned number that function `name` fills in; None when it fails."""
         value = ctypes.c_uint()
         if self.library is None or self.library[name](*arguments, ctypes.byref(value)) != 0:
             return None
         return value.value
 
     def device(self, index: int) -> ctypes.c_void_p | None:
-        """The handle of a card; None when there is none."""
+        """Returns the handle of a GPU; None if there is no such GPU."""
         handle = ctypes.c_void_p()
         library = self.library
         if library is None or library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
@@ -69,7 +69,7 @@ class Nvml:
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """All cards that the driver shows to this machine or container; none without a driver."""
+    """Returns all GPUs that the driver shows to this machine or container; () without a driver."""
     with Nvml() as nvml:
         found = []
         for index in range(nvml.number("nvmlDeviceGetCount_v2") or 0):
@@ -91,9 +91,10 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 
 def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """What CUDA would number 0, 1, ...: entries of CUDA_VISIBLE_DEVICES, or all cards' numbers.
+    """Returns the names of CUDA's devices 0, 1, ...
 
-    Like CUDA it takes the entries before the first one that names no card.
+    They are the entries of CUDA_VISIBLE_DEVICES before the first one that names no GPU, as in CUDA,
+    or all GPUs' numbers without this variable.
     """
     if VISIBLE not in environ:
         return tuple(str(gpu.index) for gpu in gpus)
@@ -107,7 +108,7 @@ def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, .
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    """The card with this number, or with this UUID or the beginning of it; None without one."""
+    """Returns the GPU with this number, UUID or first part of a UUID; None if there is none."""
     for gpu in gpus:
         if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
             return gpu

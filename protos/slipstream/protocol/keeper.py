@@ -1,12 +1,12 @@
-"""Runs a program and ends everything that the program has started, however either of them ends.
+"""A keeper: runs a program, and at the end kills every process that the program has started.
 
     python -m slipstream.protocol.keeper [--cause-fd FD] [LIMITS] -- PROGRAM ARGUMENTS...
 
-The keeper stays between its parent and PROGRAM. It is the reaper of all that PROGRAM starts, so a
-process that leaves its session, or loses its parent, stays below the keeper.
+The keeper runs between its parent and PROGRAM. It is the reaper of all processes below PROGRAM, so
+a process that leaves its session, or loses its parent, stays below the keeper.
 
-Waits for: the end of PROGRAM, SIGTERM, the end of the parent, a limit. Whatever comes first, every
-process below the keeper is killed, and the keeper ends as PROGRAM did: same code, same signal.
+Waits for: the end of PROGRAM, SIGTERM, the end of the parent, a limit. After the first of these the
+keeper kills every process below it, and ends like PROGRAM: same code, same signal.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from slipstream.protocol.descendants import (
 )
 from slipstream.protocol.process import become_reaper, die_with_parent
 
-# PROGRAM may end by itself for so long after SIGTERM.
+# Seconds after SIGTERM in which PROGRAM may end by itself.
 GRACE_S = 2.0
-# What is killed is gone within this, unless the kernel itself is stuck with it.
+# Seconds within which killed processes are gone, unless the kernel itself is stuck.
 KILL_LIMIT_S = 10.0
-# How often the limits are checked: a program fills memory within seconds.
+# Seconds between two checks of the limits: a program fills memory within seconds.
 CHECK_PERIOD_S = 0.2
-# The kernel takes so long to end a large process that it has chosen.
+# Seconds that the kernel may take to end a large process that it has chosen.
 OOM_RECENT_S = 10.0
-# The kernel, when memory runs out, ends a process with this first.
+# Score with which the kernel ends a process first when memory runs out.
 EXPENDABLE = "1000"
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of PROGRAM and all that it starts; 0: none. The settings are named in the cause."""
+    """Limits of PROGRAM and its descendants; 0: no limit. The cause names the settings."""
 
     memory_bytes: int = 0
     memory_setting: str = ""
@@ -55,7 +55,7 @@ class Limits:
     processes_setting: str = ""
 
     def exceeded(self, found: Sequence[Descendant]) -> str:
-        """Says which limit `found` exceed; empty: none."""
+        """Describes the limit that the processes `found` exceed; "" if they exceed none."""
         if self.processes and len(found) > self.processes:
             return (
                 f"it had {len(found)} processes, more than {self.processes_setting} = "
@@ -63,7 +63,8 @@ class Limits:
             )
         if not self.memory_bytes or sum(map(resident_bytes, found)) <= self.memory_bytes:
             return ""
-        # Pages that several processes share were counted for each; this look takes longer.
+        # Pages that several processes share were counted for each of them; this exact count takes
+        # longer.
         used = sum(map(shared_out_bytes, found))
         if used <= self.memory_bytes:
             return ""
@@ -74,7 +75,7 @@ class Limits:
 
 
 class Keeper:
-    """Holds one program; `run` returns its wait status when nothing of it is left."""
+    """Runs one program; `run` returns its wait status when none of its processes is left."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -82,11 +83,11 @@ class Keeper:
         self._status: int | None = None
         self._oom_kills = kernel_oom_kills()
         self._oom_at_s = -OOM_RECENT_S
-        # Why the program ended, where its status does not say it.
+        # Why the keeper or the kernel ended the program; "" if the program ended by itself.
         self.cause = ""
 
     def run(self, command: Sequence[str]) -> int:
-        """Starts `command`, and returns its wait status when nothing below is left."""
+        """Starts `command`; returns its wait status when no process below is left."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         become_reaper()
         die_with_parent(signal.SIGTERM)
@@ -127,7 +128,7 @@ class Keeper:
     def _ask_to_end(self) -> None:
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
-                # The program leads the group, and is not reaped: the number is still its own.
+                # The program leads its group and is not yet reaped: the number still belongs to it.
                 os.killpg(self._program, signal.SIGTERM)
         until_s = time.monotonic() + GRACE_S
         while self._status is None and (left_s := until_s - time.monotonic()) > 0:
@@ -143,7 +144,7 @@ class Keeper:
             for each in found:
                 kill(each)
             if new:
-                # What is killed may have started others meanwhile: at once again.
+                # A killed process may have started others meanwhile: look again at once.
                 killed |= new
                 until_s = time.monotonic() + KILL_LIMIT_S
                 continue
@@ -155,7 +156,7 @@ class Keeper:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Ends as the program does."""
+    """Ends like the program."""
     parser = argparse.ArgumentParser(prog="python -m slipstream.protocol.keeper")
     parser.add_argument("--cause-fd", type=int, default=2, help="where to say why it was ended")
     parser.add_argument("--memory-bytes", type=int, default=0)
@@ -202,7 +203,7 @@ def _start(command: Sequence[str]) -> int:
 
 def _end_as(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
-        # The program has left its core, if any; the keeper's would tell nothing.
+        # The program has left its core file, if any; the keeper's core would be useless.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""Names that become parts of paths and lines of others."""
+"""Rules for names that become parts of paths and lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_server_id(name: str) -> bool:
 
 
 def check_server_id(name: str) -> str:
-    """The name of a rollout server itself; ConfigError for one that could not be a file's."""
+    """Returns `name`; ConfigError for a rollout server's id that could not be a file's name."""
     if not is_server_id(name):
         raise ConfigError(
             "the id of a rollout server has up to 100 letters, digits, '.', '_' and '-', "

@@ -1,42 +1,43 @@
-"""What leases reserve in the trajectory queue, as pure functions.
+"""Reservations of leases in the trajectory queue, as pure functions.
 
-A trajectory waits in the queue from its end until the journal settles it. Those of a batch wait for
-one another, so a full queue would be one that nobody ever empties.
+A trajectory waits in the queue from its end until the journal has its outcome. Trajectories of a
+batch wait for each other, so a full queue would never become empty.
 
 **Rule.** A lease is granted only if with it
 
-    bytes that lie in the queue  +  episodes that may still be sent * largest trajectory  <=  size
+    bytes in the queue  +  episodes that may still be sent * largest trajectory  <=  size
 
-Episodes that may still be sent are the members of leased groups that are not back, and those of
-ended leases that their servers have not closed. An attempt that failed and is made again lies there
-beside its promise until its own record acknowledges it, which waits for nothing else.
+Episodes that may still be sent are the undelivered members of leased groups, and those of ended
+leases that their servers have not closed. A failed attempt that is repeated waits in the queue
+beside the reservation of its repetition, until its own journal record acknowledges it; that record
+waits for nothing else.
 
-**Nothing gets stuck** if the queue holds one batch of largest trajectories: when fewer groups are
-leased than a step trains there is room for one more, and as many groups, complete, make a batch.
+**No deadlock** occurs if the queue holds one batch of largest trajectories. When fewer groups are
+leased than a step trains, there is room for one more; that number of complete groups makes a batch.
 """
 
 from __future__ import annotations
 
-# Each of the two texts of a trajectory.
+# Bytes of each of a trajectory's two texts beside those of its tokens.
 _TEXT_BYTES = 256
 _TEXT_BYTES_PER_TOKEN = 5
 
 
 def max_text_bytes(num_tokens: int) -> int:
-    """Largest size in bytes of the prompt's and of the reply's text of `num_tokens` tokens."""
+    """Returns the most bytes of a prompt's or a reply's text of `num_tokens` tokens."""
     return _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * num_tokens
 
 
 def free_bytes(queue_bytes: int, waiting_bytes: int, promised: int, largest_bytes: int) -> int:
-    """What is neither used nor reserved; below 0 while failed attempts are on their way out."""
+    """Returns bytes neither used nor reserved; below 0 while failed attempts still wait."""
     return queue_bytes - waiting_bytes - promised * largest_bytes
 
 
 def may_promise(free: int, episodes: int, largest_bytes: int) -> bool:
-    """Whether so many more episodes may be leased."""
+    """Whether this many more `episodes` may be leased."""
     return episodes * largest_bytes <= free
 
 
 def smallest_queue(groups_per_step: int, group_size: int, largest_bytes: int) -> int:
-    """Bytes of the smallest queue with which a run cannot get stuck: one batch."""
+    """Returns the bytes of the smallest queue without a deadlock: one batch."""
     return groups_per_step * group_size * largest_bytes

@@ -1,4 +1,4 @@
-"""Rewards as the trainer and the filter of groups see them: pure functions of trajectories."""
+"""Rewards for the trainer and for the filter of groups: pure functions of trajectories."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.protocol.types import Status, Trajectory
 
 
 def overlong_penalty(reply_tokens: int, *, limit: int, cache_tokens: int) -> float:
-    """0 up to `limit` - `cache_tokens`, then rising linearly to 1 at `limit` and beyond.
+    """Returns 0 up to `limit` - `cache_tokens`, then rises linearly to 1 at `limit` and beyond.
 
-    Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), with its sign turned.
+    Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), with opposite sign.
     """
     if cache_tokens == 0:
         return 0.0
@@ -20,7 +20,7 @@ def overlong_penalty(reply_tokens: int, *, limit: int, cache_tokens: int) -> flo
 
 
 def shaped_reward(trajectory: Trajectory, config: Config) -> float:
-    """The environment's reward less the penalty for the longest reply."""
+    """Returns the environment's reward less the penalty for the longest reply."""
     overlong = config.algorithm.overlong
     if not overlong.penalty:
         return trajectory.reward
@@ -33,7 +33,7 @@ def shaped_reward(trajectory: Trajectory, config: Config) -> float:
 
 
 def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
-    """Whether overlong filtering leaves the episode in the loss and in its group's statistics.
+    """Whether overlong filtering keeps the episode in the loss and in its group's statistics.
 
     Source: overlong filtering of DAPO (arXiv:2503.14476, section 3.4).
     """
@@ -41,10 +41,10 @@ def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
 
 
 def has_variance(group: Iterable[Trajectory], config: Config) -> bool:
-    """Whether two episodes of a group that count have different rewards, penalties included.
+    """Whether two counted episodes of a group have different rewards, penalties included.
 
-    Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups
-    without.
+    Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups of
+    equal rewards.
     """
     rewards = {
         shaped_reward(trajectory, config)

@@ -1,6 +1,6 @@
-"""Errors on the wire as google.rpc.Status: besides code and text a reason that programs can read.
+"""Errors on the wire as google.rpc.Status: code, text, and a reason that programs can read.
 
-Source: google.rpc.ErrorInfo, carried in the trailing metadata as gRPC's richer error model does.
+Source: google.rpc.ErrorInfo in the trailing metadata, like gRPC's richer error model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 
 class Reason(Enum):
-    """Why a call was refused."""
+    """The reason why a call was refused."""
 
-    # An argument cannot work; the text names it and the rule.
+    # An argument cannot work; the text has the value and the rule.
     BAD_ARGUMENT = "BAD_ARGUMENT"
-    # What was asked for does not fit the state of the run.
+    # The request does not fit the state of the run.
     WRONG_STATE = "WRONG_STATE"
-    # The peer speaks another version, or breaks the protocol.
+    # The peer uses another version, or breaks the protocol.
     PROTOCOL = "PROTOCOL"
     # The peer is too small for the run.
     TOO_SMALL = "TOO_SMALL"
@@ -44,9 +44,9 @@ async def abort(
     reason: Reason,
     metadata: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Ends the call with `code`, one line of text, the reason, and what it is about.
+    """Ends the call with `code`, one line of text, the reason, and `metadata` on its subject.
 
-    CancelledError when the caller has gone: nobody is left to be told.
+    CancelledError when the caller has gone: no one is left to be told.
     """
     info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN, metadata=metadata or {})
     detail = any_pb2.Any()
@@ -62,7 +62,7 @@ async def abort(
 def error_info(
     trailing_metadata: Iterable[tuple[str, str | bytes]] | None,
 ) -> error_details_pb2.ErrorInfo | None:
-    """The reason in the trailing metadata of a failed call; None when there is none of ours."""
+    """Returns the reason in a failed call's trailing metadata; None without one of Slipstream's."""
     for key, value in trailing_metadata or ():
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue

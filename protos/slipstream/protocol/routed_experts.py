@@ -1,4 +1,4 @@
-"""Which experts a mixture of experts sent each token of an episode to, and how that travels."""
+"""The experts to which a model sent each token of an episode, and their wire form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.protocol.errors import ProtocolError
 
 ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
-# The largest number of experts whose ids fit one byte beside the mark of what is not recorded.
+# The most experts whose ids fit one byte, where the largest value means "not recorded".
 _ONE_BYTE = 255
 _TWO_BYTES = 65535
 
@@ -20,9 +20,9 @@ _TWO_BYTES = 65535
 class RoutedExperts:
     """The experts of each token, layer by layer.
 
-    `expert_ids` is [tokens, layers, experts per token]: uint8 with up to 255 experts, else uint16;
-    their order within a token and layer says nothing. The largest value of the type stands where
-    nothing is recorded.
+    `expert_ids` is [tokens, layers, experts per token]: uint8 with up to 255 experts, else uint16.
+    The order within a token and layer has no meaning. The largest value of the type means "not
+    recorded".
     """
 
     expert_ids: ExpertArray
@@ -32,7 +32,7 @@ class RoutedExperts:
     def of_parts(
         cls, parts: Sequence[npt.NDArray[np.unsignedinteger]], num_experts: int, *, num_tokens: int
     ) -> RoutedExperts:
-        """Of consecutive tokens from the first on; the rest of `num_tokens` is not recorded."""
+        """Joins parts of consecutive tokens from the first on; later tokens are not recorded."""
         dtype = expert_dtype(num_experts)
         recorded = np.concatenate(parts).astype(dtype)
         missing = num_tokens - len(recorded)
@@ -42,17 +42,17 @@ class RoutedExperts:
 
     @property
     def is_recorded(self) -> npt.NDArray[np.bool_]:
-        """One flag for each token: the experts of all its layers are there."""
+        """One flag for each token: the experts of all its layers are recorded."""
         missing = np.iinfo(self.expert_ids.dtype).max
         return (self.expert_ids != missing).all(axis=(1, 2))  # type: ignore[no-any-return]
 
     def pack(self) -> bytes:
-        """Row by row, little endian."""
+        """Returns the ids row by row, little endian."""
         return self.expert_ids.astype(self.expert_ids.dtype.newbyteorder("<")).tobytes()
 
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-    """The element type that holds the ids of so many experts; ProtocolError for too many."""
+    """Returns the element type for the ids of `num_experts`; ProtocolError for too many."""
     if num_experts > _TWO_BYTES:
         raise ProtocolError(f"experts must be at most {_TWO_BYTES}, got {num_experts}")
     return np.dtype(np.uint8) if num_experts <= _ONE_BYTE else np.dtype(np.uint16)
@@ -61,7 +61,7 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
 def unpack_experts(
     data: bytes, *, num_tokens: int, num_layers: int, top_k: int, num_experts: int
 ) -> RoutedExperts:
-    """Inverse of `pack`; ProtocolError for another size, and for an expert that there is not."""
+    """Reverses `pack`; ProtocolError for a wrong size and for an unknown expert."""
     dtype = expert_dtype(num_experts)
     expected = num_tokens * num_layers * top_k * dtype.itemsize
     is_possible = 1 <= top_k <= num_experts and 1 <= num_layers <= _TWO_BYTES
@@ -80,5 +80,5 @@ def unpack_experts(
 
 
 def routing_bytes_per_token(num_layers: int, top_k: int, num_experts: int) -> int:
-    """What one token costs on the wire."""
+    """Returns the bytes of one token's experts on the wire."""
     return num_layers * top_k * expert_dtype(num_experts).itemsize

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside its journal."""
+"""The files of a run's folder beside its journal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from slipstream.protocol.errors import ConfigError
 
-# A run's first checkpoint, batch or line of metrics comes after its first journal record.
+# Files that a run writes only after its first journal record.
 LEFT_BY_A_RUN = ("checkpoints/step-*", "journal/batches/step-*.pb", "metrics.jsonl")
 
 
 def check_journal_not_lost(folder: Path) -> None:
-    """ConfigError when `folder`, whose journal holds no record, has files of a run.
+    """Raises ConfigError when `folder`, whose journal has no record, has files of a run.
 
-    A new run must not begin on top of them.
+    A new run must not begin among them.
     """
     for pattern in LEFT_BY_A_RUN:
         left = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)

@@ -1,16 +1,16 @@
 """The rules that keep the staleness promise, as pure functions.
 
-Step s trains version s into version s + 1. A group that is leased on a server of version u may be
-trained by steps up to its deadline min(u + max_staleness, last step), because its oldest token was
-sampled by version u or a newer one.
+Step s trains version s into version s + 1. A group leased to a server of version u may be trained
+by steps up to its deadline min(u + max_staleness, last step), because its oldest token was sampled
+by version u or a newer version.
 
 **Invariant.** While the batch of step s is formed, for every d >= s - 1:
 
     number of leased, untrained groups with deadline <= d   <=   (d - s + 1) * groups_per_step
 
-With d = s - 1 it says that no group has expired; with larger d, that all can still be trained in
-time. It is kept by `may_lease` (before a lease) and `choose_batch` (before a step), so neither can
-break the promise, and as long as servers finish what they were leased the next batch can always be
+With d = s - 1 it says that no group has expired; with larger d, that all groups can still be
+trained in time. `may_lease` (before a lease) and `choose_batch` (before a step) keep it, so neither
+can break the promise. As long as servers finish their leased groups, the next batch can always be
 formed.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """A leased, untrained group, as far as the rules look at it."""
+    """The facts about a leased, untrained group that the rules need."""
 
     group_id: str
     deadline_step: int
@@ -30,14 +30,14 @@ class LeasedGroup:
 
 
 def deadline(served_step: int, max_staleness: int, num_steps: int) -> int:
-    """The last step that may train a group which a server of version `served_step` starts now."""
+    """Returns the last step that may train a group started now on version `served_step`."""
     return min(served_step + max_staleness, num_steps - 1)
 
 
 def holds(deadlines: Iterable[int], step: int, groups_per_step: int) -> bool:
     """Whether the invariant holds for `deadlines` while the batch of `step` is being formed.
 
-    It is enough to look where the left side grows: at the deadlines themselves. O(n log n).
+    It is enough to check the deadlines, where the left side grows. O(n log n).
     """
     return all(
         count <= (d - step + 1) * groups_per_step
@@ -53,7 +53,7 @@ def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_dea
 def may_lease_counted(
     counts: Mapping[int, int], step: int, groups_per_step: int, new_deadline: int
 ) -> bool:
-    """The same as `may_lease` for the number of groups of each deadline, of which there are few."""
+    """Decides like `may_lease`, from the number of groups of each deadline; deadlines are few."""
     if new_deadline < step:
         return False
     count = 0
@@ -65,7 +65,7 @@ def may_lease_counted(
 
 
 def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_steps: int) -> bool:
-    """Whether a server of version `served_step` may run members of a group that was leased before.
+    """Whether a server of version `served_step` may run members of a group leased earlier.
 
     Their tokens are no older than `served_step`, and the group is trained by its deadline.
     """
@@ -73,7 +73,7 @@ def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_ste
 
 
 def is_stranded(may_be_finished: Iterable[bool]) -> bool:
-    """Whether servers could run an interrupted group now, and none of them may finish it."""
+    """Whether servers could run an interrupted group now, but none of them may finish it."""
     verdicts = list(may_be_finished)
     return bool(verdicts) and not any(verdicts)
 
@@ -85,10 +85,10 @@ def must_start_afresh(
     groups_per_step: int,
     may_be_finished: Iterable[bool],
 ) -> bool:
-    """Whether an interrupted group is given up and its task leased again, under a new deadline.
+    """Whether an interrupted group is abandoned and its task leased again with a new deadline.
 
-    `may_be_finished` has an entry for each server that could run it now: whether it `may_finish`
-    it. While no batch waits for the group, a server with newer weights may still come.
+    `may_be_finished` has the result of `may_finish` for each server that could run the group now.
+    While no batch waits for the group, a server with newer weights may still join.
     """
     if not is_stranded(may_be_finished):
         return False
@@ -99,12 +99,12 @@ def must_start_afresh(
 def choose_batch(
     groups: Sequence[LeasedGroup], step: int, groups_per_step: int
 ) -> list[LeasedGroup] | None:
-    """The batch of `step`: complete groups, those due first; None while it cannot be formed.
+    """Returns the batch of `step`: complete groups with the earliest deadlines, in lease order.
 
-    `groups` are all leased, untrained groups in the order of their leases. Among the possible
-    choices the earliest deadlines leave the fewest groups with deadline <= d for every d, so if
-    these do not keep the invariant for the next step, no choice does, and the controller must wait
-    for the groups that are due.
+    `groups` are all leased, untrained groups in the order of their leases. Choosing the earliest
+    deadlines leaves the fewest groups with deadline <= d for every d. So if this choice does not
+    keep the invariant for the next step, no choice does: the result is None, and the controller
+    must wait for the groups that are due.
     """
     complete = sorted(
         (group for group in groups if group.complete), key=lambda group: group.deadline_step
@@ -124,7 +124,7 @@ def choose_batch(
 
 
 def due_groups(groups: Sequence[LeasedGroup], step: int, groups_per_step: int) -> list[LeasedGroup]:
-    """The incomplete groups that the batch of `step` waits for: they cannot be left for later."""
+    """Returns the incomplete groups that the batch of `step` must wait for."""
     due: list[LeasedGroup] = []
     for count, group in enumerate(
         sorted(groups, key=lambda group: (group.deadline_step, not group.complete)), start=1
@@ -135,5 +135,5 @@ def due_groups(groups: Sequence[LeasedGroup], step: int, groups_per_step: int) -
 
 
 def lag(trained_step: int, sampled_step: int) -> int:
-    """Lag of a token: the version being trained when it is used, less that which sampled it."""
+    """Returns a token's lag: the version being trained minus the version that sampled it."""
     return trained_step - sampled_step

@@ -1,4 +1,4 @@
-"""The facts that travel between the parts, as plain values."""
+"""The values that travel between the parts of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrajectoryName(NamedTuple):
 
     @classmethod
     def parse(cls, trajectory_id: str) -> TrajectoryName | None:
-        """None for what is no id of a trajectory."""
+        """Splits an id into its parts; None for text that is no id of a trajectory."""
         found = _NAME.fullmatch(trajectory_id)
         if found is None:
             return None
@@ -46,7 +46,7 @@ class TrajectoryName(NamedTuple):
 
 
 class PolicyVersion(NamedTuple):
-    """How many training steps made the weights (`step`), on which timeline (`incarnation`)."""
+    """A version of the weights: number of training steps (`step`) and timeline (`incarnation`)."""
 
     incarnation: int
     step: int
@@ -63,7 +63,7 @@ class VersionSpan(NamedTuple):
 
 
 class Status(Enum):
-    """How an episode ended."""
+    """The end of an episode."""
 
     COMPLETED = 1
     TRUNCATED = 2
@@ -72,20 +72,20 @@ class Status(Enum):
 
 
 class FailureKind(Enum):
-    """Who is to blame for an episode without a reward."""
+    """The cause of an episode without a reward."""
 
     ENVIRONMENT = 1
     TIMEOUT = 2
     ENGINE = 3
     INFRASTRUCTURE = 4
-    # The task does not fit: no attempt can succeed.
+    # The prompt is longer than the limit: no attempt can succeed.
     PROMPT_TOO_LONG = 5
-    # Its worker ended while other episodes ran there: it runs again and counts as no attempt.
+    # The worker ended because of another episode: this one runs again, without counting an attempt.
     BYSTANDER = 6
 
 
 class Purpose(Enum):
-    """What an episode is for; evaluation episodes are never trained."""
+    """The purpose of an episode; evaluation episodes are never trained."""
 
     TRAINING = 1
     EVALUATION = 2
@@ -93,7 +93,7 @@ class Purpose(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an episode has no reward."""
+    """The reason why an episode has no reward."""
 
     kind: FailureKind
     message: str
@@ -101,13 +101,13 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What one attempt at one episode recorded.
+    """The record of one attempt at one episode.
 
     `token_ids` holds context and sampled tokens in the order in which the model saw them;
     `run_lengths` alternates context, sampled, context, sampled, ... and adds up to their number.
     `behavior_logprobs` (natural logarithm, after temperature and truncation of the distribution)
     and `version_spans` run over the sampled tokens only. `routed_experts` runs over all tokens, and
-    is None where nobody asked for it.
+    is None if experts were not recorded.
     """
 
     run_id: str
@@ -138,7 +138,7 @@ class Trajectory:
 
     @property
     def trajectory_id(self) -> TrajectoryId:
-        """Identity: the same attempt on the same server epoch, delivered twice, has it twice."""
+        """Identity: two deliveries of one attempt on one server epoch have the same id."""
         return TrajectoryId(f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}")
 
     @property
@@ -148,10 +148,10 @@ class Trajectory:
 
     @property
     def has_reward(self) -> bool:
-        """Whether the environment judged the episode: only then may it be trained."""
+        """Whether the environment gave a reward: only then may the episode be trained."""
         return self.status in (Status.COMPLETED, Status.TRUNCATED)
 
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
-        """One flag for each token of `token_ids`: the model sampled it."""
+        """Returns one flag for each token of `token_ids`: true if the model sampled it."""
         flags = np.arange(len(self.run_lengths)) % 2 == 1
         return np.repeat(flags, self.run_lengths)

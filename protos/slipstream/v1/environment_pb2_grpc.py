@@ -55,7 +55,7 @@ class EnvironmentServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def SubmitEnvironment(self, request, context):
-        """Returns when a worker has loaded the environment, or the reason why none could.
+        """Returns when a worker has loaded the environment, or with the reason why no worker could.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,7 +68,7 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ServeEpisodes(self, request_iterator, context):
-        """A client's own environment: its process answers the calls of all rollout servers over one stream.
+        """Serves a client's own environment: its process answers the calls of all rollout servers over one stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,7 +186,7 @@ class EnvironmentService(object):
 
 
 class WorkerServiceStub(object):
-    """Spoken between a rollout server and the worker processes that it started, over a unix socket.
+    """The service between a rollout server and the worker processes that it started, over a unix socket.
     """
 
     def __init__(self, channel):
@@ -203,7 +203,7 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """Spoken between a rollout server and the worker processes that it started, over a unix socket.
+    """The service between a rollout server and the worker processes that it started, over a unix socket.
     """
 
     def Attach(self, request_iterator, context):
@@ -229,7 +229,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """Spoken between a rollout server and the worker processes that it started, over a unix socket.
+    """The service between a rollout server and the worker processes that it started, over a unix socket.
     """
 
     @staticmethod

@@ -78,7 +78,7 @@ class StatusServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainServer(self, request, context):
-        """One rollout server ends or hands back what it runs, and leaves.
+        """Makes one rollout server end or hand back its episodes, and leave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

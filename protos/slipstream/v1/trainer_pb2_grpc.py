@@ -116,14 +116,14 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StartPublish(self, request, context):
-        """Answers when every receiver is about to join the communicator or has been dropped.
+        """Returns when every receiver is about to join the communicator or has been dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishPublish(self, request, context):
-        """Answers when every receiver has loaded the version or failed, or is left behind to load on.
+        """Returns when every receiver has loaded the version, has failed, or is left to load after the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,7 +136,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportWork(self, request, context):
-        """A sign of life between the other reports.
+        """Sends a sign of life between the other reports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

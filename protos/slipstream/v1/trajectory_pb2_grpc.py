@@ -45,7 +45,8 @@ class TrajectoryServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Deliver(self, request_iterator, context):
-        """At least once: the sender keeps each trajectory until it is acknowledged and sends it again on a new stream.
+        """Delivers at least once: the sender keeps each trajectory until it is acknowledged, and sends it
+        again on a new stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

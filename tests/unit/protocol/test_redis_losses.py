@@ -22,7 +22,7 @@ from slipstream.protocol.types import TrajectoryId
 
 LIMIT_S = 20.0
 STREAM, MARK = "slipstream:run:trajectories", "slipstream:run:mark"
-WHAT_TO_DO = "start the run again: it generates again what was lost"
+WHAT_TO_DO = "start the run again: it generates lost trajectories again"
 REDIS_SERVER = shutil.which("redis-server")
 needs_redis_server = pytest.mark.skipif(
     REDIS_SERVER is None, reason="redis-server of Debian's package is not installed"
@@ -151,7 +151,7 @@ async def test_a_receiver_notices_that_somebody_else_deletes_what_it_has_read(
             await trim_stream(administrator)
             await receiver.acknowledge(received)
             await asyncio.Event().wait()
-    assert "run run: 2 entries were deleted by somebody else; " in message_of(caught.value)
+    assert "run run: 2 entries were deleted by another client; " in message_of(caught.value)
 
 
 @pytest.mark.parametrize("lose", [delete_stream, delete_added, spoil_added, delete_mark, flush])

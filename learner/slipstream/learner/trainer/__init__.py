@@ -1,1 +1,1 @@
-"""The trainer ranks: parameters, optimizer, policy version, and the sending of new weights."""
+"""The trainer ranks, which hold parameters, optimizer and policy version, and send new weights."""

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 USAGE_ERROR = 2
-# Starting again would fail the same way.
+# A restart would fail in the same way.
 FINAL_ERROR = 3
-# It never came to train: starting again may help once, against memory that was not free yet.
+# The rank failed before training: one restart may help if memory was not yet free.
 NOT_LOADED = 4
-# Between two signs of life of a trainer that works, at most.
+# Most seconds between two signs of life of a trainer that works.
 WORK_PERIOD_S = 5.0
-# While a model is loaded these are about settings, files and code, which stay as they are.
+# While a model is loaded these errors come from settings, files and code, which a restart does not
+# change.
 _LASTING = (
     ArithmeticError,
     AssertionError,
@@ -46,9 +47,10 @@ _LASTING = (
 
 
 def main() -> int:
-    """Trains until the controller says stop; 0 then, 2 for impossible settings.
+    """Trains until the controller sends stop; returns 0 then, and 2 for impossible settings.
 
-    1 for a failure that need not come again, 3 for one that would, 4 for one while it loaded.
+    A failing rank ends with 1 if a restart may help, 3 if it would fail in the same way, and 4 for
+    a failure while it loaded.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved settings")
@@ -97,17 +99,17 @@ def _run_rank(config: Config) -> int:
             )
         )
         logging.shutdown()
-        # A collective that the other ranks never finish would hold up an orderly exit.
+        # A collective that the other ranks never finish would block an orderly exit.
         os._exit(code)
     client.close()
     return 0
 
 
 def exit_code(error: Exception, *, has_loaded: bool) -> int:
-    """Of a rank that ends with `error`: whether the same would come again.
+    """Returns the exit code of a rank that ends with `error`: whether a restart may help.
 
-    While it loads, what is wrong with settings, files or code would; memory and devices may be
-    better the next time, and ranks that did not come may come.
+    While a rank loads, faults of settings, files or code are lasting. Memory and devices may be
+    free the next time, and missing ranks may join.
     """
     if isinstance(error, SlipstreamError):
         return FINAL_ERROR
@@ -119,7 +121,7 @@ def exit_code(error: Exception, *, has_loaded: bool) -> int:
 def _load(
     config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
 ) -> tuple[Trainer, Ranks]:
-    """A rank that is ready; `stack` has what tells that it works, from its first tensor on."""
+    """Loads a rank; `stack` gets its signs of life, which begin with its first tensor."""
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
     from slipstream.learner.trainer.train import Trainer
@@ -129,9 +131,9 @@ def _load(
         period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
         tell = functools.partial(client.report_work, activity)
         stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
-    cards = cards_of(os.environ, launch.local_rank, 1)
+    gpus = cards_of(os.environ, launch.local_rank, 1)
     limit_s = config.rollout_server.start_timeout_s
-    with fill_cards(config.run_dir / "locks", cards, alone=False, limit_s=limit_s):
+    with fill_cards(config.run_dir / "locks", gpus, alone=False, limit_s=limit_s):
         policy = open_policy(config, launch, activity=activity)
         return Trainer(config, policy, client), policy.ranks
 

@@ -1,7 +1,7 @@
-"""Whether Megatron takes a run's settings: `python -m slipstream.learner.trainer.check < FILE`.
+"""Checks that Megatron takes a run's settings: `python -m slipstream.learner.trainer.check < FILE`.
 
-Makes its settings objects as a rank does, without ranks, weights or a GPU. Of the model only
-config.json is read.
+It makes Megatron's settings objects like a rank does, but without ranks, weights or a GPU. Only the
+model's config.json is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ USAGE_ERROR = 2
 
 
 def main() -> int:
-    """0, or 2 with the finding as the last line of stderr."""
+    """Returns 0, or 2 with the fault as the last line of stderr."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     try:
         check_settings(config)
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def check_settings(config: Config) -> None:
-    """ConfigError for an unknown name, one that is not the user's, or a value that is refused."""
+    """Raises ConfigError for a name that users cannot set or a value that Megatron refuses."""
     _check(config)
     for name, settings in role_settings(config).items():
         with named(config, name):

@@ -1,4 +1,4 @@
-"""What a step costs: arithmetic, and memory of the ranks."""
+"""The cost of a step: arithmetic, and memory of the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class StepCost:
-    """Of the steps of one trainer."""
+    """Measures the cost of a trainer's steps."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -33,7 +33,7 @@ class StepCost:
                 logger.warning("no mfu: the peak of %s is not known, set learner.peak_tflops", name)
 
     def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
-        """Of the step that trained `batch`; collective. What cannot be said here is left out."""
+        """Returns metrics of the step that trained `batch`, without unknown ones; collective."""
         flops = training_flops(self._sizes, [len(t.token_ids) for t in batch.trajectories])
         tflops = flops / result.wall_s / self._ranks.world_size / 1e12
         found = {
@@ -48,7 +48,7 @@ class StepCost:
         return found
 
     def _memory(self) -> dict[str, float]:
-        """Of the rank that uses most."""
+        """Returns the largest memory use of any rank; collective."""
         used = {"trainer_rss_bytes": resident_bytes()}
         if self._ranks.device.type == "cuda":
             used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
@@ -59,5 +59,5 @@ class StepCost:
 
 
 def resident_bytes() -> int:
-    """Main memory of this process."""
+    """Returns the bytes of main memory that this process uses."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES

@@ -1,6 +1,7 @@
-"""What torch, NCCL and TransformerEngine see: `python -m slipstream.learner.trainer.doctor`.
+"""Examines torch, NCCL and TransformerEngine: `python -m slipstream.learner.trainer.doctor`.
 
-Prints one line of JSON for each finding: area, verdict ("ok", "advice", "problem"), seen, remedy.
+It prints one line of JSON for each finding: area, verdict ("ok", "advice", "problem"), seen,
+remedy.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 Line: TypeAlias = tuple[str, str, str, str]
 
 GIB = 1 << 30
-# Hopper; older ones run, but were not tested.
+# Hopper; older GPUs run, but were not tested.
 TESTED_CAPABILITY = (9, 0)
 
 
 def main() -> int:
-    """Always 0: what is wrong stands in the lines."""
+    """Prints all findings and returns 0, even for problems."""
     for area, verdict, seen, remedy in findings():
         line = {"area": area, "verdict": verdict, "seen": seen, "remedy": remedy}
         print(json.dumps(line), flush=True)
@@ -31,7 +32,7 @@ def main() -> int:
 
 
 def findings() -> Iterator[Line]:
-    """Everything that needs torch to be looked at."""
+    """Yields every finding that needs torch."""
     if not torch.cuda.is_available():
         yield from _without_gpu()
         return
@@ -73,7 +74,7 @@ def _nccl() -> Line:
 
     number = nccl.get_version()
     theirs = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    # vLLM's own communicators use torch's, unless it is told otherwise.
+    # vLLM's own communicators use torch's NCCL, unless this variable names another.
     engine = os.environ.get("VLLM_NCCL_SO_PATH", "torch's")
     seen = f"torch {ours}, cupy {theirs}, vLLM {engine}"
     if ours.split(".")[:2] != theirs.split(".")[:2]:

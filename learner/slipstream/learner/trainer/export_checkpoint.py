@@ -1,7 +1,8 @@
 """Turns a checkpoint of a run into a Hugging Face folder.
 
-One rank, whatever layout wrote it: `python -m slipstream.learner.trainer.export_checkpoint --config
-RUN/config.toml --step N --out FOLDER`. The weights are those of the run when their digest is.
+It runs on one rank, for checkpoints of any layout: `python -m
+slipstream.learner.trainer.export_checkpoint --config RUN/config.toml --step N --out FOLDER`. The
+digest proves that the weights are those of the run.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config, parse_config
 
 USAGE_ERROR = 2
-# Settings of learner, reference and critic that say how many ranks work and how they train: one
-# that only reads has no use for them, and many contradict its being alone.
+# Settings of learner, reference and critic about the number of ranks and about training. An export
+# does not need them, and many contradict a single rank.
 _OF_RANKS = {
     "parallel",
     "ranks_per_node",
@@ -26,12 +27,12 @@ _OF_RANKS = {
     "optimizer",
     "profile",
 }
-# In names of Megatron's settings of the model.
+# Parts of names of Megatron's model settings that depend on the layout.
 _OF_LAYOUT = ("pipeline", "_vp_stage", "_comm", "context_parallel", "token_dispatcher")
 
 
 def main() -> int:
-    """0: the folder is there; 2: the checkpoint cannot be exported."""
+    """Exports; returns 0 when the folder is written, 2 when the checkpoint cannot be exported."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
     parser.add_argument("--step", type=int, required=True, help="the version")
@@ -49,9 +50,9 @@ def main() -> int:
 
 
 def export(config: Config, path: Path, out: Path) -> None:
-    """Writes `out`, and with adapters these beside it as `out`-adapters.
+    """Writes `out`, and a folder `out`-adapters beside it if the run has adapters.
 
-    CheckpointError when the files or the weights are not those that were saved.
+    Raises CheckpointError when the files or the weights differ from the saved ones.
     """
     from slipstream.learner.trainer.checkpoints.starting_weights import load_starting_weights
     from slipstream.learner.trainer.model.lora import save_adapters
@@ -64,7 +65,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     check_files(path, manifest.files)
     alone = on_one_rank(config, path)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
-    # All that was trained: adapters, too, which `checkpoint.load` knows nothing of.
+    # This loads all trained weights, adapters too, which `checkpoint.load` cannot load.
     load_starting_weights(policy.chunks, path, policy.ranks)
     if weight_identity(policy, alone).hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
@@ -75,16 +76,16 @@ def export(config: Config, path: Path, out: Path) -> None:
 
 
 def _is_of_layout(key: str) -> bool:
-    """Whether a setting of Megatron's model says how ranks share it."""
+    """Whether a setting of Megatron's model depends on the layout of ranks."""
     return any(part in key for part in _OF_LAYOUT)
 
 
 def on_one_rank(config: Config, path: Path) -> Config:
-    """The settings of a run, for one rank; errors name the checkpoint."""
+    """Returns a run's settings changed for one rank; errors name the checkpoint."""
     table = config.model_dump(mode="json", exclude_none=True)
     learner = table["learner"]
     learner["world_size"] = 1
-    # An episode had the room of all that shared it.
+    # An episode could use the room of all context parallel ranks that shared it.
     learner["micro_batch_tokens"] *= config.learner.parallel.cp
     for part in (learner, table.get("reference", {}), table.get("critic", {})):
         for name in _OF_RANKS & part.keys():
@@ -92,7 +93,7 @@ def on_one_rank(config: Config, path: Path) -> Config:
         settings = part.get("transformer", {})
         for name in [name for name in settings if _is_of_layout(name)]:
             del settings[name]
-    # Where the run began; its checkpoint holds what became of that.
+    # These were the run's starting weights; the checkpoint replaces them.
     table["checkpoint"].pop("load", None)
     return parse_config(table, source=str(path))
 

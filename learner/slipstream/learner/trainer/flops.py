@@ -1,4 +1,4 @@
-"""How much arithmetic training a model takes: pure functions of the sizes in its config.json."""
+"""The arithmetic of training a model: pure functions of the sizes in its config.json."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pydantic import JsonValue
 
 # Dense bfloat16 TFLOP/s of one device, from NVIDIA's data sheets.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
-# Versions with other clocks and the same names before it.
+# Word in the names of GPU versions with other clocks.
 OTHER_VERSIONS = "NVL"
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What counts for the arithmetic of one token.
+    """The sizes that decide the arithmetic of one token.
 
-    `matrix_parameters` are those that a token is multiplied with: of experts only the chosen ones,
+    `matrix_parameters` counts the parameters by which a token is multiplied: only chosen experts,
     the output projection (tied or not), neither embedding nor norms. `attention_width` is heads
     times their size, summed over the layers.
     """
@@ -28,14 +28,14 @@ class ModelSizes:
 
     @property
     def attention_length(self) -> float:
-        """Tokens of a sequence whose attention takes as much as its matrix products."""
+        """Length of a sequence whose attention needs as much arithmetic as its matrix products."""
         return self.matrix_parameters / self.attention_width
 
 
 def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
-    """The sizes of a decoder with gated MLPs, dense or a mixture of experts (Llama, Qwen, Mixtral).
+    """Returns the sizes of a decoder with gated MLPs, dense or with experts (Llama, Qwen, Mixtral).
 
-    `config` is the model's config.json; KeyError names what it lacks.
+    `config` is the model's config.json; KeyError names a missing field.
     """
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     heads = _number(config, "num_attention_heads")
@@ -53,12 +53,12 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
 
 
 def training_flops(sizes: ModelSizes, lengths: Iterable[int]) -> float:
-    """Floating-point operations of one forward and backward pass over sequences of these lengths.
+    """Returns floating-point operations of one forward and backward pass over these lengths.
 
-    6 for each parameter and token, and 6 L^2 for the causal attention of a sequence of L tokens
-    over `attention_width`: scores and values take 2 L^2 each, half of it lies above the diagonal,
-    and the way back costs twice the way there. What recomputation adds is not counted, as model
-    FLOPs are defined in PaLM (arXiv:2204.02311, appendix B).
+    Each parameter and token takes 6. The causal attention of a sequence of L tokens takes 6 L^2
+    times `attention_width`: scores and values take 2 L^2 each, the mask removes half of it, and the
+    backward pass costs twice the forward pass. Recomputation is not counted, as in the definition
+    of model FLOPs in PaLM (arXiv:2204.02311, appendix B).
     """
     tokens, squares = 0, 0
     for length in lengths:
@@ -68,7 +68,7 @@ def training_flops(sizes: ModelSizes, lengths: Iterable[int]) -> float:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of a device that torch calls so; None when it is not known here."""
+    """Returns dense bfloat16 TFLOP/s of a device by torch's name; None if it is not known."""
     if OTHER_VERSIONS in device_name:
         return None
     names = sorted(PEAK_TFLOPS, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""A window of steps under torch's profiler."""
+"""The profiler: runs a window of steps under torch's profiler."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileWindow:
-    """Profiles the steps that `section` names, on the ranks that it names; else does nothing."""
+    """Profiles the steps of `section` on the ranks of `section`; does nothing on other ranks."""
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
-        """Traces are written into `folder`."""
+        """Takes the `folder` for traces."""
         self._section = section
         self._folder = folder
         self._rank = rank
@@ -27,7 +27,7 @@ class ProfileWindow:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surrounds all that a step does, counted from 1; the last one of the window is traced."""
+        """Surrounds a step, counted from 1; writes the trace after the window's last step."""
         first = self._section.start_step
         if first is None or self._rank not in self._section.ranks:
             yield

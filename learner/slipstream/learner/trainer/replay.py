@@ -1,8 +1,8 @@
 """Trains a run again from its journal alone.
 
-One rank, as torchrun starts it: `python -m slipstream.learner.trainer.replay --config FILE`. No
-controller and no rollout server takes part: a plain loop over the recorded batches. On CPU every
-version has the digest that the journal names.
+Torchrun starts the ranks: `python -m slipstream.learner.trainer.replay --config FILE`. The replay
+is a plain loop over the recorded batches, without a controller or rollout servers. On CPU every
+version has the digest in the journal.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FAILED = 3
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step as the journal has it; without a digest when the run ended in the middle of it."""
+    """One step of the journal; `digest` is None if the run ended during the step."""
 
     batch: trainer_pb2.RecordedBatch
     digest: str | None
 
 
 def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
-    """The steps of a journal in order; ProtocolError for a damaged one."""
+    """Yields the steps of a journal in order; ProtocolError for a damaged journal."""
     records = list(read_records(journal))
     digests = {
         record["step"]: str(record["digest"]) for record in records if record["kind"] == "step"
@@ -50,9 +50,9 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
 
 
 def main() -> int:
-    """0: every digest is the recorded one; 1: one differs; 2: the run cannot be replayed.
+    """Replays a run; returns 0 if every digest equals the recorded one, 1 if one differs.
 
-    3: a step failed.
+    The code is 2 if the run cannot be replayed, and 3 if a step failed.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
@@ -69,12 +69,12 @@ def main() -> int:
     except Exception as error:
         logger.exception("the replay failed")
         print(f"slipstream: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        # Python would end with 1, which says that a digest differs, and wait for other ranks.
+        # Python would end with 1, which means that a digest differs, and wait for other ranks.
         os._exit(FAILED)
 
 
 def replay(config: Config, steps: list[RecordedStep]) -> int:
-    """Trains the steps again, prints each digest on rank 0, and compares."""
+    """Trains the steps again, and prints and compares each digest on rank 0; returns 0 or 1."""
     from slipstream.learner.trainer.batches.batch import Batch
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch

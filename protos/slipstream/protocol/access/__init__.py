@@ -1,1 +1,1 @@
-"""Who may connect to what, and how those who connect are told apart."""
+"""Access: addresses that may be opened, tokens and TLS, and checks of callers."""

@@ -1,6 +1,6 @@
-"""Connections that come to a listener, each with the line that it begins with.
+"""Connections to a listener, each with its first line.
 
-All of them are heard at the same time: whoever connects and says nothing holds up nobody.
+All connections are read at the same time, so that a silent one does not delay the others.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 HELLO_LIMIT_S = 5.0
 LINE_BYTES = 65536
-# Silent ones beyond this many push out the one that came first.
+# Largest number of connections without a complete line; one more closes the oldest.
 _MOST_SILENT = 64
-# A listener that another thread closes does not wake who waits for it.
+# Seconds of one wait: closing the listener in another thread does not end a wait for it.
 _LOOK_PERIOD_S = 0.1
 
 
 class Call(NamedTuple):
-    """A connection that said who it is; `rest`: what has come behind the line."""
+    """A connection and its first line; `rest` has the bytes received after the line."""
 
     connection: socket.socket
     line: bytes
@@ -30,12 +30,12 @@ class Call(NamedTuple):
 
 
 class Callers:
-    """One thread uses it; within `with`, after which no connection is left that said nothing."""
+    """Accepts callers for one thread inside `with`; the end closes connections without a line."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
-        # What each has said so far, and until when it may go on.
+        # For each connection the bytes so far, and the time by which its line must end.
         self._silent: dict[socket.socket, tuple[bytearray, float]] = {}
 
     def __enter__(self) -> Callers:
@@ -54,9 +54,10 @@ class Callers:
         self._selector.close()
 
     def next(self, until_s: float, abandoned: threading.Event | None = None) -> Call:
-        """The next one to finish its line; TimeoutError at `until_s` on the monotonic clock.
+        """Returns the next caller with a complete line.
 
-        Also soon after it is `abandoned`. OSError when the listener was closed.
+        Raises TimeoutError at `until_s` on the monotonic clock, or soon after `abandoned` is set.
+        Raises OSError when the listener was closed.
         """
         while True:
             self._drop_late()

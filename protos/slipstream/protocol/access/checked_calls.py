@@ -1,7 +1,7 @@
-"""Calls that arrive at our services: each message is checked before its handler sees it.
+"""Checks of incoming calls: each message is checked before its handler gets it.
 
-A message out of its bounds ends the call that brought it, with INVALID_ARGUMENT and one line. A
-handler that fails ends its own call, with INTERNAL and one line; its traceback is logged.
+A message out of its bounds ends its call with INVALID_ARGUMENT and one line. A handler that fails
+ends its own call with INTERNAL and one line, and its traceback is logged.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Refused:
-    """Stands for a request that could not be decoded, or is out of its bounds."""
+    """A stand-in for a request that could not be decoded or is out of its bounds."""
 
     error: ProtocolError
 
 
 class _Accepted:
-    """The requests of a stream, one after another; raises the error of one that is refused."""
+    """The requests of a stream in order; raises the error of a refused request."""
 
     def __init__(self, requests: AsyncIterator[Message | _Refused]) -> None:
         self._requests = requests
@@ -66,14 +66,14 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_NotOfCallersWhoLeft())
 
 
 class CheckingInterceptor(_Interceptor):
-    """Checks the requests of all methods of the package `slipstream`; others pass as they are."""
+    """Checks the requests of all methods of the package `slipstream`; others pass unchanged."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """The same handler behind the checks."""
+        """Returns the handler with the checks around it."""
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None or not method.startswith(_PACKAGE):
@@ -86,7 +86,7 @@ def _checked(handler: Handler, method: str) -> Handler:
     kind = message_factory.GetMessageClass(found.input_type)
 
     def deserialize(data: bytes) -> Message | _Refused:
-        # gRPC answers UNKNOWN to whatever a deserializer raises.
+        # gRPC would answer UNKNOWN to every error of a deserializer.
         try:
             return decode(kind, data)
         except ProtocolError as error:
@@ -148,7 +148,7 @@ def _with_checked_stream(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
-    """The behavior that ends its own call, and no other one, when it fails."""
+    """Returns a behavior whose failure ends its own call only."""
     if inspect.isasyncgenfunction(inner):
 
         async def stream(request: object, context: Context) -> AsyncIterator[Message]:

@@ -1,7 +1,7 @@
-"""What torch, gloo and NCCL open to a network, where they know neither TLS nor token.
+"""Limits for the sockets of torch, gloo and NCCL, which have neither TLS nor a token.
 
-They listen on one interface only: that of the address by which the others are reached. An address
-that is not private is refused unless a setting allows it.
+They listen on one interface only: that of the address by which the other processes are reached. An
+address that is not private is refused unless a setting allows it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from slipstream.protocol.settings.config import Config
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# What the ranks of a trainer know each other by; the command that starts them sets it.
+# Variable with the secret by which a trainer's ranks recognise each other; the command that starts
+# them sets it.
 RENDEZVOUS_VARIABLE = "SLIPSTREAM_RENDEZVOUS"
 _IFCONF = struct.Struct("iP")
-# A name and a sockaddr_in with its address, padded to the size of the union.
+# An interface's name and a sockaddr_in with its address, padded to the size of the union.
 _IFREQ = struct.Struct("16s4x4s16x")
 _SIOCGIFCONF = 0x8912
 _MAX_ADDRESSES = 1024
@@ -34,9 +35,9 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def check_private(config: Config) -> None:
-    """ConfigError for an address of the rendezvous or the weights that all the world may reach.
+    """Raises ConfigError for a public address of the rendezvous or of the weights.
 
-    A name that cannot be resolved here is left to whoever uses it.
+    A name that cannot be resolved here is not checked: its user will report it.
     """
     if config.security.allow_public_addresses:
         return
@@ -44,14 +45,14 @@ def check_private(config: Config) -> None:
         address = _resolved(host)
         if address is not None and address.is_global:
             raise ConfigError(
-                f"{what} {host} is a public address, and torch, gloo and NCCL know neither TLS "
-                "nor token: take one of a private network, or set "
+                f"{what} {host} is a public address, and torch, gloo and NCCL have neither TLS "
+                "nor a token: use an address of a private network, or set "
                 "security.allow_public_addresses = true"
             )
 
 
 def describe_exposure(config: Config) -> str:
-    """What others reach without TLS and token; empty when that is nothing but this machine."""
+    """Lists addresses that other machines reach without TLS and token; "" if there are none."""
     ports = {"learner.master": str(address_parts(config.learner.master)[1] or "any")}
     found = [
         f"{what} {host} (port {ports.get(what, 'any')})"
@@ -62,11 +63,11 @@ def describe_exposure(config: Config) -> str:
 
 
 def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequence[str]) -> None:
-    """Tells gloo and NCCL the interface through which this process reaches the others.
+    """Tells gloo and NCCL the interface by which this process reaches the other processes.
 
-    `gloo`: a host that it reaches by gloo. `nccl`: hosts that it reaches by NCCL; the first counts
-    that is not loopback. Before the first of their sockets; what the user has set stays. Without an
-    interface it is theirs to choose.
+    `gloo` is a host that is reached by gloo, `nccl` has hosts that are reached by NCCL; the first
+    one that is not loopback counts. Call it before they open their first socket. Variables that the
+    user has set stay. Without a known interface gloo and NCCL choose.
     """
     far = next((host for host in nccl if not _is_loopback(host)), nccl[0])
     for name, host, exactly in (("GLOO", gloo, ""), ("NCCL", far, "=")):
@@ -76,7 +77,7 @@ def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequen
 
 
 def local_address(host: str, port: int = 1) -> str:
-    """The address of this machine from which `host` is reached; OSError when it is not."""
+    """Returns this machine's address from which `host` is reached; OSError without a route."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -84,7 +85,7 @@ def local_address(host: str, port: int = 1) -> str:
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface with the address from which `host` is reached; None without one."""
+    """Returns the network interface from which `host` is reached; None if it is not known."""
     try:
         address = ipaddress.ip_address(local_address(host))
     except (OSError, ValueError):
@@ -93,7 +94,7 @@ def interface_to(host: str) -> str | None:
 
 
 def rendezvous_secret(token: str | None, run_name: str) -> str:
-    """What all nodes of a run set as `RENDEZVOUS_VARIABLE`; with a token nobody else knows it."""
+    """Returns the value of `RENDEZVOUS_VARIABLE` on all nodes; with a token it is a secret."""
     return hmac.new((token or "").encode(), run_name.encode(), hashlib.sha256).hexdigest()
 
 
@@ -103,7 +104,7 @@ def _unprotected(config: Config) -> dict[str, str]:
 
 
 def _resolved(host: str) -> IpAddress | None:
-    """The first address of a name, on which its owner listens; None when nobody knows it."""
+    """Returns the first address of a name, on which its owner listens; None if it is unknown."""
     try:
         (*_, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -117,7 +118,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interfaces() -> dict[IpAddress, str]:
-    """The interface of each address of this machine, as Linux tells it."""
+    """Returns the interface of each address of this machine, from Linux."""
     found = dict[IpAddress, str](_ipv4_interfaces())
     if _IPV6_ADDRESSES.is_file():
         for line in _IPV6_ADDRESSES.read_text().splitlines():
@@ -132,6 +133,6 @@ def _ipv4_interfaces() -> Iterator[tuple[IpAddress, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         num_bytes, _ = _IFCONF.unpack(fcntl.ioctl(any_socket, _SIOCGIFCONF, request))
     for name, address in _IFREQ.iter_unpack(buffer.tobytes()[:num_bytes]):
-        # An additional address of an interface may have a label behind a colon.
+        # Additional addresses of an interface may have a label after a colon.
         label = name.rstrip(b"\0").decode().partition(":")[0]
         yield ipaddress.IPv4Address(address), label

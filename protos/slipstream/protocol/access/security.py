@@ -1,4 +1,4 @@
-"""Who may listen where: loopback is open, any other address needs TLS and a token."""
+"""Rules for addresses: loopback is open, any other address needs TLS and a token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ else:
 MIN_TOKEN_CHARACTERS = 32
 MAX_MESSAGE_BYTES = 64 << 20
 TOKEN_KEY = "authorization"
-# What redis-py takes for no.
+# Words that redis-py takes for "no".
 _NO = ("0", "f", "false", "n", "no")
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -42,12 +42,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Pings that a busy machine held up arrive together: no reason to part.
+    # Pings that a busy machine delayed arrive together, which must not close the connection.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    # Two servers on one port would share its connections without a word.
+    # With this option two servers on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
 )
 _BLOCKING_OPTIONS = (*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1))
@@ -55,7 +55,7 @@ _BLOCKING_OPTIONS = (*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream
 
 @dataclass(frozen=True)
 class Credentials:
-    """What the files of `SecuritySection` hold."""
+    """The contents of the files of `SecuritySection`."""
 
     certificate: bytes | None
     key: bytes | None
@@ -64,12 +64,12 @@ class Credentials:
 
     @property
     def has_tls(self) -> bool:
-        """Whether a server with these speaks TLS."""
+        """Whether a server with these credentials uses TLS."""
         return self.certificate is not None
 
     @classmethod
     def load(cls, section: SecuritySection) -> Credentials:
-        """Reads the files; ConfigError names one that is missing or a token that is too short."""
+        """Reads the files; raises ConfigError for a missing file or an unfit token."""
         token = None
         if section.token_file is not None:
             token = _read_text(section.token_file, "security.token_file").strip()
@@ -105,7 +105,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_address(address: str, credentials: Credentials, *, what: str) -> None:
-    """ConfigError unless `address` is loopback or the credentials have TLS and a token."""
+    """Raises ConfigError unless `address` is loopback or the credentials have TLS and a token."""
     if is_loopback(address):
         return
     if not credentials.has_tls and credentials.ca is None:
@@ -117,9 +117,9 @@ def check_address(address: str, credentials: Credentials, *, what: str) -> None:
 
 
 def create_server(credentials: Credentials, *, unix_token: str | None = None) -> grpc.aio.Server:
-    """A gRPC server that refuses callers without the token, when there is one.
+    """Creates a gRPC server that refuses callers without the token, if there is a token.
 
-    It refuses messages out of their bounds too; a handler that fails ends its own call alone.
+    It also refuses messages out of their bounds; a handler that fails ends its own call only.
     """
     token = unix_token or credentials.token
     interceptors: list[_Interceptor] = [CheckingInterceptor()]
@@ -143,9 +143,9 @@ def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int
 
 
 def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """A channel to `address`, plain on loopback only.
+    """Opens a channel to `address`, without TLS on loopback only.
 
-    It has TLS when the credentials have an authority or a certificate.
+    The channel uses TLS if the credentials have an authority or a certificate.
     """
     check_address(address, credentials, what="the controller")
     if _client_tls(credentials, address):
@@ -157,9 +157,10 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
 
 
 def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channel:
-    """`open_channel` for code that is not asynchronous; the answers of a stream come in one thread.
+    """Opens a channel like `open_channel`, for code that is not asynchronous.
 
-    That of whoever asks for them: grpc's own would have to wake it up for each.
+    A stream's answers are read in the thread that asks for them, because grpc's own thread would
+    have to wake that thread for each answer.
     """
     check_address(address, credentials, what="the controller")
     if _client_tls(credentials, address):
@@ -171,10 +172,10 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
 
 
 def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
-    """`redis_url` with user and password of one end of the queue; ConfigError without its table.
+    """Returns `redis_url` with user and password of one end of the queue.
 
-    ConfigError too for a password file that is missing or empty, and for an address that is not
-    loopback without TLS.
+    Raises ConfigError if only the other end has a table, for a missing or empty password file, and
+    for an address other than loopback without TLS.
     """
     if queue.redis_url is None:
         raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
@@ -206,7 +207,7 @@ def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
 
 
 def without_password(config: Config) -> Config:
-    """The same settings with *** for a password in `queue.redis_url`, to be shown."""
+    """Returns the settings with *** for a password in `queue.redis_url`, for messages."""
     if config.queue.redis_url is None:
         return config
     parts = urlsplit(config.queue.redis_url)
@@ -216,7 +217,7 @@ def without_password(config: Config) -> Config:
         netloc=f"{user}{colon and ':***'}{at}{place}",
         query=re.sub(r"(^|&)password=[^&]*", r"\1password=***", parts.query),
     )
-    # `geturl` forgets slashes before an empty host.
+    # `geturl` drops slashes before an empty host.
     scheme, _, _ = config.queue.redis_url.partition("//")
     path = f"{shown.path}{shown.query and '?'}{shown.query}"
     queue = config.queue.model_copy(update={"redis_url": f"{scheme}//{shown.netloc}{path}"})
@@ -224,7 +225,7 @@ def without_password(config: Config) -> Config:
 
 
 def call_metadata(credentials: Credentials) -> tuple[tuple[str, str], ...]:
-    """The metadata that every call carries."""
+    """Returns the metadata that every call carries."""
     return ((TOKEN_KEY, f"Bearer {credentials.token}"),) if credentials.token is not None else ()
 
 
@@ -239,7 +240,7 @@ class TokenInterceptor(_Interceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Lets the call through or replaces its handler by a refusal of the same shape."""
+        """Returns the call's handler, or a refusal of the same shape."""
         shown = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
         handler = await continuation(handler_call_details)
         if handler is None or hmac.compare_digest(str(shown).encode(), self._expected):

@@ -1,7 +1,7 @@
-"""Private folders for unix sockets: short, because the kernel takes no more than 107 bytes of path.
+"""Private folders for unix sockets, with short paths, because the kernel takes at most 107 bytes.
 
-A process that is killed cannot remove its folder. Its name is noted in a file, and whoever has the
-same note next removes it.
+A process that is killed cannot remove its folder. The folder's name is in a note file, and the next
+process with the same note removes the folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PREFIX = "slipstream-"
 
 
 def make_socket_folder(note: Path) -> Path:
-    """A new folder of mode 0700 that `note` names from now on; removes the one that it named."""
+    """Makes a folder of mode 0700 and names it in `note`; removes the folder named before."""
     _remove_noted(note)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     note.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def make_socket_folder(note: Path) -> Path:
 
 
 def remove_socket_folder(note: Path) -> None:
-    """Removes the folder that `note` names, and `note`; nothing when there is none."""
+    """Removes the folder that `note` names, and `note`; does nothing without a note."""
     _remove_noted(note)
     note.unlink(missing_ok=True)
 
@@ -34,7 +34,7 @@ def _remove_noted(note: Path) -> None:
     if not note.is_file():
         return
     folder = Path(note.read_text())
-    # Whatever the file says: nothing but a folder as `make_socket_folder` makes it is removed.
+    # The note may hold any path: only a folder like those of `make_socket_folder` is removed.
     if folder.parent != Path(tempfile.gettempdir()) or not folder.name.startswith(_PREFIX):
         return
     try:

@@ -1,1 +1,1 @@
-"""The trajectory queue: how finished trajectories reach the controller, at least once."""
+"""The trajectory queue, which brings finished trajectories to the controller at least once."""

@@ -1,8 +1,8 @@
-"""What every trajectory queue does.
+"""The contract of every trajectory queue.
 
-Consumes: encoded trajectories from rollout servers. Produces: the same for the controller, at least
-once each. A sender waits while the queue holds too many unacknowledged bytes; an acknowledgement,
-which follows the journal, unblocks it.
+Consumes: encoded trajectories from rollout servers. Produces: the same trajectories for the
+controller, each at least once. A sender waits while the queue holds too many unacknowledged bytes.
+An acknowledgement, which the controller sends after it has written its journal, unblocks it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from slipstream.protocol.types import TrajectoryId
 
 @dataclass(frozen=True)
 class Delivery:
-    """One trajectory as it came out of the queue; it may come again until it is acknowledged."""
+    """One trajectory from the queue; it may come again until it is acknowledged."""
 
     trajectory_id: TrajectoryId
     data: bytes
 
 
 class AsyncClosing:
-    """Ends an `async with` block by `aclose`."""
+    """Makes a class usable in `async with`, which ends with `aclose`."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -38,7 +38,7 @@ class AsyncClosing:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Frees what is held."""
+        """Frees all resources."""
 
 
 class TrajectorySender(Protocol):
@@ -46,18 +46,18 @@ class TrajectorySender(Protocol):
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that were put and not acknowledged yet."""
+        """Bytes that were put and are not yet acknowledged."""
         ...
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
-        """Stores one trajectory; TrajectoryQueueFull when it found no room within `timeout_s`.
+        """Stores one trajectory; TrajectoryQueueFull when there is no room within `timeout_s`.
 
-        QueueError when it can never fit, or the queue is lost.
+        Raises QueueError when the trajectory can never fit, or the queue is lost.
         """
         ...
 
     async def aclose(self) -> None:
-        """Stops sending. What was not acknowledged stays where the queue keeps it."""
+        """Stops sending; unacknowledged trajectories stay where the queue keeps them."""
         ...
 
 
@@ -65,11 +65,11 @@ class TrajectoryReceiver(Protocol):
     """The controller's end."""
 
     async def get(self) -> Delivery:
-        """Waits for the next trajectory; duplicates are possible and carry the same id."""
+        """Waits for the next trajectory; duplicates are possible and have the same id."""
         ...
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
-        """Lets the queue and the senders forget these; unknown ids are ignored."""
+        """Lets the queue and the senders forget these trajectories; ignores unknown ids."""
         ...
 
     async def aclose(self) -> None:

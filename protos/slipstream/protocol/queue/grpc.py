@@ -1,9 +1,9 @@
 """Trajectories over a gRPC stream: the sender keeps each until the controller acknowledges it.
 
-Sender. Consumes: `put`. Produces: DeliverRequests, all unacknowledged again on a new stream. Waits
-for: free bytes, and back-off after a lost stream. Unblocked by: acknowledgements. Receiver.
-Consumes: the streams of all senders. Produces: `get`, and acknowledgements to the streams. Waits
-for: `get`, while too many bytes wait for it: the streams are not read then.
+The sender consumes `put` and produces DeliverRequests; on a new stream it sends all unacknowledged
+trajectories again. It waits for free bytes, which acknowledgements make, and for the back-off after
+a lost stream. The receiver consumes the streams of all senders and produces `get` and
+acknowledgements. While too many bytes wait for `get`, it does not read the streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 REFUSAL_WAIT_S = 0.2
 MAX_IDS_IN_RESPONSE = 4096
-# Acknowledged ids that the receiver remembers, to answer a sender that has missed it.
+# Number of acknowledged ids that the receiver keeps, to answer senders that missed an answer.
 MAX_REMEMBERED_IDS = 65_536
 
 REFUSALS = (
@@ -50,12 +50,12 @@ logger = logging.getLogger(__name__)
 class GrpcSender:
     """Sends in the background while its `async with` block runs.
 
-    A refusal by the controller ends the block with an ExceptionGroup of a QueueError; a lost
-    connection does not: the sender connects again for as long as it is open.
+    A refusal by the controller ends the block with an ExceptionGroup of a QueueError. After a lost
+    connection the sender connects again, for as long as it is open.
     """
 
     def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, max_bytes: int) -> None:
-        """`channel` stays the caller's."""
+        """Takes a `channel`, which the caller closes."""
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
         self._deliver = stub.Deliver
         self._metadata = call_metadata(credentials)
@@ -84,18 +84,18 @@ class GrpcSender:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that were put here and not acknowledged."""
+        """Bytes that were put into this sender and are not acknowledged."""
         return self._budget.used_bytes
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
-        """See `TrajectorySender.put`; an id that waits already is not stored twice."""
+        """See `TrajectorySender.put`; an id that already waits is not stored twice."""
         if self._running is None or self._closed:
             raise QueueError("the sender is closed")
         if trajectory_id in self._unacknowledged:
             return
         await self._budget.acquire(len(data), timeout_s=timeout_s)
         if trajectory_id in self._unacknowledged:
-            # Put twice while both waited.
+            # Another call put the same id while both waited.
             self._budget.release(len(data))
             return
         self._unacknowledged[trajectory_id] = data
@@ -103,7 +103,7 @@ class GrpcSender:
         self._put.set()
 
     async def aclose(self) -> None:
-        """See `TrajectorySender.aclose`; what was not acknowledged is lost with this process."""
+        """See `TrajectorySender.aclose`; unacknowledged trajectories end with this process."""
         self._closed = True
         if self._running is not None:
             self._running.cancel()
@@ -113,7 +113,7 @@ class GrpcSender:
             call = self._deliver(metadata=self._metadata)
             try:
                 await self._use(call)
-                cause = "the controller closed it"
+                cause = "the controller closed the stream"
             except grpc.aio.AioRpcError as error:
                 if error.code() in REFUSALS:
                     raise QueueError(f"trajectories are refused: {error.details()}") from error
@@ -128,7 +128,7 @@ class GrpcSender:
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
     async def _use(self, call: DeliverCall) -> None:
-        """Sends and reads until the stream ends; raises its status when that is not OK."""
+        """Sends and reads until the stream ends; raises the stream's status if not OK."""
         self._to_send = deque(self._unacknowledged)
         async with asyncio.TaskGroup() as group:
             writer = group.create_task(self._write(call))
@@ -140,7 +140,7 @@ class GrpcSender:
     async def _write(self, call: DeliverCall) -> None:
         try:
             if self._backoff_s > FIRST_BACKOFF_S:
-                # A write to a stream that is being refused hides the reason from the reading side.
+                # A write to a stream that is being refused hides the reason from `_read`.
                 await asyncio.sleep(REFUSAL_WAIT_S)
             while True:
                 while self._to_send:
@@ -152,7 +152,7 @@ class GrpcSender:
                 self._put.clear()
                 await self._put.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The stream is over: the reading side says why.
+            # The stream has ended: `_read` returns the reason.
             return
 
     async def _read(self, call: DeliverCall) -> grpc.aio.AioRpcError | None:
@@ -169,7 +169,7 @@ class GrpcSender:
 
 
 class _Stream:
-    """One sender's stream, as the receiver sees it."""
+    """The receiver's record of one sender's stream."""
 
     def __init__(self) -> None:
         self.to_acknowledge: list[TrajectoryId] = []
@@ -177,20 +177,20 @@ class _Stream:
 
 
 class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
-    """The servicer to add to the controller's server."""
+    """The receiver, a servicer to add to the controller's gRPC server."""
 
     def __init__(
         self, open_seal: OpenSeal = without_seal, *, max_waiting_bytes: int = 64 << 20
     ) -> None:
-        """`max_waiting_bytes` bounds what was received and not taken by `get`.
+        """Limits the bytes received but not yet taken by `get` to `max_waiting_bytes`.
 
-        A delivery that `open_seal` refuses ends the stream that brought it.
+        A delivery that `open_seal` refuses ends its stream.
         """
         self._open_seal = open_seal
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
         self._budget = ByteBudget(max_waiting_bytes)
         self._streams: set[_Stream] = set()
-        # The newest stream on which a trajectory came that is not acknowledged.
+        # For each unacknowledged trajectory the newest stream that delivered it.
         self._came_on: dict[TrajectoryId, _Stream] = {}
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._closed = asyncio.Event()
@@ -213,7 +213,7 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
                 self._answer(stream, trajectory_id)
 
     async def aclose(self) -> None:
-        """Ends all streams; the senders keep what was not acknowledged."""
+        """Ends all streams; the senders keep unacknowledged trajectories."""
         self._closed.set()
         for stream in self._streams:
             stream.changed.set()
@@ -245,7 +245,8 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
                     self._answer(stream, trajectory_id)
                     continue
                 self._came_on[trajectory_id] = stream
-                # Its owner is the handler: a receiver that nobody reads must hold its senders back.
+                # The wait ends with the handler: a receiver whose `get` is not called must make
+                # its senders wait.
                 await self._budget.acquire(self._charge(data), timeout_s=None)
                 self._waiting.put_nowait(Delivery(trajectory_id, data))
         finally:
@@ -270,5 +271,5 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         stream.changed.set()
 
     def _charge(self, data: bytes) -> int:
-        # A single trajectory must pass whatever the bound.
+        # A single trajectory must fit any limit.
         return min(len(data), self._budget.max_bytes)

@@ -1,6 +1,6 @@
-"""A trajectory queue within one process; the reference for the others, and what tests use.
+"""A trajectory queue within one process: the reference for other queues, used by tests.
 
-Consumes: `put`. Produces: `get`, each trajectory once for every receiver until it is acknowledged.
+Consumes: `put`. Produces: `get`, each unacknowledged trajectory once for every receiver.
 Waits for: free bytes. Unblocked by: `acknowledge`.
 """
 
@@ -16,34 +16,34 @@ from slipstream.protocol.types import TrajectoryId
 
 
 class MemoryQueue:
-    """Holds what was put and not acknowledged."""
+    """Holds unacknowledged trajectories."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Bounded in bytes over all senders."""
+        """Limits the bytes of all senders together to `max_bytes`."""
         self._budget = ByteBudget(max_bytes)
         self._held: dict[TrajectoryId, bytes] = {}
         self._changed = asyncio.Condition()
 
     def sender(self) -> MemorySender:
-        """One more sender."""
+        """Returns a new sender."""
         return MemorySender(self)
 
     def receiver(self) -> MemoryReceiver:
-        """A receiver that is given everything which is not acknowledged, from the beginning."""
+        """Returns a new receiver, which gets every unacknowledged trajectory from the start."""
         return MemoryReceiver(self)
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that were put and not acknowledged."""
+        """Bytes that were put and are not acknowledged."""
         return self._budget.used_bytes
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, timeout_s: float) -> None:
-        """What a sender does."""
+        """Stores one trajectory for a sender; see `TrajectorySender.put`."""
         if trajectory_id in self._held:
             return
         await self._budget.acquire(len(data), timeout_s=timeout_s)
         if trajectory_id in self._held:
-            # Put twice while both waited.
+            # Another call put the same id while both waited.
             self._budget.release(len(data))
             return
         async with self._changed:
@@ -51,7 +51,7 @@ class MemoryQueue:
             self._changed.notify_all()
 
     async def next(self, delivered: set[TrajectoryId]) -> Delivery:
-        """The first trajectory that is not among `delivered`."""
+        """Waits for and returns the first trajectory that is not in `delivered`."""
         async with self._changed:
             while True:
                 for trajectory_id, data in self._held.items():
@@ -60,7 +60,7 @@ class MemoryQueue:
                 await self._changed.wait()
 
     def forget(self, trajectory_id: TrajectoryId) -> None:
-        """Frees the bytes of a trajectory."""
+        """Removes a trajectory and frees its bytes."""
         data = self._held.pop(trajectory_id, None)
         if data is not None:
             self._budget.release(len(data))
@@ -75,7 +75,7 @@ class MemorySender(AsyncClosing):
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes in the queue, whoever put them."""
+        """Bytes in the queue, of all senders."""
         return self._queue.queued_bytes
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:

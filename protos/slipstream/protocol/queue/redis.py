@@ -1,10 +1,10 @@
-"""Trajectories over a Redis Stream: what `put` has stored outlives every process but Redis's files.
+"""Trajectories over a Redis Stream; stored trajectories live in Redis's files.
 
-Consumes: `put`. Produces: stream entries, counted in bytes in the same transaction.
+Consumes: `put`. Produces: stream entries, whose bytes are counted in the same transaction.
 Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted too.
 
-Redis or Valkey from 6.2; it must fsync every write, never evict and load its files whole, which the
-receiver checks.
+The server is Redis or Valkey from 6.2 on. It must fsync every write, never evict and load its files
+whole; the receiver checks this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WATCH_S = 0.5
 
 @dataclass(eq=False)
 class _Put:
-    """A trajectory whose sender waits until it is stored."""
+    """A trajectory that waits to be stored, and the future of its `put`."""
 
     trajectory_id: TrajectoryId
     data: bytes
@@ -51,13 +51,14 @@ class _Put:
 class RedisSender:
     """The rollout server's end; `put` returns when the trajectory is on Redis's disk.
 
-    Those that wait at the same time are written together. A Redis that stays away or lost data
-    fails them, and ends the `async with` block with an ExceptionGroup of a QueueError. A receiver
-    must have opened the queue before; one that opens it anew, under another mark, gets what waits.
+    Trajectories that wait at the same time are written together. If Redis stays away or lost data,
+    these `put`s fail, and the `async with` block ends with an ExceptionGroup of a QueueError. A
+    receiver must have opened the queue first. If a receiver opens it again under another mark, the
+    sender follows the new mark.
     """
 
     def __init__(self, url: str, run_id: str, max_bytes: int) -> None:
-        """`max_bytes` bounds what all senders of the run have put and nobody acknowledged."""
+        """Limits the unacknowledged bytes of all senders of the run to `max_bytes`."""
         self._connection = RedisConnection(url, run_id, sender=secrets.token_hex(8))
         self._max_bytes = max_bytes
         self._waiting: deque[_Put] = deque()
@@ -92,11 +93,11 @@ class RedisSender:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait in Redis, of all senders, half a second ago at most."""
+        """Bytes of all senders that wait in Redis; at most half a second old."""
         return self._connection.counters.used_bytes
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
-        """See `TrajectorySender.put`; QueueError when Redis is lost for `timeout_s`."""
+        """See `TrajectorySender.put`; QueueError when Redis does not answer for `timeout_s`."""
         if self._closed:
             raise QueueError("the sender is closed")
         check_fits(len(data), self._max_bytes)
@@ -107,7 +108,7 @@ class RedisSender:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(place.stored)
         except TimeoutError:
-            # It may be on its way at this moment.
+            # The trajectory may be in a transaction at this moment.
             async with self._executing:
                 if not place.stored.done():
                     raise self._too_late(place, timeout_s) from None
@@ -152,10 +153,10 @@ class RedisSender:
             raise
 
     async def _add(self) -> bool:
-        """Stores what fits of those that wait, in their order; False while nothing fits."""
+        """Stores waiting trajectories that fit, in order; returns False while none fits."""
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
-            # Acknowledgements only make room, so nothing but other senders can spoil the bound.
+            # Only other senders can break the limit: acknowledgements make room.
             watched = connection.added_key
             await pipeline.watch(watched)
             counters, added_bytes = await connection.follow_counters(pipeline), 0
@@ -178,7 +179,7 @@ class RedisSender:
                 try:
                     *entry_ids, own, added = await pipeline.execute()
                 except WatchError:
-                    # Another sender was faster, or the connection broke: the next attempt shows.
+                    # Another sender was faster, or the connection broke: the next attempt tells.
                     return True
                 if None in entry_ids:
                     raise connection.lost("the stream is gone")
@@ -193,7 +194,7 @@ class RedisSender:
         return True
 
     async def _watch(self) -> None:
-        """Keeps `queued_bytes` up to date while it is not 0."""
+        """Updates `queued_bytes` while it is not 0."""
         connection = self._connection
         while True:
             await self._wake_watcher.wait()

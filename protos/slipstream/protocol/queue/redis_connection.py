@@ -1,9 +1,7 @@
-"""One Redis server as the queue of one run.
+"""One Redis server as the queue of one run: its keys, its counters, and retries.
 
-Its keys, how durable it is, and what to do when it is away.
-
-Nothing is retried inside the client library: a repeated XADD would be a second entry, so repeats
-are made here, and recognised by the receiver.
+The client library retries nothing: a repeated XADD would make a second entry. Retries are made
+here, and the receiver recognises repeated entries.
 """
 
 from __future__ import annotations
@@ -34,17 +32,17 @@ RECONNECT_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
-# What redis-py raises when the server is not there.
+# Errors of redis-py when the server does not answer.
 CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError)
-# Fields of an entry.
+# Fields of a stream entry.
 ID, DATA = b"id", b"data"
 REFUSALS = (AuthenticationError, AuthorizationError)
 
-# What the server, or the client library around it, says of a command without rights.
+# Patterns of the server's and the client library's messages about a command without rights.
 REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
 COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+)")
 
-ON_LOSS = "start the run again: it generates again what was lost"
+ON_LOSS = "start the run again: it generates lost trajectories again"
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ Result = TypeVar("Result")
 
 
 class RedisConnection:
-    """A Redis server, the keys of one run on it, and the proof that it is still the same data."""
+    """A Redis server, one run's keys on it, and the mark that proves that data are the same."""
 
     def __init__(self, url: str, run_id: str, *, sender: str = "") -> None:
         """`sender`: the name of a sender of its own in the counters; empty for the receiver."""
@@ -61,21 +59,21 @@ class RedisConnection:
         prefix = f"slipstream:{run_id}"
         self.stream = f"{prefix}:trajectories"
         self.mark_key = f"{prefix}:mark"
-        # Drawn by the controller; another or none later means that the data are gone.
+        # The controller draws the mark; another mark or none later means that data are gone.
         self.mark: str | None = None
-        # The counters that were read last, under this mark.
+        # The last counters that were read under this mark.
         self.counters = Counters()
-        # Why the last call failed, until one succeeds.
+        # The last call's error; None after a success.
         self.trouble: str | None = None
         try:
             self.client = redis.asyncio.Redis.from_url(
                 url,
                 retry=Retry(NoBackoff(), 0),
-                # redis-py keeps this limit by asyncio.wait_for, which Python 3.11 lets swallow a
-                # cancellation. `once` has one of its own.
+                # redis-py keeps this limit by asyncio.wait_for, which may swallow a cancellation in
+                # Python 3.11. `once` has its own limit.
                 socket_timeout=None,
                 socket_connect_timeout=CALL_TIMEOUT_S,
-                # Redis 7.0 has no CLIENT SETINFO, nor the right to it.
+                # Redis 7.0 has neither CLIENT SETINFO nor a right to it.
                 driver_info=None,
                 protocol=2,
             )
@@ -85,7 +83,7 @@ class RedisConnection:
 
     @property
     def added_key(self) -> str:
-        """Bytes that were ever added, by all senders; belongs to the mark."""
+        """Key that counts all bytes ever added by all senders under this mark."""
         return f"{self.mark_key}:{self.mark}:added"
 
     @property
@@ -95,11 +93,11 @@ class RedisConnection:
 
     @property
     def removed_key(self) -> str:
-        """Bytes that were ever acknowledged; belongs to the mark."""
+        """Key that counts all bytes ever acknowledged under this mark."""
         return f"{self.mark_key}:{self.mark}:removed"
 
     async def once(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """`call`, or TimeoutError after 10 s."""
+        """Runs `call`; TimeoutError after 10 s."""
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await call()
 
@@ -107,7 +105,7 @@ class RedisConnection:
         self,
         call: Callable[[], Awaitable[Result]],
     ) -> Result:
-        """`call`, again after a lost connection for 30 s; QueueError names the server."""
+        """Runs `call`, again for 30 s after a lost connection; QueueError names the server."""
         backoff_s = FIRST_BACKOFF_S
         deadline = asyncio.get_running_loop().time() + RECONNECT_TIMEOUT_S
         while True:
@@ -136,17 +134,17 @@ class RedisConnection:
 
     @property
     def counted_keys(self) -> tuple[str, ...]:
-        """Keys whose values `take_counters` takes, read in one command."""
+        """Keys whose values `take_counters` takes; one command reads them all."""
         own = (self.own_key,) if self._sender else ()
         return self.mark_key, self.added_key, self.removed_key, *own
 
     async def read_counters(self) -> Counters:
-        """The counters of this moment; QueueError when the server lost data."""
+        """Returns the present counters; QueueError when the server lost data."""
         earlier = self.counters
         return self.take_counters(await self._read_counted(self.client), earlier)
 
     async def follow_counters(self, reader: redis.asyncio.Redis | None = None) -> Counters:
-        """The counters of this moment, under a new mark if a receiver has set one."""
+        """Returns the present counters, under a new mark if a receiver has set one."""
         earlier = self.counters
         while True:
             found = await self._read_counted(reader or self.client)
@@ -158,7 +156,7 @@ class RedisConnection:
             self.counters = earlier
 
     async def _count_again(self, found: Counted, earlier: Counters) -> None:
-        """Adds what `added` lost: the receiver, which may not have read it, then misses it too."""
+        """Adds lost bytes to `added` again, so that the receiver also notices the loss."""
         mark, added, _, *own = found
         if mark is not None and all(value is None or value.isdigit() for value in (added, *own)):
             missing = earlier.added_bytes - int(added or 0)
@@ -170,7 +168,7 @@ class RedisConnection:
         return cast("Counted", await reader.mget(*self.counted_keys))
 
     def take_counters(self, found: Counted, earlier: Counters) -> Counters:
-        """Remembers what was read after `earlier` was known; QueueError when data were lost."""
+        """Keeps counters that were read after `earlier`; QueueError when data were lost."""
         try:
             counters = Counters.of(found)
         except QueueError as error:
@@ -183,19 +181,19 @@ class RedisConnection:
         return counters
 
     def lost(self, what: str) -> QueueError:
-        """One line that says by what a loss of data showed, and what to do."""
+        """Returns an error of one line: the sign of the loss, and what to do."""
         return QueueError(
             f"redis at {self.name} lost data of run {self._run_id}: {what}; {ON_LOSS}"
         )
 
     def failure(self, error: BaseException) -> QueueError:
-        """One line with server and user, for rights that are missing with the command."""
+        """Returns an error of one line: server, user, and for a missing right the command."""
         if isinstance(error.__cause__, REFUSALS):
             error = error.__cause__
         if isinstance(error, NoPermissionError):
             text = str(error)
             found = REFUSED_COMMAND.search(text) or COMMAND_OF_PIPELINE.search(text)
-            # The rest of a pipeline's message holds what was sent.
+            # The rest of a pipeline's message holds the command's data.
             lacks = (
                 f"lacks the right to {found[1].lower()} on the keys of run {self._run_id}"
                 if found is not None
@@ -210,7 +208,7 @@ class RedisConnection:
         return QueueError(f"redis at {self.name}: {error}")
 
     async def find_mark(self) -> None:
-        """Takes the mark and its counters; QueueError when there is none, or data were lost."""
+        """Reads the mark and its counters; QueueError without a mark or after a loss of data."""
         self.mark = await self.read_mark()
         if self.mark is None:
             raise QueueError(
@@ -220,12 +218,12 @@ class RedisConnection:
         await self.read_counters()
 
     async def read_mark(self) -> str | None:
-        """The mark that the server has."""
+        """Returns the server's mark."""
         found = cast("bytes | None", await self.client.get(self.mark_key))
         return None if found is None else _text(found)
 
     async def set_mark(self, mark: str) -> None:
-        """Sets another mark, with counters of its own."""
+        """Sets a new mark with new counters."""
         self.mark, self.counters = mark, Counters()
         async with self.client.pipeline(transaction=True) as pipeline:
             pipeline.set(self.mark_key, mark)

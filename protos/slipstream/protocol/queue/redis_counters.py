@@ -1,11 +1,12 @@
-"""What Redis counts beside the stream, and how lost data show in it.
+"""Counters in Redis beside the stream, which reveal lost data.
 
-Every entry is added in one transaction with `added`, and deleted in one with `removed`. So the
-bytes in the stream are always those of the mark, plus `added`, less `removed`; and neither counter
-ever falls. Whatever breaks that lost data: a flush, an eviction, an older file or replica.
+Every entry is added in one transaction with `added`, and deleted in one transaction with `removed`.
+So the bytes in the stream always equal the bytes in the mark, plus `added`, less `removed`, and
+neither counter ever falls. Otherwise data were lost: by a flush, an eviction, an older file or
+replica.
 
-Each sender counts what it added itself as well: an older file shows there, even when others have
-added more since than was lost.
+Each sender also counts the bytes that it added itself. An older file shows there even when other
+senders have added more since than was lost.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ Counted: TypeAlias = Sequence[bytes | None]
 
 
 def draw_mark(stream_bytes: int) -> str:
-    """A new mark for a stream that holds `stream_bytes`, from which its counters begin."""
+    """Returns a new mark for a stream that holds `stream_bytes` when its counters begin."""
     return f"{secrets.token_hex(8)}-{stream_bytes}"
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes that lay in the stream when the mark was drawn, were added and were removed since."""
+    """Bytes in the stream when the mark was drawn, and bytes added and removed since."""
 
     first_bytes: int = 0
     added_bytes: int = 0
@@ -38,7 +39,7 @@ class Counters:
 
     @classmethod
     def of(cls, found: Counted) -> Counters:
-        """The counters as Redis has them; QueueError when there is no mark, or no number."""
+        """Returns the counters from Redis's values; QueueError without a mark or a number."""
         mark, added, removed, *own = found
         if mark is None:
             raise QueueError("it came back empty; was it restarted without its append-only file?")
@@ -51,7 +52,7 @@ class Counters:
         return self.first_bytes + self.added_bytes - self.removed_bytes
 
     def newest(self, other: Counters) -> Counters:
-        """The larger of both, counter by counter: answers may overtake each other."""
+        """Returns the larger value of each counter, because answers may overtake each other."""
         return Counters(
             self.first_bytes,
             max(self.added_bytes, other.added_bytes),
@@ -60,7 +61,7 @@ class Counters:
         )
 
     def loss_since(self, earlier: Counters) -> str:
-        """What shows that data were lost since `earlier` was read; empty when nothing does."""
+        """Returns the sign that data were lost since `earlier` was read; "" without a loss."""
         if self.used_bytes < 0:
             return f"it counts {self.used_bytes} bytes that wait"
         for name, before, now in (
@@ -73,14 +74,14 @@ class Counters:
         return ""
 
     def loss_against(self, stream_bytes: int) -> str:
-        """What shows that data were lost when the stream holds `stream_bytes`, as above."""
+        """Returns the sign that data were lost if the stream holds `stream_bytes`, else ""."""
         if self.used_bytes != stream_bytes:
             return f"it counts {self.used_bytes} bytes that wait, and has {stream_bytes}"
         return ""
 
 
 def loss_in(found: Counted, stream_bytes: int) -> str:
-    """What shows that a stream of `stream_bytes` is not what its mark stands for; else empty."""
+    """Returns the sign that a stream of `stream_bytes` does not fit its mark, else ""."""
     try:
         return Counters.of(found).loss_against(stream_bytes)
     except QueueError as error:

@@ -1,4 +1,4 @@
-"""Whether a Redis server keeps what it has acknowledged: its settings, and how it loads files."""
+"""Checks that a Redis server keeps acknowledged writes: its settings, and how it loads files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REQUIRED_SETTINGS = {
     "appendonly": "yes",
     "appendfsync": "always",
     "maxmemory-policy": "noeviction",
-    # Else nothing is synced while the append-only file is rewritten.
+    # With "yes" nothing is synced while the append-only file is rewritten.
     "no-appendfsync-on-rewrite": "no",
 }
-# These load transactions from the append-only file whatever the default user may do. Versions from
-# 7.0 up to them drop each one that it may not write, without an error.
+# From these versions on, all transactions are loaded from the append-only file. Earlier versions
+# from 7.0 on silently drop each transaction that the default user may not write.
 LOADS_WHOLE_FROM = {"redis": (8, 6, 3), "valkey": (9, 1, 2)}
 ASKS_DEFAULT_USER_FROM = (7, 0)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 async def check_settings(connection: RedisConnection) -> None:
-    """QueueError when the server may lose what it has acknowledged."""
+    """Raises QueueError when the server may lose acknowledged writes."""
     try:
         found = await connection.client.config_get(*REQUIRED_SETTINGS)
     except (NoPermissionError, ResponseError) as error:
@@ -50,7 +50,7 @@ async def check_settings(connection: RedisConnection) -> None:
 
 
 async def check_loading(connection: RedisConnection) -> None:
-    """QueueError when the server would drop the run's transactions at its next start."""
+    """Raises QueueError when the server would drop the run's transactions at its next start."""
     kind, version = await server_version(connection.client)
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     whole_from = LOADS_WHOLE_FROM.get(kind)
@@ -79,7 +79,7 @@ async def check_loading(connection: RedisConnection) -> None:
 
 
 async def server_version(client: redis.asyncio.Redis) -> tuple[str, str]:
-    """Which server this is, redis or valkey, and its version."""
+    """Returns the server's kind, redis or valkey, and its version."""
     hello = client.execute_command("HELLO", "2")  # type: ignore[no-untyped-call]
     facts: list[bytes] = await hello
     kind, version = (facts[facts.index(key) + 1] for key in (b"server", b"version"))

@@ -1,4 +1,4 @@
-"""What `slipstream doctor` asks a Redis: does it answer, is it durable, who may do what."""
+"""The check of a Redis by `slipstream doctor`: does it answer, is it durable, users' rights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from slipstream.protocol.queue.redis_rights import CONTROLLER, Command, QueueRol
 
 @dataclass(frozen=True)
 class Examination:
-    """A server as one user sees it; rights as `right_of` writes them."""
+    """The result for one user; rights are written by `right_of`."""
 
-    # Which server, and its version.
+    # Kind and version of the server.
     server: str
     user: str
     missing: tuple[str, ...]
@@ -29,7 +29,7 @@ class Examination:
 
 
 async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
-    """Enters as the user of `url`; QueueError when the server cannot hold a queue.
+    """Logs in as the user of `url`; QueueError when the server cannot hold a queue.
 
     Nothing is written: rights are tried inside a transaction that is discarded.
     """
@@ -70,13 +70,13 @@ async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
 async def _try_rights(
     connection: RedisConnection, commands: Sequence[Command]
 ) -> list[tuple[Command, bool]]:
-    """Whether each is allowed; the server decides that when a transaction takes the command."""
+    """Tries each command in a transaction: the server checks rights when it queues a command."""
     pool = connection.client.connection_pool
     line = await pool.get_connection()  # type: ignore[no-untyped-call]
     is_open = False
     try:
         tried: list[tuple[Command, bool]] = []
-        # Transactions take every command but this one.
+        # WATCH is the only command that is not allowed in a transaction.
         for command in sorted(commands, key=lambda command: command[0] != "WATCH"):
             if command[0] != "WATCH" and not is_open:
                 await line.send_command("MULTI")
@@ -88,14 +88,14 @@ async def _try_rights(
             except NoPermissionError:
                 tried.append((command, False))
             except ResponseError as error:
-                # An older server does not know the command: it is not allowed, then.
+                # An older server does not know the command; it counts as not allowed.
                 if "unknown" not in str(error).lower():
                     raise
                 tried.append((command, False))
             else:
                 tried.append((command, True))
     finally:
-        # Ends the transaction, whatever came.
+        # This ends the transaction in every case.
         await line.disconnect()
         await pool.release(line)
     return tried

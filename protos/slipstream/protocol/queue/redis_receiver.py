@@ -1,10 +1,10 @@
 """The controller's end of the Redis queue.
 
 Consumes: entries of the stream, its own pending ones first. Produces: `get`.
-Waits for: new entries. Unblocked by: a `put` anywhere; acknowledgements wake the forgetting.
+Waits for: new entries. Unblocked by: a `put` of any sender; acknowledgements wake `_forget`.
 
-Once a second it reads the rest of the stream and the counters in one transaction: what it knows
-must then be what they count, or data were lost.
+Once a second it reads the rest of the stream and the counters in one transaction. The bytes of the
+entries that it knows must then equal the counters; otherwise data were lost.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ BLOCK_MS = 1_000
 ENTRIES_PER_READ = 16
 MAX_REMEMBERED_IDS = 65_536
 AUDIT_S = 1.0
-# How errors begin when a stream or its group is missing, or was deleted during a read.
+# First words of errors when a stream or its group is missing, or was deleted during a read.
 STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED")
 
-# Id and fields; the fields are missing when somebody deleted a pending entry.
+# Id and fields; the fields are missing if another client deleted a pending entry.
 Entries: TypeAlias = list[tuple[bytes, dict[bytes, bytes] | None]]
 
 logger = logging.getLogger(__name__)
 
 
 class RedisReceiver:
-    """The controller's end. Reads and forgets in the background while its `async with` block runs.
+    """The controller's end; reads and deletes in the background while its `async with` block runs.
 
-    A Redis that lost data before the block begins is given a new mark, and what it still has is
-    delivered. One that stays away or loses data later ends the block with an ExceptionGroup of a
+    If Redis lost data before the block, the receiver sets a new mark and delivers the remaining
+    entries. If Redis stays away or loses data later, the block ends with an ExceptionGroup of a
     QueueError.
     """
 
     def __init__(self, url: str, run_id: str, open_seal: OpenSeal = without_seal) -> None:
-        """An entry that `open_seal` refuses is removed from Redis, with a line in the log."""
+        """Takes `open_seal`; an entry that it refuses is logged and removed from Redis."""
         self._open_seal = open_seal
         self._connection = RedisConnection(url, run_id)
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
-        # Entries of each unacknowledged trajectory, with their sizes: more than one when a sender
-        # did not see the answer to its XADD.
+        # Entries of each unacknowledged trajectory, with their sizes: several if a sender did not
+        # get the answer to its XADD.
         self._entries: dict[TrajectoryId, dict[bytes, int]] = {}
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._to_forget: dict[bytes, int] = {}
-        # Those of `_to_forget` that Redis may have forgotten already.
+        # Entries of `_to_forget` that Redis may have deleted already.
         self._perhaps_gone: set[bytes] = set()
         self._wake_forgetter = asyncio.Event()
-        # Held by whoever compares or changes what Redis counts.
+        # Held while counters in Redis are compared or changed.
         self._counting = asyncio.Lock()
         self._audited_s = float("-inf")
         self._stack = AsyncExitStack()
@@ -105,7 +105,7 @@ class RedisReceiver:
 
     @property
     def mark(self) -> str:
-        """Identity of the data in Redis; keep it to notice after a restart that they went."""
+        """Identity of the data in Redis; keep it to notice a loss after a restart."""
         assert self._connection.mark is not None
         return self._connection.mark
 
@@ -114,7 +114,7 @@ class RedisReceiver:
         return await self._deliveries.get()
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
-        """See `TrajectoryReceiver.acknowledge`; Redis forgets them soon after."""
+        """See `TrajectoryReceiver.acknowledge`; Redis deletes the entries soon after."""
         for trajectory_id in trajectory_ids:
             entries = self._entries.pop(trajectory_id, None)
             if entries is None:
@@ -131,7 +131,7 @@ class RedisReceiver:
             task.cancel()
 
     async def _take_mark(self) -> bool:
-        """Takes the mark if its counters match the stream; else sets a new one to try."""
+        """Takes the mark if its counters match the stream; else sets a new mark to try."""
         connection, after, stream_bytes = self._connection, b"-", 0
         connection.mark = await connection.persistently(connection.read_mark)
         while True:
@@ -145,14 +145,16 @@ class RedisReceiver:
             return True
         if connection.mark is not None:
             logger.warning(
-                "redis at %s lost data: %s; what it has left is delivered", connection.name, loss
+                "redis at %s lost data: %s; its remaining entries are delivered",
+                connection.name,
+                loss,
             )
         mark = draw_mark(stream_bytes)
         await connection.persistently(partial(connection.set_mark, mark))
         return False
 
     async def _scan(self, after: bytes) -> tuple[Entries, Counted]:
-        """Entries after an id, and in the same moment the mark and its counters."""
+        """Returns entries after an id, with the mark and its counters, in one transaction."""
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
             pipeline.xrange(connection.stream, after, count=ENTRIES_PER_READ)
@@ -170,7 +172,7 @@ class RedisReceiver:
                 raise
 
     async def _read(self) -> None:
-        """First what an earlier receiver, or a lost answer, left pending; then what is new."""
+        """Reads entries left pending by an earlier receiver or a lost answer, then new ones."""
         connection = self._connection
         while True:
             entries = await connection.persistently(partial(self._fetch, b"0"))
@@ -192,7 +194,7 @@ class RedisReceiver:
             return await self._audit()
 
     async def _audit(self) -> Entries:
-        """New entries; QueueError unless these and those that are known are what Redis counts."""
+        """Returns new entries; QueueError unless all known entries match Redis's counters."""
         connection = self._connection
         earlier = connection.counters
         async with connection.client.pipeline(transaction=True) as pipeline:
@@ -203,7 +205,7 @@ class RedisReceiver:
         if isinstance(answer, ResponseError):
             raise self._group_lost(answer)
         entries = _entries_of(answer)
-        # Entries may be left, or Redis may have forgotten some already.
+        # Otherwise entries may be left, or Redis may have deleted some already.
         if len(entries) < ENTRIES_PER_READ and not self._perhaps_gone:
             self._audited_s = asyncio.get_running_loop().time()
             known = dict(self._to_forget)
@@ -220,7 +222,7 @@ class RedisReceiver:
         return self._connection.failure(error)
 
     async def _fetch(self, after: bytes) -> Entries:
-        """Pending entries after an id, or new ones."""
+        """Returns pending entries after an id, or new ones for the id ">"."""
         connection = self._connection
         try:
             answer = await connection.client.xreadgroup(
@@ -241,7 +243,7 @@ class RedisReceiver:
             if not fields:
                 await self._drop(entry_id)
                 continue
-            # Whatever somebody else wrote there: it is acknowledged like any other.
+            # An entry of another client may lack these fields; it is acknowledged like any other.
             name = fields.get(ID, b"redis-" + entry_id).decode(errors="replace")
             trajectory_id, data = TrajectoryId(name), fields.get(DATA, b"")
             known, opened = self._entries.get(trajectory_id), self._open_seal(trajectory_id, data)
@@ -250,7 +252,7 @@ class RedisReceiver:
                 self._to_forget[entry_id] = len(data)
                 self._wake_forgetter.set()
             elif trajectory_id in self._acknowledged:
-                # Read as pending, perhaps just before it was deleted.
+                # The entry was read as pending, perhaps just before it was deleted.
                 self._perhaps_gone.add(entry_id)
                 self._to_forget[entry_id] = len(data)
                 self._wake_forgetter.set()
@@ -261,10 +263,10 @@ class RedisReceiver:
                 await self._deliveries.put(Delivery(trajectory_id, opened))
 
     async def _drop(self, entry_id: bytes) -> None:
-        """Forgets a pending entry without contents, which an earlier receiver missed already."""
+        """Acknowledges a pending entry that was deleted before this receiver began."""
         connection = self._connection
         if any(entry_id in entries for entries in self._entries.values()):
-            raise connection.lost(f"entry {entry_id.decode()} was deleted by somebody else")
+            raise connection.lost(f"entry {entry_id.decode()} was deleted by another client")
         logger.warning("redis at %s: entry %s is gone", connection.name, entry_id.decode())
         await connection.persistently(
             partial(connection.client.xack, connection.stream, GROUP, entry_id)
@@ -279,7 +281,7 @@ class RedisReceiver:
                     await self._connection.persistently(self._delete)
 
     async def _delete(self) -> None:
-        """Acknowledges, deletes and uncounts what is to be forgotten, all or nothing."""
+        """Acknowledges, deletes and uncounts the entries of `_to_forget` in one transaction."""
         connection, entries = self._connection, dict(self._to_forget)
         for entry_id in self._perhaps_gone & set(entries):
             if not await connection.client.xrange(connection.stream, entry_id, entry_id, count=1):
@@ -288,7 +290,7 @@ class RedisReceiver:
         if not entries:
             return
         earlier = connection.counters
-        # Unless the answer arrives, it may have happened or not.
+        # Without an answer the transaction may or may not have run.
         self._perhaps_gone |= set(entries)
         async with connection.client.pipeline(transaction=True) as pipeline:
             pipeline.xack(connection.stream, GROUP, *entries)
@@ -299,7 +301,7 @@ class RedisReceiver:
         connection.take_counters(found, earlier)
         if num_deleted != len(entries):
             raise connection.lost(
-                f"{len(entries) - num_deleted} entries were deleted by somebody else"
+                f"{len(entries) - num_deleted} entries were deleted by another client"
             )
         self._perhaps_gone -= set(entries)
         for entry_id in entries:

@@ -1,4 +1,4 @@
-"""Who may do what on the Redis of a run: one user for each end of the queue.
+"""Rights on the Redis of a run: one user for each end of the queue.
 
 The rollout server only adds trajectories and counts their bytes; the controller reads them, deletes
 them, and makes the stream. Rights on single keys need selectors: Redis 7 or Valkey.
@@ -14,10 +14,10 @@ from slipstream.protocol.settings.queue_section import QueueEnd
 
 Command: TypeAlias = tuple[str, ...]
 
-# What a client sends before and around its own commands.
+# Commands that a client sends before and around its own commands.
 _CONNECTION = "+auth +hello +ping +select +client|setname +multi +exec +discard +unwatch"
 _STREAM, _MARKS = "~slipstream:*:trajectories", "%R~slipstream:*:mark*"
-# The keys of a run that never was.
+# Keys of a run that does not exist.
 _STREAM_KEY = "slipstream:examination:trajectories"
 _MARK_KEY = "slipstream:examination:mark"
 _ADDED_KEY, _REMOVED_KEY = f"{_MARK_KEY}:MARK:added", f"{_MARK_KEY}:MARK:removed"
@@ -27,13 +27,13 @@ _ADDED_KEY, _REMOVED_KEY = f"{_MARK_KEY}:MARK:added", f"{_MARK_KEY}:MARK:removed
 class QueueRole:
     """One end of the queue.
 
-    `needed` and `forbidden` are commands that show whether a user has the rights. None would do
-    harm if it were carried out.
+    `needed` and `forbidden` are commands that show whether a user has the rights. Each would be
+    harmless if it ran.
     """
 
-    # Of the user that the embedded server and deploy/make_certificates.sh make.
+    # Name of the user that the embedded server and deploy/make_certificates.sh make.
     user: str
-    # The arguments of ACL SETUSER, but for the password.
+    # Arguments of ACL SETUSER, without the password.
     rules: str
     needed: tuple[Command, ...]
     forbidden: tuple[Command, ...]
@@ -99,14 +99,14 @@ CONTROLLER = QueueRole(
         ("INCRBY", _ADDED_KEY, "0"),
     ),
 )
-# Nobody enters as this user, but many servers load transactions from their files with its rights,
-# and drop without an error what it may not write.
+# No client logs in as this user. But many servers load transactions from their files with its
+# rights, and silently drop the transactions that it may not write.
 DEFAULT_USER = "user default off resetpass ~* &* +@all"
 ROLES: Mapping[QueueEnd, QueueRole] = {"controller": CONTROLLER, "rollout_server": ROLLOUT_SERVER}
 
 
 def right_of(command: Command) -> str:
-    """A command as a person reads it: its name, and the key if it has one."""
+    """Returns a command for people: its name, and the key if it has one."""
     words = [command[0].lower()]
     if command[0] in ("CONFIG", "ACL", "XGROUP"):
         words[0] += f"|{command[1].lower()}"

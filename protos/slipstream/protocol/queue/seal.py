@@ -1,8 +1,8 @@
-"""Seals on trajectories: the controller can tell which server epoch a delivery comes from.
+"""Seals on trajectories, which prove to the controller the server epoch of a delivery.
 
-The controller draws one key for a run and gives each server epoch a key of its own, made from it,
-with the welcome. A server seals what it delivers; nobody else can seal for that epoch. Nothing is
-kept for an epoch, so what waited in a queue while the controller was away is recognised too.
+The controller draws one key for a run, derives a key for each server epoch, and sends it with the
+welcome. A server seals its deliveries; no other process can seal for that epoch. The controller
+stores nothing for an epoch, so it also recognises deliveries that waited while it was away.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from slipstream.protocol.types import TrajectoryId, TrajectoryName
 
 SEAL_BYTES = 16
 
-# What a delivery holds without its seal; None: whoever sealed it is not the server it names.
+# Function that returns a delivery without its seal; None if the seal is not the named server's.
 OpenSeal: TypeAlias = Callable[[TrajectoryId, bytes], bytes | None]
 
 
 def server_key(run_key: bytes, epoch: int) -> bytes:
-    """The key of one server epoch, 32 bytes."""
+    """Returns the key of one server epoch, 32 bytes."""
     return hmac.digest(run_key, epoch.to_bytes(8, "little"), "sha256")
 
 
 def seal(key: bytes, trajectory_id: TrajectoryId, data: bytes) -> bytes:
-    """`data` behind the seal of the epoch that has `key`."""
+    """Returns the seal by an epoch's `key`, followed by `data`."""
     return _seal(key, trajectory_id, data) + data
 
 
 def opener(run_key: bytes) -> OpenSeal:
-    """Opens what the server epochs of a run have sealed; the id names the epoch."""
+    """Returns a function that opens the seals of all epochs of a run; the id names the epoch."""
 
     def open_seal(trajectory_id: TrajectoryId, sealed: bytes) -> bytes | None:
         name = TrajectoryName.parse(trajectory_id)
@@ -47,14 +47,14 @@ def opener(run_key: bytes) -> OpenSeal:
 
 
 def not_sealed(trajectory_id: TrajectoryId) -> ProtocolError:
-    """The error of a delivery that its seal does not fit."""
+    """Returns the error of a delivery with a wrong seal."""
     return ProtocolError(
         f"trajectory {shown(trajectory_id)} is not sealed by the server that it names"
     )
 
 
 def without_seal(_: TrajectoryId, data: bytes) -> bytes:
-    """Takes data as it is: for queues that carry no sealed trajectories."""
+    """Returns `data` unchanged, for queues without seals."""
     return data
 
 

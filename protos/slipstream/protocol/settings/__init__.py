@@ -1,1 +1,1 @@
-"""The settings of a run: sections, the rules between them, and what follows from them."""
+"""The settings of a run: sections, the rules between them, and values derived from them."""

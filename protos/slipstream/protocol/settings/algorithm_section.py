@@ -1,4 +1,4 @@
-"""The settings of the algorithm, and which of them have a meaning together."""
+"""The settings of the algorithm, and the rules between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WeightKind: TypeAlias = Literal["none", "token", "sequence"]
 
 Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
 
-# Settings that only these losses read; anywhere else they must keep their defaults.
+# Settings that only these losses read; with other losses they must keep their defaults.
 _READ_BY: dict[str, tuple[LossKind, ...]] = {
     "clip_low": ("ppo", "gspo", "cispo"),
     "clip_high": ("ppo", "gspo", "cispo"),
@@ -34,27 +34,28 @@ class GaeSection(Section):
 
     # Discount of each sampled token.
     gamma: float = Field(1.0, gt=0, le=1)
-    # 0: one-step differences of the values; 1: returns less values.
+    # 0: one-step differences of the values; 1: returns minus values.
     lam: float = Field(0.95, ge=0, le=1)
-    # Make the advantages of a batch have mean 0 and deviation 1 over its tokens.
+    # Scale the advantages of a batch to mean 0 and deviation 1 over its tokens.
     normalize: bool = True
 
 
 class CorrectionSection(Section):
-    """What corrects for another policy having sampled the tokens: older weights, other kernels.
+    """The correction for tokens that another policy sampled: older weights, other kernels.
 
     The importance ratio is that of the learner's policy to the behavior policy. Weights and masks
     carry no gradient and may be combined.
     """
 
-    # Truncated importance sampling: the weight of a token is its own ratio, or the product of the
-    # ratios of its sequence; none: 1.
+    # Truncated importance sampling. token: the weight of a token is its own ratio; sequence: the
+    # product of the ratios of its sequence; none: 1.
     weight: WeightKind = "token"
-    # Upper bound of the weight; larger ones are cut to it.
+    # Upper bound of the weight; larger weights are cut to it.
     cap: float = Field(2.0, gt=0)
-    # IcePop: tokens with a ratio outside leave the loss. None: all stay.
+    # IcePop: tokens with a ratio outside the band leave the loss. None: all stay.
     token_band: Band | None = None
-    # Sequences whose geometric mean of the ratios is outside leave the loss. None: all stay.
+    # Sequences whose geometric mean of the ratios is outside the band leave the loss. None: all
+    # stay.
     sequence_band: Band | None = None
 
     @model_validator(mode="after")
@@ -69,22 +70,23 @@ class CorrectionSection(Section):
 class KlSection(Section):
     """A penalty on the divergence from the reference model."""
 
-    # 0: none.
+    # Factor of the penalty; 0: no penalty.
     coefficient: float = Field(0.0, ge=0)
-    # loss: a term beside the policy's; reward: taken off the reward of each token.
+    # loss: a term beside the policy's loss; reward: subtracted from the reward of each token.
     placement: Literal["loss", "reward"] = "loss"
-    # Of the divergence at a sampled token. In the loss only k2 and k3 push the policy anywhere.
+    # Estimator of the divergence at a sampled token. In the loss only k2 and k3 move the policy.
     estimator: Literal["k1", "k2", "k3"] = "k3"
 
 
 class OverlongSection(Section):
-    """What is done with replies that reached a limit of their length."""
+    """The treatment of replies that reached a limit of their length."""
 
     # Truncated episodes leave the loss and the statistics of their group.
     filter: bool = False
-    # Taken off the reward of an episode whose longest reply has `max_reply_tokens`; 0: nothing.
+    # Subtracted from the reward of an episode whose longest reply has `max_reply_tokens`; 0: no
+    # penalty.
     penalty: float = Field(0.0, ge=0)
-    # The penalty rises linearly over the last so many of these tokens. Required with a penalty.
+    # Number of last tokens over which the penalty rises linearly. Required with a penalty.
     cache_tokens: int = Field(0, ge=0)
 
     @model_validator(mode="after")
@@ -97,58 +99,59 @@ class OverlongSection(Section):
 class DynamicSamplingSection(Section):
     """Groups whose rewards, penalties included, are all equal are replaced by others."""
 
-    # Leave such groups out and lease others in their place.
+    # Leave groups of equal rewards out and lease other groups in their place.
     enabled: bool = False
-    # The run ends when so many steps' groups were left out while one batch was formed: as finished
-    # when every one of them is solved, else as failed.
+    # The run ends when the groups of this many steps were left out while one batch was formed: as
+    # finished if all these groups are solved, else as failed.
     max_filtered_batches: Positive = 20
-    # Full reward of an episode, as the environment gives it: a group is solved when all reach it.
+    # Full reward of an episode from the environment: a group is solved when all episodes reach it.
     solved_reward: float = 1.0
 
 
 class AlgorithmSection(Section):
-    """How a step learns from its episodes; by default GRPO with truncated importance sampling.
+    """The algorithm of a step; by default GRPO with truncated importance sampling.
 
     [Algorithms](algorithms.md) has the formulas and the published methods.
     """
 
     # Episodes of one task.
     group_size: Positive
-    # Groups that one step trains.
+    # Groups in one training step.
     groups_per_step: Positive
     # Bound of the lag of every trained token, in versions; 0: synchronous.
     max_staleness: int = Field(2, ge=0)
-    # When groups are leased: as soon as `max_staleness` allows, or as late as the measured times of
-    # groups and steps allow without a wait of the trainer, which lowers the lag where generation is
-    # the faster part. With `max_staleness` of 0 or 1 both are the same.
+    # eager: groups are leased as soon as `max_staleness` allows; just_in_time: as late as the
+    # measured times of groups and steps allow without making the trainer wait, which lowers the lag
+    # if generation is faster than training. With `max_staleness` 0 or 1 both are the same.
     lease_policy: Literal["eager", "just_in_time"] = "eager"
-    # After warmup it stays constant.
+    # Learning rate of the policy, constant after the warmup.
     learning_rate: float = Field(gt=0)
-    # Steps over which it rises linearly from its first share.
+    # Steps over which the learning rate rises linearly, beginning with 1 / warmup_steps of it.
     warmup_steps: int = Field(0, ge=0)
     # Optimizer steps of one batch; each takes an equal share of its groups.
     mini_batches: Positive = 1
-    # What a sampled token is worth, from the rewards.
+    # Estimator of the advantage of a sampled token, from the rewards.
     advantage: AdvantageKind = "grpo"
-    # What is made of the ratio of the policies and the advantage.
+    # Objective of a token, from the ratio of the policies and the advantage.
     loss: LossKind = "ppo"
-    # How tokens add up: each counts alike; each sequence; each, over a constant (`fixed_tokens`).
+    # Weights of tokens in the loss. token_mean: each token counts alike; sequence_mean: each
+    # sequence counts alike; fixed: the sum of each sequence is divided by `fixed_tokens`.
     aggregation: AggregationKind = "token_mean"
-    # The constant length of a sequence with `fixed`; None: sampling.max_reply_tokens.
+    # Constant length of a sequence with `fixed`; None: sampling.max_reply_tokens.
     fixed_tokens: Positive | None = None
     # Denominator of the ratio in the loss: the policy before the step, or the behavior policy.
     ratio: Literal["proximal", "behavior"] = "proximal"
     # Clip range of the ratio: 1 - clip_low .. 1 + clip_high.
     clip_low: float = Field(0.2, gt=0, le=1)
-    # As `clip_low`.
+    # See `clip_low`.
     clip_high: float = Field(0.2, gt=0)
     # Bound of the loss of tokens with negative advantage, in advantages. None: no bound.
     dual_clip: float | None = Field(None, gt=1)
     # Temperature of SAPO's gate where the advantage is positive.
     sapo_tau_positive: float = Field(1.0, gt=0)
-    # As `sapo_tau_positive`, where it is not.
+    # Temperature of SAPO's gate where the advantage is not positive.
     sapo_tau_negative: float = Field(1.05, gt=0)
-    # Share of the entropy that is added to the objective; 0: none.
+    # Factor of the entropy in the objective; 0: no entropy term.
     entropy_coefficient: float = Field(0.0, ge=0)
     # A table of its own, below.
     gae: GaeSection = GaeSection()
@@ -160,11 +163,11 @@ class AlgorithmSection(Section):
     overlong: OverlongSection = OverlongSection()
     # A table of its own, below.
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
-    # Of mixtures of experts. rollout: servers record the experts that each token went to, and the
-    # policy sends it to the same ones; off: the policy's routers choose by themselves.
+    # Routing of a mixture of experts in training. rollout: servers record the experts of each
+    # token,
+    # and the policy sends the token to the same experts; off: the policy's routers choose.
     router_replay: Literal["off", "rollout"] = "off"
-    # Train on rewards that are permuted among the groups of a batch: nothing can be learnt. A
-    # control experiment.
+    # Control experiment: permute the rewards of a batch at random, so that nothing can be learnt.
     shuffle_rewards: bool = False
 
     @model_validator(mode="after")
@@ -204,7 +207,7 @@ class AlgorithmSection(Section):
 
     @property
     def staleness_warning(self) -> str | None:
-        """What happens to tokens of older versions, when nothing corrects for them."""
+        """Warning about tokens of older versions without a correction; None if there is none."""
         correction = self.correction
         masks = correction.token_band is not None or correction.sequence_band is not None
         if self.max_staleness == 0 or correction.weight != "none" or masks:
@@ -216,7 +219,7 @@ class AlgorithmSection(Section):
                 "biases the gradient; set algorithm.correction.weight"
             )
         if self.loss == "cispo":
-            # Its clipped ratio to the behavior policy is a truncated importance weight.
+            # CISPO's clipped ratio to the behavior policy is a truncated importance weight.
             return None
         return start + (
             "the ratio is taken to the behavior policy, so tokens whose probability has left the "

@@ -72,13 +72,13 @@ __all__ = [
     "address_parts",
 ]
 
-# What a trajectory occupies in a queue beside its tokens: names, metrics, texts.
+# Bytes of a trajectory in a queue beside its tokens: names, metrics, texts.
 TRAJECTORY_OVERHEAD_BYTES = 2048
 BYTES_PER_TOKEN = 24
 
 
 class Config(Section):
-    """A whole run."""
+    """All settings of a run."""
 
     run: RunSection
     model: ModelSection
@@ -100,12 +100,12 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        """The folder of everything that the run makes."""
+        """The folder of all files of the run."""
         return self.run.dir / self.run.name
 
     @property
     def probe_tolerance(self) -> float:
-        """Largest gap of a probe that passes."""
+        """Largest gap, in nats, of a probe that passes."""
         if self.weights.probe_tolerance is not None:
             return self.weights.probe_tolerance
         rounds = "bfloat16" in (self.model.dtype, self.weights.wire_dtype)
@@ -113,16 +113,16 @@ class Config(Section):
 
     @property
     def max_trajectory_bytes(self) -> int:
-        """Upper bound of one trajectory in a queue: texts and metrics included, experts not."""
+        """Upper bound of a trajectory's bytes in a queue: texts and metrics, but no experts."""
         return self.trajectory_bytes()
 
     def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
-        """As `max_trajectory_bytes`, with so many bytes for the experts of each token."""
+        """Returns `max_trajectory_bytes` with bytes for the experts of each token."""
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
         return TRAJECTORY_OVERHEAD_BYTES + per_token * self.sampling.max_episode_tokens
 
     def check_trajectory_bytes(self, num_bytes: int) -> None:
-        """ValueError when trajectories of so many bytes cannot be sent, or the queue lacks room."""
+        """Raises ValueError when trajectories are too large to send, or for the queue."""
         if num_bytes > MAX_TRAJECTORY_BYTES:
             raise ValueError(
                 f"sampling.max_episode_tokens of {self.sampling.max_episode_tokens} makes "
@@ -138,7 +138,7 @@ class Config(Section):
 
     @property
     def roles(self) -> dict[str, RoleSection]:
-        """The tables of the models beside the policy, those that there are."""
+        """The tables of the models beside the policy that the file has, by name."""
         tables = {"reference": self.reference, "critic": self.critic}
         return {name: table for name, table in tables.items() if table is not None}
 
@@ -209,7 +209,7 @@ class Config(Section):
 
 
 def check_algorithm(config: Config) -> None:
-    """ValueError when the algorithm asks for what other sections do not give."""
+    """Raises ValueError when the algorithm needs settings that other sections lack."""
     algorithm, sampling = config.algorithm, config.sampling
     if algorithm.overlong.cache_tokens > sampling.max_reply_tokens:
         raise ValueError(
@@ -232,7 +232,7 @@ def check_algorithm(config: Config) -> None:
 
 
 def check_router_replay(config: Config) -> None:
-    """ValueError when a setting would keep the experts from being recorded or replayed."""
+    """Raises ValueError when a setting prevents that experts are recorded or replayed."""
     if config.algorithm.router_replay == "off":
         return
     if not config.rollout_server.enable_prefix_caching:
@@ -250,7 +250,7 @@ def check_router_replay(config: Config) -> None:
 
 
 def check_roles(config: Config) -> None:
-    """ValueError when the layout of a model beside the policy is impossible."""
+    """Raises ValueError when the layout of a model beside the policy is impossible."""
     for name, role in config.roles.items():
         learner = in_place_of(config.learner, role)
         for problem in itertools.chain(world_problems(learner), table_problems(learner)):
@@ -265,7 +265,7 @@ def check_roles(config: Config) -> None:
 
 
 def check_lora(config: Config) -> None:
-    """ValueError when the adapters do not fit the layout or the weights that are loaded."""
+    """Raises ValueError when the adapters do not fit the layout or the loaded weights."""
     rank, tp = config.lora.rank, config.learner.parallel.tp
     if rank % tp:
         raise ValueError(
@@ -278,7 +278,7 @@ def check_lora(config: Config) -> None:
 
 
 def check_measurement(config: Config) -> None:
-    """ValueError when lengths, an evaluation or the profile do not fit the run."""
+    """Raises ValueError when lengths, an evaluation or the profile do not fit the run."""
     sampling, profile = config.sampling, config.learner.profile
     if (sampling.max_prompt_tokens or 0) >= sampling.max_episode_tokens:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""What may change between the start of a run and the moment when it goes on.
+"""Rules for settings that change between the start of a run and its continuation.
 
-A step that is trained again must be the step that was recorded, and its digest must be comparable;
-what is leased already keeps its task, its seed and its deadline. All other settings are free.
+A step that is trained again must equal the recorded step, and its digest must be comparable. Leased
+groups keep their tasks, seeds and deadlines. All other settings may change.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from functools import reduce
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 
-# Setting -> why it stays as it was.
+# Setting -> reason why it must not change.
 FIXED = {
     "run.seed": "it decides the order of the tasks",
     "model.path": "the weights are those of this model",
     "model.dtype": "the optimizer's state has this precision",
     "algorithm.group_size": "groups of this size are leased",
     "algorithm.groups_per_step": "the deadlines of leased groups count on it",
-    "algorithm.mini_batches": "recorded steps have so many",
+    "algorithm.mini_batches": "recorded steps have this number",
     "sampling.temperature": "recorded replies were sampled with it",
     "lora.rank": "checkpoints hold adapters of this rank, or none",
     "lora.alpha": "the weights are made with it",
@@ -27,7 +27,7 @@ FIXED = {
     "checkpoint.load": "the run began with these weights",
     "weights.wire_dtype": "recorded digests are of this element type",
 }
-# Setting -> why it only grows.
+# Setting -> reason why it may only grow.
 GROWING = {
     "run.steps": "steps up to the old last one may be recorded",
     "algorithm.max_staleness": "recorded batches may have lags up to the old bound",
@@ -35,7 +35,7 @@ GROWING = {
 
 
 def check_resumable(before: Config, now: Config) -> None:
-    """ConfigError naming the first setting that may not have changed as it did."""
+    """Raises ConfigError for the first setting with a change that is not allowed."""
     for key, reason in FIXED.items():
         old, new = _value(before, key), _value(now, key)
         if old != new:
@@ -62,7 +62,7 @@ def check_resumable(before: Config, now: Config) -> None:
 
 
 def _stored_models(config: Config) -> dict[str, bool]:
-    """Setting -> whether a checkpoint holds a model because of it."""
+    """Returns for each setting whether it makes checkpoints hold a model."""
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}

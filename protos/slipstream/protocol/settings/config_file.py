@@ -1,4 +1,4 @@
-"""Reads a TOML file and dotted overrides into a `Config`, and checks it against the model."""
+"""Reads a TOML file and dotted overrides into a `Config` and checks it against the model."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from slipstream.protocol.settings.whole_settings import check_whole
 
 Table: TypeAlias = dict[str, JsonValue]
 
-# What pydantic adds to the place of a value that may have one of several forms.
+# Names that pydantic adds to the location of a value with several possible types.
 _FORMS = ("bool", "int", "float", "str", "list", "dict")
-# Characters of a value in a message.
+# Largest number of characters of a value in a message.
 LONGEST_VALUE = 80
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The checked settings of `path` with `overrides` on top.
+    """Returns the checked settings of `path` with `overrides` on top.
 
-    An override is a dotted key and a TOML value: "algorithm.max_staleness=0".
-    ConfigError: one line that names the value and the rule; for an unknown key the nearest right
-    ones.
+    An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Raises ConfigError
+    with one line that names the value and the rule; for an unknown key it has the nearest known
+    keys.
     """
     try:
         data = path.read_bytes()
@@ -73,7 +73,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
-    """The checked settings of a table; ConfigError as for `load_config`."""
+    """Returns the checked settings of a table; raises ConfigError like `load_config`."""
     try:
         return Config.model_validate(table)
     except ValidationError as error:
@@ -81,25 +81,25 @@ def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """All settings, defaults included, as TOML that `load_config` reads back."""
+    """Returns all settings, defaults included, as TOML that `load_config` reads."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def check_model(config: Config) -> None:
-    """Checks the model folder and what depends on it, before anything is loaded; ConfigError."""
+    """Checks the model folder and settings that depend on it, without loading; ConfigError."""
     missing = check_sizes(config)
     if missing:
         raise ConfigError(missing[0])
     for name, path in (("model", config.model.path), *role_folders(config)):
-        # A critic has a head of its own.
+        # A critic replaces the output projection by its own head.
         for problem in tensor_problems(path, f"{name}.path", has_output=name != "critic"):
             raise ConfigError(problem)
 
 
 def check_sizes(config: Config) -> list[str]:
-    """Checks all that the model's config.json decides; ConfigError.
+    """Checks all settings that depend on the model's config.json; ConfigError.
 
-    Returns what the folder lacks to be loaded, one clause for each.
+    Returns one clause for each thing that the folder lacks to be loaded.
     """
     sizes = read_model_sizes(config.model.path)
     _check_layout(config, sizes)
@@ -134,7 +134,7 @@ def check_sizes(config: Config) -> list[str]:
 
 
 def model_warnings(config: Config) -> list[str]:
-    """One line for each model folder whose config.json has fields that are not known here."""
+    """Returns one line for each model folder whose config.json has unknown fields."""
     lines = []
     for name, path in (("model", config.model.path), *role_folders(config)):
         if fields := unknown_fields(read_model_table(path)):
@@ -147,7 +147,10 @@ def model_warnings(config: Config) -> list[str]:
 
 
 def largest_trajectory_bytes(config: Config) -> int:
-    """Upper bound of one trajectory in a queue; ConfigError without a model where it decides."""
+    """Returns the upper bound of one trajectory's bytes in a queue, experts included.
+
+    Raises ConfigError without a model folder if the bytes of experts depend on it.
+    """
     if config.algorithm.router_replay == "off":
         return config.max_trajectory_bytes
     per_token = _routing_bytes(read_model_sizes(config.model.path))
@@ -155,7 +158,7 @@ def largest_trajectory_bytes(config: Config) -> int:
 
 
 def vocabulary_size(config: Config) -> int:
-    """Token ids that the model knows; 0: its folder is not here, or does not say."""
+    """Returns the number of the model's token ids; 0 if its folder or config.json lacks it."""
     if not (config.model.path / "config.json").is_file():
         return 0
     return read_model_sizes(config.model.path).vocab
@@ -236,9 +239,9 @@ def _apply_override(table: Table, override: str) -> None:
 def _source(
     path: Path, error: ErrorDetails, overrides: Sequence[str], in_file: Sequence[str]
 ) -> str:
-    """Where people should look: at the file, at an override, or at both.
+    """Names where the error is: in the file, in an override, or in both together.
 
-    `in_file` are the problems that the file has by itself.
+    `in_file` has the problems of the file without overrides.
     """
     if _describe(error) in in_file:
         return str(path)
@@ -262,7 +265,7 @@ def _describe(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
     if error["type"] == "extra_forbidden":
         known = _known_keys(error["loc"][:-1])
-        # A table of another trainer's is not a slip of the pen: `trainer` is not `tracking`.
+        # The cutoff is higher for tables: another trainer's `trainer` does not mean `tracking`.
         cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
         near = near_names(str(error["loc"][-1]), known, cutoff=cutoff)
         hint = did_you_mean(near) if near else f"known are {', '.join(known)}"
@@ -288,7 +291,7 @@ def _describe(error: ErrorDetails) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as it stands in a message of one line."""
+    """Returns a value shortened for a message of one line."""
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 

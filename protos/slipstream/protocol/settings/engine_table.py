@@ -1,6 +1,6 @@
-"""The table `rollout_server.engine`: what of vLLM's own arguments is the user's to choose.
+"""The table `rollout_server.engine`: which of vLLM's own arguments users may set.
 
-Nothing of vLLM is imported or read here, so that these rules hold on every machine.
+This module neither imports nor reads vLLM, so that these rules hold on every machine.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pydantic import JsonValue
 
 SECTION = "rollout_server.engine"
-# A process of its own for each worker, or one worker in the engine's process.
+# mp: each worker has a process; uni: one worker in the engine's process.
 _EXECUTORS = ("mp", "uni")
-# Tokens of a batch where nothing says how many: as many as vLLM takes on the largest GPU.
+# Tokens of a batch without a setting: vLLM's default on the largest GPU.
 _MOST_BATCHED = 16384
 
 _WEIGHTS = "the learner's weights could not be loaded into such an engine"
@@ -27,7 +27,8 @@ _MOVED = "an expert that vLLM has moved would get the weights of another at each
 _TURNED_AWAY = "set rollout_server.max_episodes; a request that is turned away is a failed episode"
 _TEXT = "the engine samples replies"
 _DRAFTS = "the scheduler here does not join what drafts add to outputs"
-# What must agree with other settings or with our own code: what to do instead, or why.
+# Arguments that must agree with other settings or with Slipstream's code, each with the setting to
+# use instead or the reason.
 OWNED = {
     "model": "set model.path",
     "model_weights": "set model.path",
@@ -84,7 +85,7 @@ OWNED = {
     "convert": _TEXT,
     "max_num_queued_reqs": _TURNED_AWAY,
     "max_num_queued_tokens": _TURNED_AWAY,
-    "scheduler_cls": "it is ours",
+    "scheduler_cls": "the rollout server sets its own",
     "prefill_schedule_interval": "set rollout_server.prompt_wait_steps",
     "enable_return_routed_experts": "set algorithm.router_replay",
     "aux_output_config": "set algorithm.router_replay",
@@ -93,7 +94,7 @@ OWNED = {
 
 
 def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Iterator[str]:
-    """One line for each rule that the table breaks, whatever vLLM is installed."""
+    """Yields one line for each rule that the table breaks, for any version of vLLM."""
     for name in table:
         if name in OWNED:
             yield f"{SECTION}.{name} cannot be passed through: {OWNED[name]}"
@@ -103,7 +104,7 @@ def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Ite
             f"{SECTION}.distributed_executor_backend must be one of {', '.join(_EXECUTORS)}, "
             f"got {executor!r}"
         )
-    # vLLM takes it in any case.
+    # vLLM accepts this word in upper and lower case.
     if str(table.get("load_format", "")).lower() == "ipc_cache":
         yield (
             f"{SECTION}.load_format cannot be 'ipc_cache': such weights lie in another process, "

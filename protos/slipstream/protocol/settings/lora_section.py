@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from slipstream.protocol.settings.section import Section
 
-# What Megatron computes as one matrix, and what Hugging Face calls its parts.
+# Megatron's matrices, each with the names of its parts in Hugging Face models.
 FUSED = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -30,7 +30,7 @@ Target = Literal[
 ]
 
 
-# Of dense layers and of experts alike.
+# Matrices of dense MLPs and of experts.
 _MLP = ("linear_fc1", "linear_fc2")
 # The largest rank for which vLLM has kernels.
 MAX_SERVED_RANK = 512
@@ -42,29 +42,30 @@ class LoraSection(Section):
     Dropout is not offered: the policy that is trained must be the one that samples.
     """
 
-    # Rank of the adapters, a multiple of `learner.parallel.tp`; 0: none, all parameters are
+    # Rank of the adapters, a multiple of `learner.parallel.tp`; 0: no adapters, all parameters are
     # trained.
     rank: int = Field(0, ge=0)
-    # What the adapters add is multiplied by `alpha` / `rank`.
+    # An adapter's product is multiplied by `alpha` / `rank`.
     alpha: float = Field(32.0, gt=0)
-    # Matrices that get one, by Megatron's or by Hugging Face's names. Those that Megatron fuses
-    # (q_proj, k_proj, v_proj; gate_proj, up_proj) come together and share their first factor.
+    # Matrices that get an adapter, by Megatron's or Hugging Face's names. Matrices that Megatron
+    # fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) must be named together and share their
+    # first factor.
     target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
-    # What a publish carries: merged weights, as many bytes as without adapters; or the adapters
-    # alone, which vLLM computes beside the matrices. The first publish to a server, and the first
-    # one of a trainer that was started again, then carries the matrices too. On GPUs vLLM computes
-    # adapters in half precision only: not with `model.dtype` "float32".
+    # merged: a publish carries merged weights, as many bytes as without adapters; adapters: the
+    # adapters alone, which vLLM computes beside the matrices. The first publish to a server, and
+    # the first after a restart of the trainer, then also carries the matrices. On GPUs vLLM
+    # computes adapters in half precision only: not with `model.dtype` "float32".
     publish: Literal["merged", "adapters"] = "merged"
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether servers get matrices and adapters apart."""
+        """Whether servers get matrices and adapters separately."""
         return self.publish == "adapters"
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The targets by Megatron's names."""
+        """The matrices with adapters, by Megatron's names."""
         named = set(self.target_modules)
         return tuple(name for name, parts in FUSED.items() if named & {name, *parts})
 
@@ -88,10 +89,10 @@ class LoraSection(Section):
         return self
 
     def problems(self, *, num_experts: int) -> Iterator[str]:
-        """Of a model with so many experts; 0: it has none.
+        """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
 
-        Megatron-Bridge gives all experts of a rank one adapter together, so that another number of
-        ranks would train another model.
+        Megatron-Bridge gives all experts of a rank one shared adapter, so the trained model would
+        depend on the number of ranks.
         """
         if self.rank and num_experts and set(self.modules) & set(_MLP):
             yield (

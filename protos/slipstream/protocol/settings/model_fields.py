@@ -1,7 +1,7 @@
-"""Fields of a model's config.json: which are computed with, and which may have one value only.
+"""Fields of a model's config.json: which are used, and which may have one value only.
 
-Three programs read the file: transformers, Megatron-Bridge for the learner and vLLM for the rollout
-servers. A field that one of them reads and another does not makes two models out of one folder.
+Three programs read the file: transformers, Megatron-Bridge for the trainer and vLLM for the rollout
+servers. If one of them reads a field that another ignores, they compute different models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 Values: TypeAlias = tuple[Any, ...]
 
-# All three compute with them; `model_problems` says which values are possible.
+# Fields that all three programs use; `model_problems` checks their values.
 HONOURED = frozenset(
     {
         "architectures",
@@ -36,7 +36,7 @@ HONOURED = frozenset(
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
         "norm_topk_prob",
-        # Refused where they say more than one kind of layer.
+        # These are refused if they describe more than one kind of layer.
         "decoder_sparse_step",
         "mlp_only_layers",
         "use_sliding_window",
@@ -46,8 +46,8 @@ HONOURED = frozenset(
         "quantization_config",
     }
 )
-# They say nothing of the function: names, token ids, how a model was made or is stored. Dropout and
-# jitter belong to training, where neither the learner nor a rollout server has any.
+# Fields that do not change the function: names, token ids, how a model was made or is stored.
+# Dropout and jitter belong to training; neither the trainer nor a rollout server applies them.
 HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
@@ -109,7 +109,7 @@ _OFF: Values = (None, False)
 _NONE: Values = (None,)
 _ONE: Values = (None, 1)
 _ZERO: Values = (None, 0)
-# Field -> the values with which all three compute the same, whatever the architecture.
+# Field -> values with which all three programs compute the same, for every architecture.
 ONE_VALUE: Mapping[str, Values] = MappingProxyType(
     {
         "hidden_act": ("silu",),
@@ -150,25 +150,25 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
 _ANY_BIAS: Values = (None, False, True)
 _DENSE: Mapping[str, Values] = {"num_experts": _ZERO, "num_local_experts": _ZERO}
 _UNSHARED: Mapping[str, Values] = {"shared_expert_intermediate_size": _ZERO}
-# What differs for one architecture. Nobody reads attention_bias of a Qwen2, which has biases.
+# Exceptions for one architecture. No program reads attention_bias of a Qwen2, which has biases.
 ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
     {
         "LlamaForCausalLM": _DENSE,
         "Qwen2ForCausalLM": {**_DENSE, "attention_bias": _ANY_BIAS},
         "Qwen3ForCausalLM": _DENSE,
         "Qwen3MoeForCausalLM": _UNSHARED,
-        # vLLM has the biases always.
+        # vLLM always has these biases.
         "Qwen2MoeForCausalLM": {"attention_bias": _ANY_BIAS, "qkv_bias": (None, True)},
-        # The weights of a token's experts add up to 1, whatever the file says.
+        # The weights of a token's experts always add up to 1.
         "MixtralForCausalLM": {
             **_UNSHARED,
             "norm_topk_prob": (None, True),
-            # transformers asks no other field whether there is a window.
+            # transformers reads only this field to decide on a window.
             "sliding_window": _NONE,
         },
     }
 )
-# vLLM takes hidden_size / num_attention_heads for them.
+# Architectures for which vLLM uses hidden_size / num_attention_heads as head_dim.
 _NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _LLAMA3_KEYS = (
@@ -180,7 +180,7 @@ _LLAMA3_KEYS = (
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each field of a known architecture's config.json that is not computed alike."""
+    """Yields one line for each field for which the three programs would compute differently."""
     architecture = _architecture(values)
     allowed = {**ONE_VALUE, **ONE_VALUE_OF.get(architecture, {})}
     for name, value in values.items():
@@ -204,13 +204,13 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unknown_fields(values: Mapping[str, Any]) -> list[str]:
-    """Names in a config.json of which nobody here knows whether they change the model."""
+    """Returns the fields of a config.json whose effect on the model is not known."""
     known = HONOURED | HARMLESS | ONE_VALUE.keys()
     return sorted(name for name in values if name not in known)
 
 
 def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The table of a config.json on positions, as transformers chooses between its two names."""
+    """Returns the table of the rotary embedding, chosen like transformers from its two names."""
     table = values.get("rope_scaling") or values.get("rope_parameters") or {}
     return table if isinstance(table, Mapping) else {}
 
@@ -244,7 +244,7 @@ def _rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
             f"{kind!r}, got {table[name]!r}"
         )
     if kind == "llama3":
-        # transformers takes another bound for a missing one, and Megatron its own.
+        # transformers and Megatron have different defaults for a missing bound.
         for name in (name for name in _LLAMA3_KEYS if name not in table):
             yield f"model.path: the rope_type 'llama3' needs {name} in rope_parameters"
     if table.get("partial_rotary_factor") not in _ONE:

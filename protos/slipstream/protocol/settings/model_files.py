@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder holds all that a run loads from it, without loading any of it."""
+"""Checks that a Hugging Face folder has all files that a run loads, without loading them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# What holds a tokenizer's vocabulary, as transformers names it; one of them is enough.
+# Files that hold a tokenizer's vocabulary, by transformers' names; one of them is enough.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 INDEX = "model.safetensors.index.json"
-# safetensors begin with the length of their header, 8 bytes; the format allows no longer header.
+# A safetensors file begins with 8 bytes, the length of its header, at most MAX_HEADER_BYTES.
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a folder with config.json lacks to be loaded by a run: one clause for each."""
+    """Returns one clause for each thing that a folder with config.json lacks to be loaded."""
     missing = missing_weights(folder, "model.path")
     if not (folder / "tokenizer_config.json").is_file():
         missing.append(
@@ -36,9 +36,9 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def missing_weights(folder: Path, setting: str) -> list[str]:
-    """What is wrong with the weights of a folder that `setting` names: one clause for each.
+    """Returns one clause for each fault of the weights in the folder that `setting` names.
 
-    Reads the headers alone. A download that was cut off is the usual cause.
+    Only headers are read. The usual cause is an incomplete download.
     """
     if not any(folder.glob("*.safetensors")):
         return [f"{setting} must hold safetensors weights, but {folder} has none"]
@@ -73,14 +73,14 @@ def _damage(path: Path) -> Iterator[str]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """What a whole file says of each of its tensors: dtype, shape, data_offsets."""
+    """Returns dtype, shape and data_offsets of each tensor of a complete file."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
 def _bytes_needed(path: Path, size: int) -> int:
-    """How long a file is by its own header; ValueError when there is none."""
+    """Returns the size of a file by its own header; ValueError without a header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:
@@ -100,6 +100,6 @@ def _has_chat_template(folder: Path) -> bool:
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
     except (ValueError, RecursionError):
-        # The tokenizer's own loader says what is wrong with it.
+        # The tokenizer's own loader reports this fault.
         return True
     return isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -1,4 +1,4 @@
-"""What a model's config.json says that the parallel layout depends on."""
+"""Sizes from a model's config.json, on which the parallel layout depends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.protocol.settings.model_fields import rope_table
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder; 0 where config.json says nothing."""
+    """Sizes of a decoder; 0 if config.json lacks the field."""
 
     architecture: str
     vocab: int
@@ -25,33 +25,33 @@ class ModelSizes:
     head_dim: int
     ffn: int
     max_positions: int
-    # A mixture of experts: how many there are, how many a token goes to, their intermediate size.
+    # Mixture of experts: their number, the number for each token, their intermediate size.
     experts: int
     experts_per_token: int
     expert_ffn: int
-    # Of the expert that every token goes to; 0: there is none.
+    # Intermediate size of the expert that every token goes to; 0: there is none.
     shared_expert_ffn: int
     # Whether the weights of a token's experts add up to 1.
     normalizes_experts: bool
-    # Whether some layers of a mixture of experts have none.
+    # Whether some layers of a mixture of experts have no experts.
     has_dense_layers: bool
     norm_eps: float
     has_tied_output: bool
     rope_type: str
     rope_theta: float
     rope_factor: float
-    # Of the type llama3: low_freq_factor, high_freq_factor and original_max_position_embeddings.
+    # low_freq_factor, high_freq_factor and original_max_position_embeddings of the type llama3.
     rope_bounds: tuple[float, float, float]
     uses_sliding_window: bool
     is_quantized: bool
 
     def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
-        """Keys and values of a token in the cache of one of `tp` engine workers."""
+        """Returns the bytes of a token's keys and values in the cache of one of `tp` workers."""
         return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ModelSizes:
-        """From the table of a config.json, as transformers 4 or 5 writes it."""
+        """Reads the table of a config.json, as transformers 4 or 5 writes it."""
 
         def number(*names: str) -> int:
             found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
@@ -97,21 +97,21 @@ class ModelSizes:
 def normalizes_experts(values: Mapping[str, Any]) -> bool:
     """Whether the weights of a token's experts add up to 1, by the table of a config.json.
 
-    Mixtral's always do, and its table does not say so.
+    Mixtral's weights always do, without a field in its table.
     """
     return bool(values.get("norm_topk_prob", values.get("model_type") == "mixtral"))
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
-    """The sizes of a Hugging Face folder; ConfigError as of `read_model_table`."""
+    """Returns the sizes of a Hugging Face folder; ConfigError like `read_model_table`."""
     return ModelSizes.of(read_model_table(folder))
 
 
 def read_model_table(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder; ConfigError when there is none to be read."""
+    """Returns the config.json of a Hugging Face folder; ConfigError if it cannot be read."""
     path = folder / "config.json"
     if not folder.is_dir():
-        # A run is exported or replayed in the folder in which it was started.
+        # Relative paths: a run is exported or replayed in the folder in which it was started.
         here = "" if folder.is_absolute() else f" below {Path.cwd()}"
         raise ConfigError(
             f"model.path must be a Hugging Face folder, got {folder}, which does not exist{here}"
@@ -131,7 +131,7 @@ def read_model_table(folder: Path) -> dict[str, Any]:
 
 
 def _download(folder: Path) -> str:
-    """What to do when the path is rather a name on the Hugging Face Hub; empty: it is not."""
+    """Returns advice if the path looks like a name on the Hugging Face Hub, else ""."""
     owner, *name = folder.parts
     if len(name) != 1 or owner.startswith((".", "/", "~", "models")) or Path(owner).exists():
         return ""

@@ -1,6 +1,6 @@
-"""Whether a folder's files hold every tensor that its config.json asks for, by their headers.
+"""Checks by the headers that a folder's files have every tensor that config.json asks for.
 
-Megatron-Bridge 0.3.1 fails without a word about the tensor: "Unknown parallelism type: None".
+Megatron-Bridge 0.3.1 does not name a missing tensor: "Unknown parallelism type: None".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 OUTPUT = "lm_head.weight"
 _NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-# Of gate, up and down, below a layer.
+# Names of gate, up and down in a layer.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = {
     "Qwen3MoeForCausalLM": ("mlp.", _PROJECTIONS),
@@ -28,10 +28,10 @@ _EXPERTS = {
 
 
 def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> Iterator[str]:
-    """One clause for each tensor that is missing or has another shape; for whole files.
+    """Yields one clause for each tensor that is missing or has a wrong shape; for complete files.
 
-    `setting` names the folder, of a supported architecture. `has_output`: the projection to the
-    vocabulary is needed. What the files hold beside that does not matter.
+    `setting` names the folder, of a supported architecture. The projection to the vocabulary is
+    needed if `has_output`. Further tensors in the files do not matter.
     """
     values = json.loads((folder / "config.json").read_text())
     held = _held(folder)
@@ -53,7 +53,7 @@ def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> I
 
 
 def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
-    """Name and shape of each tensor, by the table of a config.json of a known architecture."""
+    """Returns name and shape of each tensor, by the config.json of a known architecture."""
     sizes = ModelSizes.of(values)
     needed: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, sizes.hidden)}
     for layer in range(sizes.layers):
@@ -103,7 +103,7 @@ def _gated(prefix: str, names: tuple[str, str, str], hidden: int, ffn: int) -> d
 
 
 def _held(folder: Path) -> dict[str, tuple[Path, Shape]]:
-    """The file and the shape of each tensor that would be found."""
+    """Returns file and shape of each tensor that a loader would find."""
     index = folder / INDEX
     if not index.is_file():
         paths = sorted(folder.glob("*.safetensors"))
@@ -121,7 +121,7 @@ def _shapes(path: Path) -> dict[str, Shape]:
 
 
 def _place(folder: Path) -> Path:
-    """What people look at to see which tensors there are."""
+    """Returns the file that lists the tensors, for a message: index, single file, or folder."""
     paths = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         return folder / INDEX

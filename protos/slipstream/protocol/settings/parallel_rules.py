@@ -1,7 +1,7 @@
-"""What no parallel layout can be, as rules with their reasons: nothing is loaded to find it out.
+"""Rules for parallel layouts, checked without loading anything.
 
-Each function yields one line for each rule that is broken, with the value and the rule. Sizes that
-Megatron would refuse only when groups, layers or optimizers are made are refused here.
+Each function yields one line for each broken rule, with the value and the rule. These rules refuse
+sizes early that Megatron would refuse only when groups, layers or optimizers are made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slipstream.protocol.settings.rank_layout import RankLayout
 from slipstream.protocol.settings.sections import LearnerSection, ParallelSection
 from slipstream.protocol.settings.transformer_table import policy_problems
 
-# What Megatron-Bridge loads and exports, and tests compare with transformers.
+# Architectures that Megatron-Bridge loads and exports, and tests compare with transformers.
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
@@ -23,10 +23,10 @@ ARCHITECTURES = (
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
 )
-# What Megatron computes with, whatever config.json says.
+# Bounds that Megatron always uses; it ignores those of config.json.
 LLAMA3_BOUNDS = (1.0, 4.0, 8192)
 ROPE_TYPES = ("default", "llama3")
-# Ways of Megatron's that need more than its tables: other groups, wrappers or training loops.
+# Megatron's features that need more than settings: other groups, wrappers or training loops.
 _NOT_OURS = {
     "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub"),
     "optimizer": ("overlap_param_gather_with_optimizer_step",),
@@ -35,7 +35,7 @@ _NOT_OURS = {
 
 
 def world_problems(learner: LearnerSection) -> Iterator[str]:
-    """Of the sizes alone, whatever the model."""
+    """Checks the sizes alone, for any model."""
     parallel, world = learner.parallel, learner.world_size
     try:
         RankLayout.of(parallel, world)
@@ -60,7 +60,7 @@ def world_problems(learner: LearnerSection) -> Iterator[str]:
 
 
 def table_problems(learner: LearnerSection) -> Iterator[str]:
-    """Of the tables that are passed through to Megatron, where settings contradict each other."""
+    """Checks the tables that are passed through to Megatron for contradictions."""
     tables = {
         "ddp": learner.ddp,
         "optimizer": learner.optimizer,
@@ -134,7 +134,7 @@ def _recompute_problems(
 
 
 def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
-    """Of the table `learner.transformer` when routers replay the experts of the rollout."""
+    """Checks the table `learner.transformer` for the replay of the rollout's experts."""
     if transformer.get("moe_router_fusion"):
         yield (
             "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "
@@ -149,7 +149,7 @@ def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
 
 
 def model_problems(sizes: ModelSizes) -> Iterator[str]:
-    """Of a model, in whatever layout."""
+    """Checks a model, for any layout."""
     if sizes.architecture not in ARCHITECTURES:
         kind = "mixture of experts" if sizes.experts else "model"
         yield (
@@ -189,7 +189,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
 def layout_problems(
     sizes: ModelSizes, parallel: ParallelSection, transformer: dict[str, JsonValue]
 ) -> Iterator[str]:
-    """Of a model in a layout."""
+    """Checks a model in a layout."""
     tp = parallel.tp
     for number, noun in (
         (sizes.heads, "attention heads"),
@@ -236,7 +236,7 @@ def _expert_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[s
 def _stage_problems(
     layers: int, parallel: ParallelSection, transformer: dict[str, JsonValue]
 ) -> Iterator[str]:
-    """Megatron's rules for an uneven split over the stages included."""
+    """Checks the split of layers over stages, with Megatron's rules for uneven splits."""
     if transformer.get("pipeline_model_parallel_layout") is not None:
         return
     pp, vpp = parallel.pp, parallel.vpp or 1

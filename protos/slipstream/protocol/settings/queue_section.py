@@ -14,15 +14,15 @@ QueueEnd: TypeAlias = Literal["controller", "rollout_server"]
 
 
 class QueueUserSection(Section):
-    """The user as which one end of the queue enters Redis, in place of the one in `redis_url`."""
+    """The user as which one end of the queue logs in to Redis, not the one in `redis_url`."""
 
     # Name of the user; docs/security.md has the rights that it needs.
     user: Annotated[str, Field(min_length=1)]
-    # A file with its password.
+    # File with the user's password.
     password_file: Path
 
 
-# A password with one of /?# in it would be cut in two, and shown as host or path.
+# Form of a URL. A password with one of /?# in it would be cut in two, and shown as host or path.
 _REDIS_URL = re.compile(
     r"rediss?://([^/?#]*@)?(\[[\da-fA-F:.]+\]|[^/?#@:\[\]]+)(:\d{1,5})?(/\d*)?(\?[^#@]*)?"
     r"|unix://([^/?#]*@)?/[^?#]*(\?[^#]*)?"
@@ -30,30 +30,30 @@ _REDIS_URL = re.compile(
 
 
 class QueueSection(Section):
-    """Where finished trajectories wait for the journal."""
+    """The queue in which finished trajectories wait for the journal."""
 
     # grpc: in the memory of the rollout servers; redis: on the disk of a Redis or Valkey server.
     kind: Literal["grpc", "redis"] = "grpc"
-    # redis://, rediss:// or unix:// ; None: `slipstream run` starts a server of its own.
+    # redis://, rediss:// or unix:// ; None: `slipstream run` starts a server.
     redis_url: str | None = None
-    # A file with the password, which then need not stand in `redis_url`.
+    # File with the password, which is then left out of `redis_url`.
     redis_password_file: Path | None = None
     # A table of its own, below: the controller's user.
     controller: QueueUserSection | None = None
     # A table of its own, below: the rollout servers' user.
     rollout_server: QueueUserSection | None = None
-    # Bytes that may wait: of each server (grpc), of all together (redis). Beyond it servers wait.
-    # Leases of all servers together reserve no more.
+    # Bytes that may wait in the queue: of each server (grpc), of all servers together (redis). When
+    # it is full, servers wait. Leases of all servers together reserve no more than this.
     max_bytes: Positive = 256 << 20
 
     def user_of(self, end: QueueEnd) -> QueueUserSection | None:
-        """The table of one end."""
+        """Returns the table of one end."""
         return self.controller if end == "controller" else self.rollout_server
 
     @model_validator(mode="after")
     def _url(self) -> QueueSection:
         if self.redis_url is not None and not _REDIS_URL.fullmatch(self.redis_url):
-            # Nothing of it is shown: it may hold a password.
+            # The URL is not shown: it may hold a password.
             raise ValueError(
                 "redis_url must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH, "
                 "with USER:PASSWORD@ before the host if need be: a password with one of /?# in it "
@@ -68,7 +68,7 @@ class QueueSection(Section):
             return self
         if self.redis_url is None:
             raise ValueError(
-                f"the table {tables[0]} needs redis_url: a server of our own makes its users itself"
+                f"the table {tables[0]} needs redis_url: the embedded server makes its users itself"
             )
         if self.redis_password_file is not None or "@" in urlsplit(self.redis_url).netloc:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which ranks form which parallel group: arithmetic alone, in Megatron's order of ranks."""
+"""The ranks of each parallel group, by arithmetic alone, in Megatron's order of ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slipstream.protocol.settings.sections import ParallelSection
 
 Group: TypeAlias = tuple[int, ...]
 
-# Groups of a line that are written out; of more, the first ones and the last.
+# Largest number of groups that a line lists; of more groups it has the first ones and the last.
 SHOWN_GROUPS = 8
-# Ranks of a group that are written out.
+# Largest number of ranks of a group that are listed.
 SHOWN_RANKS = 4
 
 
@@ -22,9 +22,9 @@ SHOWN_RANKS = 4
 class RankLayout:
     """The sizes of all groups of `world_size` ranks.
 
-    The ranks form two grids. Attention, embeddings and dense layers see tp, cp, dp and pp, experts
-    see etp, ep, expert_dp and pp; in both the first axis counts fastest. The grids share nothing
-    but the pipeline stages, so that ep is independent of tp * cp.
+    The ranks form two grids. Attention, embeddings and dense layers use tp, cp, dp and pp, experts
+    use etp, ep, expert_dp and pp. In both the first axis varies fastest. The grids share only the
+    pipeline stages, so that ep is independent of tp * cp.
     """
 
     world_size: int
@@ -36,9 +36,9 @@ class RankLayout:
 
     @classmethod
     def of(cls, parallel: ParallelSection, world_size: int) -> RankLayout:
-        """The layout of a whole world; an `etp` of None is tp.
+        """Returns the layout of all ranks; an `etp` of None means tp.
 
-        ValueError with the rule when the sizes do not divide the world.
+        Raises ValueError with the rule when the sizes do not divide `world_size`.
         """
         etp = parallel.etp or parallel.tp
         dense, expert = parallel.tp * parallel.pp * parallel.cp, parallel.ep * etp * parallel.pp
@@ -51,7 +51,7 @@ class RankLayout:
 
     @property
     def dp(self) -> int:
-        """Replicas of the model but its experts: they train different micro batches."""
+        """Replicas of the model without its experts; they train different micro batches."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
@@ -60,13 +60,13 @@ class RankLayout:
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def groups(self) -> dict[str, tuple[Group, ...]]:
-        """All groups of each kind: tp, cp, dp, pp, etp, ep, expert_dp."""
+        """Returns all groups of each kind: tp, cp, dp, pp, etp, ep, expert_dp."""
         dense = (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
         expert = (("etp", self.etp), ("ep", self.ep), ("expert_dp", self.expert_dp), dense[3])
         return _of_grid(expert) | _of_grid(dense)
 
     def describe(self, *, has_experts: bool) -> str:
-        """Sizes, and the ranks of each group of more than one, a line for each kind."""
+        """Returns a line of sizes, and a line of groups for each kind with several ranks."""
         found = self.groups()
         noun = "rank" if self.world_size == 1 else "ranks"
         sizes = f"tp {self.tp}, pp {self.pp}, cp {self.cp}, dp {self.dp}"
@@ -104,7 +104,7 @@ def _ranks_text(ranks: Group) -> str:
 
 
 def _shortened(texts: Sequence[str], limit: int, gap: str) -> Iterator[str]:
-    """All texts with spaces between, or the first ones, `gap` and the last one."""
+    """Yields all texts joined by spaces, or the first ones, `gap` and the last one."""
     if len(texts) <= limit:
         yield " ".join(texts)
         return

@@ -1,4 +1,4 @@
-"""The models beside the policy, each as if it were the policy of a run of its own."""
+"""The models beside the policy, each with settings as if it were the policy of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.protocol.settings.role_sections import (
 
 
 def reference_config(config: Config) -> Config | None:
-    """The settings by which the reference model is loaded; None without one."""
+    """Returns the settings for loading the reference model; None without one."""
     if config.algorithm.kl.coefficient == 0:
         return None
     section = config.reference or ReferenceSection()
@@ -37,7 +37,7 @@ def reference_config(config: Config) -> Config | None:
 
 
 def critic_config(config: Config) -> Config | None:
-    """The settings by which the critic is loaded and trained; None without one."""
+    """Returns the settings for loading and training the critic; None without one."""
     section = config.critic
     if section is None:
         return None
@@ -46,14 +46,14 @@ def critic_config(config: Config) -> Config | None:
 
 
 def role_settings(config: Config) -> dict[str, Config]:
-    """The settings of each model beside the policy that the run has, by its name."""
+    """Returns the settings of each model beside the policy in use, by name."""
     found = {"reference": reference_config(config), "critic": critic_config(config)}
     return {name: settings for name, settings in found.items() if settings is not None}
 
 
 @contextlib.contextmanager
 def named(config: Config, name: str) -> Iterator[None]:
-    """A ConfigError on the settings of a role gets the names that they have in the file."""
+    """Rewrites ConfigErrors about a role's settings to the names that the file uses."""
     try:
         yield
     except ConfigError as error:
@@ -63,12 +63,12 @@ def named(config: Config, name: str) -> Iterator[None]:
 
 
 def role_folders(config: Config) -> list[tuple[str, Path]]:
-    """The name of each role that has a folder of its own, and the folder."""
+    """Returns name and folder of each role that has its own folder."""
     return [(name, role.path) for name, role in config.roles.items() if role.path is not None]
 
 
 def missing_weights(config: Config) -> list[str]:
-    """What folders of their own lack to be loaded: one clause for each."""
+    """Returns one clause for each thing that the roles' own folders lack to be loaded."""
     return [
         problem
         for name, path in role_folders(config)
@@ -77,10 +77,10 @@ def missing_weights(config: Config) -> list[str]:
 
 
 def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
-    """What the folders of reference and critic decide: one line for each rule that is broken."""
+    """Yields one line for each rule that the folders of reference and critic break."""
     for name, settings in role_settings(config).items():
         role = config.roles.get(name)
-        # Without a table it is the policy's folder in the policy's layout.
+        # Without a table the role has the policy's folder and layout, which are already checked.
         if role is not None:
             for problem in _problems(settings, policy):
                 yield renamed(problem, name, role)
@@ -122,6 +122,6 @@ def _in_place_of_policy(config: Config, section: RoleSection) -> Config:
     if section.path is None:
         return changed
     model = config.model.model_copy(update={"path": section.path})
-    # The policy's starting weights are not those of another folder.
+    # The policy's starting weights do not fit another folder.
     checkpoint = config.checkpoint.model_copy(update={"load": None})
     return changed.model_copy(update={"model": model, "checkpoint": checkpoint})

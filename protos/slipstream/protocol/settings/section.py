@@ -1,4 +1,4 @@
-"""What all sections of a run's settings are made of."""
+"""The base of all sections of a run's settings, and the types of their fields."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ Address = Annotated[str, AfterValidator(check_address_form)]
 Host = Annotated[str, AfterValidator(_check_host_form)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
-# The limit of a silence: a busy process says nothing for a good part of a second.
+# Limit of a silence, at least 1 s: a busy process may be silent for most of a second.
 Silence = Annotated[float, Field(ge=1)]
 
-# Counts travel in 32 bits, and go into kernels that count so. Bytes do not.
+# Counts travel in 32 bits and go into kernels that use 32 bits. Bytes use 64 bits.
 _LARGEST_COUNT, _LARGEST_BYTES = 2**31 - 1, 2**63 - 1
-# Below it whoever waits is always busy; thirty years: clocks of threads and of torch end later.
+# A shorter wait would be a busy loop. The longest wait, 30 years, fits clocks of threads and torch.
 _SHORTEST_S, _LONGEST_S = 1e-3, 1e9
-# Far below the end of float32, in which most of them are used.
+# Far below the largest float32, the type in which most numbers are used.
 _LARGEST = 1e30
-# Of Linux: one name, and a whole path.
+# Limits of Linux for one name and for a whole path.
 _NAME_BYTES, _PATH_BYTES = 255, 4095
 
 
 class Section(BaseModel):
-    """A section: unknown keys are refused, values never change.
+    """The base of a section: it refuses unknown keys, and its values never change.
 
-    Numbers are finite, no truth values, and of a size that can be sent and waited
-    for; texts and paths are not empty.
+    Numbers must be finite, not true or false, and small enough to be sent or waited for. Texts and
+    paths must not be empty.
     """
 
     model_config = ConfigDict(
@@ -67,14 +67,14 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _of_its_kind(cls, value: object, info: ValidationInfo) -> object:
-        """Refuses what pydantic would convert, and texts that no file or service can have."""
+        """Refuses values that pydantic would convert, and texts that cannot be names or paths."""
         name = info.field_name or ""
         kinds = set(_kinds(cls.model_fields[name].annotation))
         if kinds & {int, float} and bool not in kinds and isinstance(value, bool):
             raise ValueError(f"input should be a number, got {str(value).lower()}")
         if kinds & {str, Path} and isinstance(value, str):
             if not value or not value.isprintable():
-                # An address may hold a password.
+                # A URL may hold a password.
                 shown = "" if name.endswith("_url") else f", got {value!r}"
                 raise ValueError(f"input should be one line of text, not empty{shown}")
             if Path in kinds and _is_too_long(value):
@@ -101,7 +101,7 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: object) -> Iterator[object]:
-    """The types of which a field's value may be; what is in its items does not count."""
+    """Yields the types of a field's value, without the types of its items."""
     if typing.get_origin(annotation) is Annotated:
         yield from _kinds(typing.get_args(annotation)[0])
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType):

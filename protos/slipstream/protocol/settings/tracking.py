@@ -1,4 +1,4 @@
-"""Which packages the trackers of a run need: checked before anything starts."""
+"""The packages that a run's trackers need, checked before the run starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.measurement_sections import TrackingSection
 
-# Each has an extra of its name.
+# Packages of each tracker; the tracker's extra has its name.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorboard": (),
     "wandb": ("wandb",),
@@ -16,7 +16,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 
 
 def check_trackers(tracking: TrackingSection) -> None:
-    """ConfigError with the command that helps when a tracker's package is not installed."""
+    """Raises ConfigError with the command to run when a tracker's package is not installed."""
     for tracker in tracking.trackers:
         for package in PACKAGES[tracker]:
             if importlib.util.find_spec(package) is None:

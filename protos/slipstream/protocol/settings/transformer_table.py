@@ -1,7 +1,7 @@
-"""The table `learner.transformer`: what of Megatron's settings would train another model.
+"""The table `learner.transformer`: which of Megatron's settings would train another model.
 
-Rollout servers sample from what config.json says. Nothing of Megatron is imported here, so that
-these rules hold on every machine; a test sorts all fields of the tested version.
+Rollout servers sample from the model of config.json. This module does not import Megatron, so that
+these rules hold on every machine; a test classifies all fields of the tested version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import JsonValue
 
 SECTION = "learner.transformer"
-# They are read from config.json, or belong to architectures that are not supported.
+# Settings that are read from config.json, or belong to architectures that are not supported.
 FROM_MODEL = frozenset(
     {
         "activation_func",
@@ -75,7 +75,7 @@ FROM_MODEL = frozenset(
         "window_size",
     }
 )
-# They change training alone: noise, experts that a router did not choose or that drop tokens.
+# Settings that change training only: noise, forced routing, experts that drop tokens.
 OFF = frozenset(
     {
         "apply_query_key_layer_scaling",
@@ -100,7 +100,7 @@ _BALANCING = "moe_router_load_balancing_type"
 
 
 def policy_problems(transformer: Mapping[str, JsonValue]) -> Iterator[str]:
-    """One line for each setting with which the policy would not be the one that samples."""
+    """Yields one line for each setting with which training and sampling policy would differ."""
     for name, value in transformer.items():
         if name in FROM_MODEL:
             yield f"{SECTION}.{name} cannot be set, got {value!r}: config.json decides it"

@@ -1,4 +1,4 @@
-"""The names and types of vLLM's arguments, from its source: importing it would take ten seconds."""
+"""The names and types of vLLM's arguments, from its source: an import would take ten seconds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN: dict[str, tuple[str, tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A name or an expression, and the module in whose words it is written."""
+    """A name or an expression, and the module in which it is written."""
 
     module: str
     text: str
@@ -39,19 +39,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Form:
-    """One form that a value may have."""
+    """One type or set of choices that a value may have."""
 
     words: str
     types: tuple[type, ...] = ()
     choices: tuple[JsonValue, ...] = ()
-    # Of a table with keys of its own: their class.
+    # Class of the keys, for a table whose keys are settings.
     keys_of: Place | None = None
 
     def takes(self, value: JsonValue) -> bool:
         """Whether a value of a TOML file has this form."""
         if self.choices:
             return _plain(value) in map(_plain, self.choices)
-        # A bool is an int for Python alone.
+        # A bool is an int in Python, but not in TOML.
         return isinstance(value, self.types) and (bool in self.types or type(value) is not bool)
 
 
@@ -59,9 +59,9 @@ Forms: TypeAlias = tuple[Form, ...]
 
 
 def check_engine(config: Config) -> None:
-    """Looks up what is passed through in the source of the installed vLLM, if there is one.
+    """Checks the engine's settings against the source of the installed vLLM, if there is one.
 
-    ConfigError: one line with the nearest right names, or with the value and its type.
+    Raises ConfigError with one line: the nearest known names, or the value and its type.
     """
     spec = importlib.util.find_spec("vllm")
     if not config.rollout_server.engine or spec is None or not spec.submodule_search_locations:
@@ -72,7 +72,7 @@ def check_engine(config: Config) -> None:
 
 
 def unknown_name(name: str, known: Iterable[str], *, section: str = SECTION) -> str:
-    """What is said to a name that vLLM does not have."""
+    """Returns the message about a name that vLLM does not have."""
     near = near_names(name, known)
     owned = OWNED if section == SECTION else {}
     hint = ""
@@ -84,16 +84,16 @@ def unknown_name(name: str, known: Iterable[str], *, section: str = SECTION) -> 
 
 
 class VllmSource:
-    """What the files of the package vllm in `folder` say of settings; nothing of it is run."""
+    """Settings that the files of the package vllm in `folder` define; no code of it is run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tree = cache(self._parse)
 
     def problems(self, table: Mapping[str, JsonValue]) -> Iterator[str]:
-        """One line for each name of `rollout_server.engine` and each type that vLLM has not.
+        """Yields one line for each unknown name and each wrong type in `rollout_server.engine`.
 
-        What is a class of values to vLLM, or computed, is left to vLLM.
+        Types that are other classes, or computed, are left for vLLM to check.
         """
         fields = self.arguments()
         for name, value in table.items():
@@ -108,7 +108,7 @@ class VllmSource:
                 yield from self._unknown_keys(value, forms, f"{SECTION}.{name}")
 
     def arguments(self) -> dict[str, Place]:
-        """The name of each argument and its annotation; ConfigError where there are none."""
+        """Returns each argument's name and annotation; ConfigError if there are none."""
         fields = self._fields(Place(_MODULE, _CLASS))
         if not fields:
             raise ConfigError(
@@ -118,7 +118,7 @@ class VllmSource:
         return fields
 
     def forms(self, annotation: Place) -> Forms | None:
-        """The forms that a value may have; None: only vLLM knows."""
+        """Returns the forms that a value may have; None if only vLLM can tell."""
         return self._forms(ast.parse(annotation.text, mode="eval").body, annotation.module)
 
     def _unknown_keys(
@@ -166,7 +166,7 @@ class VllmSource:
         return self._forms(node, module)
 
     def _fields(self, place: Place) -> dict[str, Place] | None:
-        """The fields of a dataclass with those of its bases; None when one is not found."""
+        """Returns the fields of a dataclass and its bases; None when a class is not found."""
         node, module = self._definition(place) or (None, "")
         if not isinstance(node, ast.ClassDef):
             return None
@@ -184,7 +184,7 @@ class VllmSource:
         return {name: place for name, place in fields.items() if not name.startswith("_")}
 
     def _definition(self, place: Place) -> tuple[ast.expr | ast.ClassDef, str] | None:
-        """What a name stands for: a class, or the expression after its =; and in which module."""
+        """Returns a name's class, or the expression assigned to it, and the module."""
         for node in self._tree(place.module):
             if isinstance(node, ast.ClassDef) and node.name == place.text:
                 return node, place.module
@@ -217,17 +217,17 @@ def _choices(node: ast.expr) -> Forms | None:
 
 
 def _plain(value: JsonValue) -> JsonValue:
-    """VLLM takes most of its words in any case, and with - in place of _."""
+    """Returns `value` in lower case with _ for -: vLLM treats most of its words so."""
     return value.lower().replace("-", "_") if isinstance(value, str) else value
 
 
 def _is_settings(node: ast.ClassDef) -> bool:
-    """Whether it is one of vLLM's classes of settings, which refuse keys that they do not have."""
+    """Whether a class is one of vLLM's classes of settings, which refuse unknown keys."""
     return any(isinstance(each, ast.Name) and each.id == "config" for each in node.decorator_list)
 
 
 def _is_computed(default: ast.expr | None) -> bool:
-    """Whether a field is no argument: field(init=False)."""
+    """Whether a field is not an argument: field(init=False)."""
     keywords = default.keywords if isinstance(default, ast.Call) else []
     return any(
         each.arg == "init" and isinstance(each.value, ast.Constant) and each.value.value is False

@@ -1,1 +1,1 @@
-"""How weights travel: buckets, digests, communicators and shared memory."""
+"""The transport of weights: buckets, digests, communicators and shared memory."""

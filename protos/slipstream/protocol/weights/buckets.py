@@ -1,6 +1,6 @@
-"""How a model's tensors are cut into buckets.
+"""The plan by which a model's tensors are cut into buckets.
 
-Both sides derive the same plan from the layout.
+Sender and receivers derive the same plan from the layout.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from slipstream.v1 import weights_pb2
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT_BYTES = 16
-# What is done with the last bucket comes after the wire, so little is left for it; not less than
-# this, as each broadcast more takes as long as 9 MB on the wire do, or 13 MB to three servers.
+# Smallest last bucket. The work on the last bucket comes after the transfer, so that bucket is
+# small.
+# But each further broadcast costs as much time as 9 MB on the wire, or 13 MB to three servers.
 LAST_BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the Hugging Face checkpoint as it travels."""
+    """One tensor of the Hugging Face checkpoint, in the form in which it travels."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    # Rank in the communicator of the trainer rank that sends it.
+    # Rank, in the communicator, of the trainer rank that sends the tensor.
     sender: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Size of its elements."""
+        """Bytes of all elements."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -53,16 +54,16 @@ class Bucket:
 
     @property
     def root(self) -> int:
-        """Rank in the communicator of the sender."""
+        """Rank of the sender in the communicator."""
         return self.spans[0].tensor.sender
 
 
 def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     """Cuts `tensors`, in their order, into buckets of at most `bucket_bytes`.
 
-    A larger tensor has a bucket of its own; another sender begins another bucket; the last buckets
+    A larger tensor has a bucket of its own, each sender begins a new bucket, and the last buckets
     are smaller. Every tensor starts at a multiple of 16 bytes, so that a view of its element type
-    is aligned.
+    is aligned. Raises ConfigError for a bucket size below 1 or an unknown element type.
     """
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -93,7 +94,7 @@ def layout_to_pb(
     adapters: Sequence[TensorSpec] = (),
     adapter_scale: float = 0.0,
 ) -> weights_pb2.WeightLayout:
-    """The wire form of a layout."""
+    """Returns the wire form of a layout."""
     return weights_pb2.WeightLayout(
         tensors=map(_to_pb, tensors),
         bucket_bytes=bucket_bytes,
@@ -103,17 +104,17 @@ def layout_to_pb(
 
 
 def layout_from_pb(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """All buckets of a layout, in the order in which they travel."""
+    """Returns all buckets of a layout, in the order in which they travel."""
     return [*weight_buckets(message), *adapter_buckets(message)]
 
 
 def weight_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """The first buckets of a layout: those of weights."""
+    """Returns the first buckets of a layout, those of weights."""
     return plan_buckets(list(map(_from_pb, message.tensors)), message.bucket_bytes)
 
 
 def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """The last buckets of a layout: those of adapters."""
+    """Returns the last buckets of a layout, those of adapters."""
     return plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
 
 
@@ -128,10 +129,10 @@ def _from_pb(message: weights_pb2.TensorSpec) -> TensorSpec:
 
 
 def _tapered(bucket: Bucket) -> Iterator[Bucket]:
-    """The bucket as three quarters, three quarters of the rest and so on, of whole tensors.
+    """Splits a bucket at whole tensors: three quarters, three quarters of the rest, and so on.
 
-    Digests and copies take a receiver two thirds as long as the wire does, and it has two buffers:
-    after a much smaller part the wire would wait for the buffer of the next one.
+    A receiver's digests and copies take two thirds of the transfer time, and it has two buffers.
+    After a much smaller part, the transfer would wait for the buffer of the next part.
     """
     while bucket.num_bytes > 2 * LAST_BUCKET_BYTES and len(bucket.spans) > 1:
         offsets = [span.offset_bytes for span in bucket.spans]

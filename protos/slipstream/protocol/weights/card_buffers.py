@@ -1,4 +1,4 @@
-"""Buffers on a GPU that other processes of the host see, by CUDA IPC; see `shared_buffers`."""
+"""Buffers on a GPU that processes of one host share by CUDA IPC; see `shared_buffers`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from cupy.cuda import runtime
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 
 
-class CardBuffers:
-    """Allocations of their own on one GPU.
+class GpuBuffers:
+    """Separate allocations on one GPU.
 
-    torch's allocator would share its whole segment in place of the buffer. Made once and kept: a
-    receiver that was slow may still read while nobody waits for it any more.
+    torch's allocator would share its whole segment instead of the buffer. The sender makes the
+    buffers once and keeps them: a slow receiver may still read after the sender stopped waiting.
     """
 
     def __init__(
         self, handles: Sequence[str], pointers: Sequence[int], num_bytes: int, *, is_owner: bool
     ) -> None:
         self.handles = tuple(handles)
-        self.arrays: Sequence[Any] = tuple(_CardArray(pointer, num_bytes) for pointer in pointers)
+        self.arrays: Sequence[Any] = tuple(_GpuArray(pointer, num_bytes) for pointer in pointers)
         self._pointers = tuple(pointers)
         self._is_owner = is_owner
 
     @classmethod
-    def make(cls, count: int, num_bytes: int, card: int) -> CardBuffers:
-        """New ones on CUDA device `card`; their content is arbitrary. ConfigError without room."""
-        # Threads begin with device 0.
-        runtime.setDevice(card)
+    def make(cls, count: int, num_bytes: int, gpu: int) -> GpuBuffers:
+        """Makes buffers with arbitrary content on CUDA device `gpu`; ConfigError without room."""
+        # A new thread's current device is 0.
+        runtime.setDevice(gpu)
         pointers = []
         try:
             with contextlib.ExitStack() as stack:
@@ -46,14 +46,17 @@ class CardBuffers:
         return cls(handles, pointers, num_bytes, is_owner=True)
 
     @classmethod
-    def open(cls, handles: Sequence[str], num_bytes: int, card: int) -> CardBuffers:
-        """Those of another process, on `card` or one with peer access to it; WeightSyncError."""
-        runtime.setDevice(card)
+    def open(cls, handles: Sequence[str], num_bytes: int, gpu: int) -> GpuBuffers:
+        """Opens another process's buffers, on `gpu` or a GPU with peer access to `gpu`.
+
+        Raises WeightSyncError when the driver refuses.
+        """
+        runtime.setDevice(gpu)
         pointers = []
         try:
             with contextlib.ExitStack() as stack:
                 for handle in handles:
-                    # Peer access, if it needs any, is enabled by the default flag.
+                    # The default flag enables peer access if it is needed.
                     pointers.append(runtime.ipcOpenMemHandle(bytes.fromhex(handle)))
                     stack.callback(runtime.ipcCloseMemHandle, pointers[-1])
                 stack.pop_all()
@@ -65,7 +68,7 @@ class CardBuffers:
         return cls(handles, pointers, num_bytes, is_owner=False)
 
     def hide(self) -> None:
-        """See `SharedBuffers`: the driver takes them back with the process."""
+        """See `SharedBuffers`: the driver frees the buffers when the process ends."""
 
     def close(self) -> None:
         """See `SharedBuffers`."""
@@ -77,8 +80,8 @@ class CardBuffers:
         self._pointers, self.arrays = (), ()
 
 
-class _CardArray:
-    """Bytes on a GPU as numba and torch describe them to each other."""
+class _GpuArray:
+    """Bytes on a GPU, described by the interface that numba and torch share."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,6 +1,6 @@
-"""`digests` on a GPU: one kernel for all tensors of a bucket, at the rate of its memory.
+"""`digests` on a GPU: one kernel for all tensors of a bucket, as fast as the GPU's memory.
 
-Needs cupy, which compiles the kernel at its first launch and keeps it on disk; no torch.
+It needs cupy, which compiles the kernel at its first launch and keeps it on disk, but no torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _THREADS = 256
 _GRIDS_PER_PROCESSOR = 2
 _NO_BUCKET = Bucket((), 0)
 
-# Each thread keeps the keys of its 16 words of every block in registers. Sums of integers commute:
-# the atomics make nothing depend on the order in which blocks are done.
+# CUDA source of the kernel. Each thread keeps the keys of its 16 words of every block in registers.
+# Sums of integers commute, so the result does not depend on the order of the atomics.
 _SOURCE = r"""
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -107,9 +107,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) digests(
 
 
 class CudaDigests:
-    """See `digests.BucketDigests`; buckets lie on the device that is current when it is made.
+    """See `digests.BucketDigests`; buckets lie on the device that is current in the constructor.
 
-    A bucket begins at a multiple of 16 bytes.
+    Each bucket must begin at a multiple of 16 bytes.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -123,9 +123,9 @@ class CudaDigests:
         self._ends = np.cumsum([0, *(len(bucket.spans) for bucket in buckets)])
         self._tables = [_table(bucket) for bucket in buckets]
         self._sums = cupy.zeros((int(self._ends[-1]), 2), dtype=np.uint64)
-        # Pinned: what brings the sums here can be enqueued behind them.
+        # Pinned memory lets the copy to the host be enqueued after the kernels.
         self._found = cupyx.empty_pinned(self._sums.shape, dtype=np.uint64)
-        # What was made above went to the current stream; the caller's streams do not wait for it.
+        # The copies above run on the current stream, for which the caller's streams do not wait.
         cupy.cuda.get_current_stream().synchronize()
 
     def add(self, place: int, pointer: int, stream: int) -> None:
@@ -148,8 +148,8 @@ class CudaDigests:
 
         external = cupy.cuda.ExternalStream(stream)
         self._sums.get(stream=external, out=self._found, blocking=False)
-        # Nobody waits in the copy: an abort of a communicator surely releases who waits for a
-        # stream, and nothing else.
+        # The wait is here and not in the copy: an abort of a communicator surely releases only a
+        # wait for a stream.
         external.synchronize()
         data = self._found.astype("<u8", copy=False).tobytes()
         rows = [data[place : place + 16] for place in range(0, len(data), 16)]
@@ -158,7 +158,7 @@ class CudaDigests:
 
 
 def _table(bucket: Bucket) -> tuple[tuple[Any, Any, Any], int]:
-    """Offsets, sizes and first blocks of the tensors, on the device; and the number of blocks."""
+    """Returns offsets, sizes and first blocks of the tensors on the device, and the block count."""
     import cupy
 
     sizes = np.array([span.tensor.num_bytes for span in bucket.spans], dtype=np.int64)
@@ -170,15 +170,15 @@ def _table(bucket: Bucket) -> tuple[tuple[Any, Any, Any], int]:
 
 @functools.cache
 def load_kernel(device: int) -> Any:  # noqa: ANN401 - cupy has no types
-    """Ready to run on `device`, which is the current one.
+    """Returns the kernel, loaded on `device`, which must be the current device.
 
-    That takes seconds the first time, and may wait for the whole device: who is about to join a
-    communicator calls it before, for a broadcast may wait there for another member.
+    The first call takes seconds and may wait for all work of the device. Call it before joining a
+    communicator: afterwards the device may hold a broadcast that waits for another member.
     """
     import cupy
 
     kernel = cupy.RawKernel(_SOURCE, "digests")
-    # cupy compiles and loads at the first launch.
+    # cupy compiles and loads the kernel at its first launch.
     no_sums = cupy.zeros((0, 2), dtype=np.uint64)
     kernel((1,), (_THREADS,), (np.uint64(0), *_table(_NO_BUCKET)[0], np.int32(0), no_sums))
     cupy.cuda.get_current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""NCCL on one GPU, through cupy; needs no torch."""
+"""NCCL on one GPU, through cupy and without torch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.nccl_group import Mark, Room
 
-# What a warm-up broadcasts.
+# Bytes of a warm-up broadcast.
 _WARM_UP_BYTES = 16
 
 
 def make_unique_id() -> bytes:
-    """What the members of a new communicator find each other by; the leader makes it."""
+    """Returns the id by which members of a new communicator meet; the leader calls it."""
     from cupy.cuda import nccl
 
     return bytes(nccl.get_unique_id())
 
 
 class CupyNccl:
-    """See `NcclBackend`; `device` is CUDA's number of it in this process."""
+    """See `NcclBackend`; `device` is the CUDA device's number in this process."""
 
     def __init__(self, device: int) -> None:
         self._device = device

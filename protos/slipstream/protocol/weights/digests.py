@@ -1,17 +1,17 @@
-"""What proves that weights arrived: one definition, computed where the bytes lie.
+"""Digests that prove that weights arrived: one definition, computed where the bytes lie.
 
-The digest of a tensor is two sums over its 32-bit words w_i (little endian, the last one filled up
+The digest of a tensor is two sums over its 32-bit words w_i (little endian, the last word padded
 with zeros), for k in (a, b):
 
     S_k = sum over i of word_key_k(i mod 4096) * block_key_k(i div 4096) * w_i   modulo 2^64
 
 All keys are odd and pseudo-random: splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) of a
-counter. As they are odd, one wrong word always shows. Several wrong words, words or tensors that
-changed places, and buckets that are torn or of an older version go unnoticed with a chance of about
-2^-64 for each sum. It is no protection against somebody who chooses the bytes.
+counter. Because keys are odd, one wrong word always changes the digest. Several wrong words,
+exchanged words or tensors, and torn or outdated buckets go unnoticed with a chance of about 2^-64
+for each sum. A digest does not protect against an attacker who chooses the bytes.
 
-The sums are of integers, so that any order of adding, and so any device, gives the same ones.
-`HostDigests` computes them here; `cuda_digests.CudaDigests` does on a GPU.
+The sums are of integers, so every order of addition, and so every device, gives the same result.
+`HostDigests` computes them on the CPU, `cuda_digests.CudaDigests` on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from slipstream.protocol.weights.buckets import Bucket
 
 BLOCK_WORDS = 4096
-# Blocks whose 64-bit copies fit a core's cache.
+# Number of blocks whose 64-bit copies fit into a core's cache.
 _CHUNK_BLOCKS = 16
 
 Words = npt.NDArray[np.uint64]
@@ -44,12 +44,12 @@ class BucketDigests(Protocol):
         ...
 
     def read(self, stream: int) -> list[list[bytes]]:
-        """For each bucket the digest of each tensor; waits for what `stream` was given."""
+        """Waits for the work on `stream`; returns each bucket's tensor digests."""
         ...
 
 
 class HostDigests:
-    """For buckets in main memory; `add` computes at once, streams are ignored."""
+    """Digests of buckets in main memory; `add` computes at once, streams are ignored."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
@@ -67,7 +67,7 @@ class HostDigests:
 
 
 def tensor_digest(data: bytes | memoryview) -> bytes:
-    """16 bytes: both sums, little endian; `data` is contiguous."""
+    """Returns 16 bytes: both sums, little endian; `data` is contiguous."""
     raw = np.frombuffer(data, dtype=np.uint8)
     rest = raw.size % 4
     words = raw[: raw.size - rest].view("<u4")
@@ -84,7 +84,7 @@ def tensor_digest(data: bytes | memoryview) -> bytes:
 
 
 def bucket_tensor_digests(bucket: Bucket, data: bytes | memoryview) -> list[bytes]:
-    """The digest of each tensor of a bucket, from the bucket's bytes."""
+    """Returns the digest of each tensor of a bucket, from the bucket's bytes."""
     view = memoryview(data)
     return [
         tensor_digest(view[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes])
@@ -93,15 +93,15 @@ def bucket_tensor_digests(bucket: Bucket, data: bytes | memoryview) -> list[byte
 
 
 def bucket_digest(tensor_digests: Iterable[bytes]) -> bytes:
-    """BLAKE2b, 16 bytes, over the digests of a bucket's tensors in order."""
+    """Returns BLAKE2b, 16 bytes, over the digests of a bucket's tensors in order."""
     return _blake(tensor_digests)
 
 
 def weight_digest(by_name: Mapping[str, bytes]) -> bytes:
-    """Identity of a whole set of weights: BLAKE2b, 16 bytes, over names and digests of tensors.
+    """Returns a set of weights' identity: BLAKE2b, 16 bytes, over names and digests of tensors.
 
-    Sorted by name: it depends neither on which rank sends what nor on the size of the buckets. A
-    name is preceded by its length in bytes.
+    Tensors are sorted by name, so the identity depends neither on the senders nor on the bucket
+    size. Each name is preceded by its length in bytes: 4 bytes, little endian.
     """
     parts: list[bytes] = []
     for name in sorted(by_name):
@@ -112,18 +112,18 @@ def weight_digest(by_name: Mapping[str, bytes]) -> bytes:
 
 @functools.cache
 def word_keys() -> Words:
-    """[2, 4096]: what a word is multiplied with by its place in its block."""
+    """Returns [2, 4096]: the factors of a word for each place in its block."""
     return _odd(np.arange(2 * BLOCK_WORDS, dtype=np.uint64).reshape(BLOCK_WORDS, 2).T)
 
 
 def block_keys(num_blocks: int) -> Words:
-    """[2, blocks]: what the sum of a block is multiplied with."""
+    """Returns [2, blocks]: the factors of each block's sum."""
     first = 2 * BLOCK_WORDS
     return _odd(np.arange(first, first + 2 * num_blocks, dtype=np.uint64).reshape(-1, 2).T)
 
 
 def _odd(counters: Words) -> Words:
-    """splitmix64 of the counters, made odd."""
+    """Returns splitmix64 of the counters, with the lowest bit set."""
     state = (counters + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -131,13 +131,13 @@ def _odd(counters: Words) -> Words:
 
 
 def _sums(blocks: npt.NDArray[np.uint32], keys: Words) -> Words:
-    """Of whole blocks, [n, 4096]."""
+    """Returns both sums over whole blocks, [n, 4096]."""
     first, second = word_keys()
     of_block = np.empty((2, len(blocks)), dtype=np.uint64)
     for begin in range(0, len(blocks), _CHUNK_BLOCKS):
         part = slice(begin, begin + _CHUNK_BLOCKS)
         words = blocks[part].astype(np.uint64)
-        # Two products: numpy's matrix by matrix is half as fast on integers.
+        # Two products by a vector: numpy's product of matrices is half as fast on integers.
         of_block[0, part], of_block[1, part] = words @ first, words @ second
     total: Words = np.einsum("kb,kb->k", of_block, keys)
     return total

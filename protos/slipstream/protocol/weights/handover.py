@@ -1,11 +1,11 @@
-"""Who may touch a shared buffer when: the words between a sender of weights and its receivers.
+"""The protocol by which a sender of weights and its receivers take turns on shared buffers.
 
-One TCP connection for each receiver, on `weights.host`. A receiver says which communicator it is
-of, its rank and its host, is told what is shared, or why not, opens it and says so. From then on
-all is numbers of 8 bytes: buckets are counted from 0 over the life of the communicator. The
-sender's number says that this bucket may be read, the receiver's that it was. A buffer is filled
-again when all have read it. A connection that ends is the end of the communicator: nobody waits for
-a dead process.
+Each receiver has one TCP connection to the sender, on `weights.host`. The receiver sends its
+communicator, rank and host. The sender answers with the shared buffers, or with a refusal. The
+receiver opens the buffers and confirms it. From then on both sides send numbers of 8 bytes: buckets
+are counted from 0 over the communicator's lifetime. The sender's number means that this bucket may
+be read, the receiver's that it was read. A buffer is filled again when all receivers have read it.
+When a connection ends, the communicator ends, so that no process waits for a dead one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.waits import reason
 
 _NUMBER = struct.Struct("<Q")
-# What a receiver says: first that it has opened all, then of each bucket that it was read.
+# Numbers from a receiver: 0 says that all buffers are open, n + 1 that bucket n was read.
 _OPENED, _FIRST = 0, 1
 _RULE = "weights.transport ipc works within one host, set nccl"
 # What comes of a first line that the other side's end did not write.
@@ -37,21 +37,21 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Offer:
-    """What a sender shares with its receivers."""
+    """The buffers that a sender shares with its receivers."""
 
-    # How to open each buffer; buckets use them in turn.
+    # One handle to open each buffer; buckets use the buffers in turn.
     handles: tuple[str, ...]
-    # Of each buffer.
+    # Size of each buffer.
     num_bytes: int
 
 
 @dataclass
 class _Peer:
-    """A connection and how far its other end has come."""
+    """A connection and the progress of its other end."""
 
     connection: socket.socket
     what: str
-    # Numbers that have come from the other end.
+    # Count of numbers received from the other end.
     done: int = 0
     received: bytearray = field(default_factory=bytearray)
 
@@ -62,12 +62,12 @@ class _Peer:
             raise WeightSyncError(f"{self.what} is gone: {error}") from error
 
     def wait(self, number: int, deadline_s: float) -> None:
-        """Until `number` has come from the other end; WeightSyncError after `deadline_s`."""
+        """Waits until `number` has arrived; WeightSyncError after `deadline_s`."""
         until_s = time.monotonic() + deadline_s
         self._take(b"")
         while self.done <= number:
             try:
-                # At least once without waiting, however late it is.
+                # Even after the deadline, data that is already here is read.
                 self.connection.settimeout(max(until_s - time.monotonic(), 1e-3))
                 data = self.connection.recv(4096)
             except TimeoutError:
@@ -89,16 +89,16 @@ class _Peer:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            # Closing alone would not wake a thread that waits.
+            # `close` alone would not wake a thread that waits.
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
 
 
 class HandoverSender:
-    """The sender's end; one thread uses it, `close` may come from any."""
+    """The sender's end; one thread uses it, any thread may call `close`."""
 
     def __init__(self, host: str, communicator_id: str) -> None:
-        """Listens on a free port of `host`; ConfigError when it is no address of this machine."""
+        """Listens on a free port of `host`; ConfigError if `host` is not this machine's."""
         try:
             self._listener = listen(host)
         except OSError as error:
@@ -110,7 +110,7 @@ class HandoverSender:
 
     @property
     def port(self) -> int:
-        """Where receivers connect."""
+        """The port to which receivers connect."""
         return int(self._listener.getsockname()[1])
 
     def accept(
@@ -120,10 +120,10 @@ class HandoverSender:
         deadline_s: float,
         abandoned: threading.Event | None = None,
     ) -> None:
-        """Waits until the receivers of these ranks have opened it; WeightSyncError after that long.
+        """Waits until the receivers of these ranks have opened the buffers.
 
-        Also as soon as `abandoned` is set. Refuses receivers of other hosts: they cannot open what
-        is offered.
+        Raises WeightSyncError after `deadline_s`, soon after `abandoned` is set, and when a
+        receiver runs on another host: it could not open the buffers.
         """
         until_s = time.monotonic() + deadline_s
         waiting = set(ranks)
@@ -136,25 +136,25 @@ class HandoverSender:
         except TimeoutError:
             missing = ", ".join(map(str, sorted(waiting)))
             raise WeightSyncError(
-                f"receivers {missing} of {self._communicator_id} did not come "
+                f"receivers {missing} of {self._communicator_id} did not join "
                 f"{reason(deadline_s, abandoned)}"
             ) from None
         except (OSError, ValueError) as error:
-            # ValueError: it was closed before it could be waited for.
+            # ValueError: the listener was closed before the wait for it began.
             raise WeightSyncError(f"{self._communicator_id} is closed: {error}") from error
         self._wait(_OPENED, until_s)
 
     def filled(self, number: int) -> None:
-        """Bucket `number` lies complete in its buffer."""
+        """Tells all receivers that bucket `number` lies complete in its buffer."""
         for peer in self._peers.values():
             peer.tell(number)
 
     def wait_read(self, number: int, deadline_s: float) -> None:
-        """Until all have read bucket `number`; WeightSyncError after `deadline_s`."""
+        """Waits until all receivers have read bucket `number`; WeightSyncError when late."""
         self._wait(number + _FIRST, time.monotonic() + deadline_s)
 
     def close(self) -> None:
-        """Ends all connections: every receiver that waits fails at once."""
+        """Ends all connections: every waiting receiver fails at once."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -166,7 +166,7 @@ class HandoverSender:
             peer.wait(count, max(until_s - time.monotonic(), 0.0))
 
     def _welcome(self, call: Call, waiting: set[int], offer: Offer) -> bool:
-        """Tells a receiver that belongs here what is offered; False for others."""
+        """Sends the offer to an expected receiver; returns False for other callers."""
         connection = call.connection
         try:
             hello = json.loads(call.line)
@@ -194,12 +194,12 @@ class HandoverSender:
 
 
 class HandoverReceiver:
-    """A receiver's end; one thread uses it, `close` may come from any."""
+    """A receiver's end; one thread uses it, any thread may call `close`."""
 
     def __init__(
         self, address: tuple[str, int], communicator_id: str, rank: int, deadline_s: float
     ) -> None:
-        """Joins; WeightSyncError when the sender refuses, or is not there within `deadline_s`."""
+        """Joins; WeightSyncError when the sender refuses or does not answer in `deadline_s`."""
         until_s = time.monotonic() + deadline_s
         what = f"the sender of {communicator_id}"
         connection: socket.socket | None = None
@@ -225,31 +225,31 @@ class HandoverReceiver:
         self._peer = _Peer(connection, what, received=bytearray(rest))
 
     def opened(self) -> None:
-        """What was offered is open here."""
+        """Tells the sender that this receiver has opened the buffers."""
         self._peer.tell(_OPENED)
 
     def wait_filled(self, number: int, deadline_s: float) -> None:
-        """Until bucket `number` may be read; WeightSyncError after `deadline_s`."""
+        """Waits until bucket `number` may be read; WeightSyncError after `deadline_s`."""
         self._peer.wait(number, deadline_s)
 
     def read(self, number: int) -> None:
-        """Bucket `number` will not be looked at again."""
+        """Tells the sender that this receiver has finished reading bucket `number`."""
         self._peer.tell(number + _FIRST)
 
     def close(self) -> None:
-        """Leaves: the sender fails when it waits for this receiver the next time."""
+        """Leaves; the sender fails at its next wait for this receiver."""
         self._peer.close()
 
 
 def host_id() -> str:
-    """Equal in all processes and containers of one running machine, and nowhere else."""
+    """Returns an id shared by all processes and containers of one running machine only."""
     if _BOOT_ID.is_file():
         return _BOOT_ID.read_text().strip()
     return socket.gethostname()
 
 
 def _read_line(connection: socket.socket, until_s: float) -> tuple[bytes, bytes]:
-    """The first line, and what has come behind it."""
+    """Returns the first line, and the bytes received after it."""
     data = b""
     while b"\n" not in data:
         connection.settimeout(max(until_s - time.monotonic(), 1e-3))

@@ -1,15 +1,16 @@
-"""What NCCL is told, equal in every process that may become a member of one communicator."""
+"""Settings of NCCL that must be equal in all members of a communicator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
-# Without cuMem, buffers of any allocator can be registered and vLLM's own communicators agree with
-# ours; a member with and one without wait for each other for ever. NVLS needs a fabric manager and
-# gains nothing for a broadcast.
+# Without cuMem, NCCL can register buffers of any allocator, and vLLM's communicators have the same
+# setting. A member with cuMem and one without wait for each other for ever. NVLS needs a fabric
+# manager and does not speed up a broadcast.
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-# These decide in what pieces and by which way members talk; NCCL does not compare them, and members
-# that differ wait for each other for ever. What concerns the devices of one host may differ.
+# Variables that decide by which algorithm and in what pieces members talk. NCCL does not compare
+# them, and members that differ wait for each other for ever. Settings for the devices of one host
+# may differ.
 AGREED = (
     *NCCL_ENVIRONMENT,
     "NCCL_CUMEM_HOST_ENABLE",
@@ -27,14 +28,14 @@ AGREED = (
 
 
 def set_nccl_environment(environ: MutableMapping[str, str]) -> None:
-    """Sets what the user has not set; before the first communicator of the process is made."""
+    """Sets variables that the user left unset; call it before the process's first communicator."""
     for name, value in NCCL_ENVIRONMENT.items():
         environ.setdefault(name, value)
 
 
 def agreed_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings in which all members of a communicator must agree, as far as they are set.
+    """Returns the set variables in which all members of a communicator must agree.
 
-    In lower case: NCCL does not tell Ring from ring.
+    Values are in lower case: NCCL does not distinguish Ring from ring.
     """
     return {name: environ[name].lower() for name in AGREED if environ.get(name)}

@@ -1,12 +1,12 @@
 """A communicator of NCCL that never waits for a dead member longer than a deadline.
 
 NCCL itself waits for ever: a broadcast whose peer died is enqueued like any other and its stream
-never completes. So a thread of ours watches the collectives, and aborts the communicator when none
-of them ends in time; that releases the streams, and the GPU stays usable. It alone aborts, whoever
-asks for it: an abort that blocks holds nobody else for long.
+never completes. A watchdog thread therefore watches the collectives, and aborts the communicator
+when the oldest does not end in time. The abort releases the streams, and the GPU stays usable. Only
+the watchdog aborts, also on behalf of other threads: an abort that blocks then does not block them.
 
-Pointers and streams are CUDA's handles, as integers. A group has one user thread; `abort` may be
-called by any. `cupy_nccl.CupyNccl` is the backend; its calls let other threads run.
+Pointers and streams are CUDA's handles, as integers. One thread uses a group; any thread may call
+`abort`. `cupy_nccl.CupyNccl` is the backend; its calls let other threads run.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ logger = logging.getLogger(__name__)
 
 _WATCH_PERIOD_S = 0.005
 _WAIT_PERIOD_S = 0.0001
-# A thread that began a call this long ago is inside NCCL, where an abort reaches it. Before, the
-# communicator could be freed under it.
+# A thread that began a call this long ago is inside NCCL, where an abort reaches it. An earlier
+# abort could free the communicator before the thread enters NCCL.
 _ENTER_LIMIT_S = 0.2
-# How long `abort` waits for the thread that aborts.
+# Seconds that `abort` waits for the watchdog's abort.
 _ABORT_LIMIT_S = 5.0
 
 
 class Communicator(Protocol):
-    """What this module calls of cupy's NcclCommunicator, each call in a thread of the device."""
+    """The methods of cupy's NcclCommunicator in use; the calling thread has `use`d the device."""
 
     def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
-        """Enqueues; WeightSyncError when NCCL refuses."""
+        """Enqueues a broadcast; WeightSyncError when NCCL refuses."""
         ...
 
     def abort(self) -> None:
-        """Releases whoever waits in it, on this side; nothing else may be called afterwards."""
+        """Releases this process's waits; no other method may be called afterwards."""
         ...
 
 
@@ -50,11 +50,11 @@ class Mark(Protocol):
     """A place in a stream."""
 
     def is_done(self) -> bool:
-        """Whether the stream has come here; does not wait."""
+        """Whether the stream has reached this place; does not wait."""
         ...
 
     def seconds_since(self, before: Mark) -> float:
-        """Time of the device between two marks that are done."""
+        """Returns the device time between two marks that are done."""
         ...
 
 
@@ -66,21 +66,21 @@ class NcclBackend(Protocol):
         ...
 
     def warm_up_room(self) -> Room:
-        """For a first broadcast, which opens the connections between the members."""
+        """Returns room for a first broadcast, which opens the members' connections."""
         ...
 
     def mark(self, stream: int) -> Mark:
-        """Marks what `stream` was given so far."""
+        """Marks the end of the work enqueued on `stream` so far."""
         ...
 
     def use(self) -> None:
-        """Makes the device the calling thread's."""
+        """Makes this device the calling thread's current device."""
         ...
 
 
 @dataclass(frozen=True)
 class Room:
-    """Some memory and a stream of its own."""
+    """Some memory and a separate stream."""
 
     pointer: int
     num_bytes: int
@@ -89,10 +89,10 @@ class Room:
 
 @dataclass(frozen=True)
 class Wire:
-    """Broadcasts that are done: device time from the first one's start to the last one's end.
+    """Completed broadcasts: device time from the first one's start to the last one's end.
 
-    In the first one this member also waits until all others have come: the shortest time of all
-    members is that since the last one came.
+    In the first broadcast a member also waits for all others. The shortest time of all members is
+    the time since the last member arrived.
     """
 
     seconds: float = 0.0
@@ -105,14 +105,16 @@ class _Pending:
     num_bytes: int
     begin: Mark
     deadline_s: float
-    # None while NCCL has not taken it yet, which may wait too.
+    # None until NCCL has taken the broadcast; that call may wait too.
     end: Mark | None = None
 
 
 class NcclGroup:
-    """This process' membership; `join` makes it, `abort` ends it, whatever happened before.
+    """This process's membership of a communicator; `join` makes it, `abort` ends it.
 
-    There is no other end: destroying is a collective, in which a dead member is waited for.
+    Between them, each transfer is `broadcast` for every bucket, `wait`, then `take_wire`. `abort`
+    is
+    the only end: destroying a communicator is a collective that would wait for a dead member.
     """
 
     def __init__(self, backend: NcclBackend, communicator: Communicator) -> None:
@@ -122,11 +124,11 @@ class NcclGroup:
         self._is_aborted = False
         self._cause = ""
         self._pending: deque[_Pending] = deque()
-        # When the oldest pending collective became that.
+        # Time at which the oldest pending collective became the oldest.
         self._since_s = 0.0
-        # Of the broadcasts that are done: where the first began, where the last ended, their bytes.
+        # Start of the first completed broadcast, end of the last one, and bytes of all.
         self._done: tuple[Mark, Mark, int] | None = None
-        # When the call began that is in NCCL now.
+        # Start time of the call that is now inside NCCL.
         self._calling_since_s: float | None = None
         self._stopped, self._gone = threading.Event(), threading.Event()
         atexit.register(self.abort)
@@ -143,11 +145,11 @@ class NcclGroup:
         deadline_s: float,
         abandoned: threading.Event | None = None,
     ) -> NcclGroup:
-        """Waits for all members; WeightSyncError after the deadline, or when it is `abandoned`.
+        """Waits for all members; WeightSyncError after the deadline or once `abandoned`.
 
-        A constructor that waits cannot be interrupted: its thread is left behind, and aborts the
-        communicator should it still come about. From then on the group knows it: a member may die
-        before the first broadcast, which NCCL needs to open the connections.
+        NCCL's constructor cannot be interrupted: when it is late its thread is left behind, and
+        aborts the communicator if it is made after all. The group exists before the first
+        broadcast, which opens the connections, because a member may die before it.
         """
         answers: queue.Queue[NcclGroup | WeightSyncError] = queue.Queue(maxsize=1)
         lock, made = threading.Lock(), list[NcclGroup]()
@@ -185,10 +187,11 @@ class NcclGroup:
     def broadcast(
         self, pointer: int, num_bytes: int, root: int, stream: int, *, deadline_s: float
     ) -> None:
-        """Enqueues the broadcast of `num_bytes` at `pointer`, which `root` fills before.
+        """Enqueues the broadcast of `num_bytes` at `pointer`, which `root` has filled.
 
-        It must end within `deadline_s` of the one before it, or of now if there is none: then the
-        communicator is aborted. WeightSyncError when it is aborted already.
+        The communicator is aborted unless the broadcast ends within `deadline_s` of the end of the
+        broadcast before it, or of now if there is none. Raises WeightSyncError when the
+        communicator is already aborted.
         """
         what = f"the broadcast of {num_bytes} bytes from rank {root}"
         with self._lock:
@@ -209,7 +212,7 @@ class NcclGroup:
             pending.end = self._backend.mark(stream)
 
     def wait(self) -> None:
-        """Until every broadcast so far is done; WeightSyncError when one was not in time."""
+        """Waits until every broadcast so far is done; WeightSyncError when one is late."""
         while True:
             with self._lock:
                 self._check()
@@ -219,7 +222,7 @@ class NcclGroup:
             time.sleep(_WAIT_PERIOD_S)
 
     def take_wire(self) -> Wire:
-        """Of the broadcasts since the last call."""
+        """Returns time and bytes of the broadcasts since the last call."""
         with self._lock:
             done, self._done = self._done, None
         if done is None:
@@ -229,11 +232,11 @@ class NcclGroup:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether it is over."""
+        """Whether the communicator is aborted."""
         return self._is_aborted
 
     def abort(self) -> None:
-        """Leaves; streams that wait for a broadcast of it go on, with whatever lies there."""
+        """Leaves; streams that wait for a broadcast continue with undefined data."""
         with self._lock:
             self._end("it was aborted")
         if not self._gone.wait(_ABORT_LIMIT_S):
@@ -254,7 +257,7 @@ class NcclGroup:
             raise WeightSyncError(f"the communicator is gone: {self._cause}")
 
     def _advance(self) -> None:
-        """Takes out what is done, in order; the caller holds the lock."""
+        """Removes completed broadcasts, in order; the caller holds the lock."""
         while self._pending:
             oldest = self._pending[0]
             if oldest.end is None or not oldest.end.is_done():
@@ -265,7 +268,7 @@ class NcclGroup:
             self._since_s = time.monotonic()
 
     def _end(self, cause: str) -> None:
-        """Lets the watchdog abort, once; no call begins any more. The caller holds the lock."""
+        """Makes the watchdog abort once and stops new calls; the caller holds the lock."""
         if self._is_aborted:
             return
         self._is_aborted, self._cause = True, cause
@@ -273,7 +276,7 @@ class NcclGroup:
         self._stopped.set()
 
     def _abort(self) -> None:
-        """In the watchdog's thread, as its last act."""
+        """Aborts the communicator; the last action of the watchdog's thread."""
         while True:
             with self._lock:
                 since_s = self._calling_since_s
@@ -291,7 +294,7 @@ class NcclGroup:
         try:
             self._abort_late_ones()
         finally:
-            # Also when the device fails.
+            # The abort also runs when the device fails.
             with self._lock:
                 self._end("its watchdog failed")
             self._abort()

@@ -1,6 +1,6 @@
-"""Buffers that several processes of one host see: on a GPU by CUDA IPC, else in shared memory.
+"""Buffers that several processes of one host share: on a GPU by CUDA IPC, else in shared memory.
 
-A buffer is what `torch.as_tensor(buffer, device=...)` takes without a copy: an array of bytes.
+A buffer is an array of bytes that `torch.as_tensor(buffer, device=...)` takes without a copy.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _PREFIX = "slipstream-"
 
 
 class SharedBuffers(Protocol):
-    """Some buffers of equal size, in the process that made them or in one that opened them."""
+    """Buffers of equal size, in the process that made them or in a process that opened them."""
 
-    # One for each buffer: what another process opens it with.
+    # One handle for each buffer, with which another process opens it.
     handles: tuple[str, ...]
     arrays: Sequence[Any]
 
     def hide(self) -> None:
-        """Nobody opens them any more: nothing is left behind, however processes end."""
+        """Removes the names once all have opened: nothing is left, however processes end."""
         ...
 
     def close(self) -> None:
-        """Gives them back; nobody may touch them any more in this process."""
+        """Frees the buffers; this process must not touch them afterwards."""
         ...
 
 
 class HostBuffers:
-    """Files in /dev/shm, each mapped by all; they vanish with the last process that has one."""
+    """Files in /dev/shm that all processes map; hidden ones vanish with the last process."""
 
     def __init__(self, handles: Sequence[str], maps: Sequence[mmap.mmap]) -> None:
         self.handles = tuple(handles)
@@ -44,7 +44,7 @@ class HostBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int) -> HostBuffers:
-        """New ones, filled with zeros; ConfigError when there is no room for them."""
+        """Makes buffers filled with zeros; ConfigError when there is no room."""
         handles: list[str] = []
         maps: list[mmap.mmap] = []
         try:
@@ -58,7 +58,7 @@ class HostBuffers:
                 finally:
                     os.close(descriptor)
         except OSError as error:
-            # Those that were made would keep their room for ever.
+            # Files that were already made would keep their room for ever.
             _unlink(handles)
             raise ConfigError(
                 f"weights.transport ipc needs {count} buffers of {num_bytes:,} bytes in {_FOLDER}: "
@@ -69,7 +69,7 @@ class HostBuffers:
 
     @classmethod
     def open(cls, handles: Sequence[str], num_bytes: int) -> HostBuffers:
-        """Those that another process has made; WeightSyncError when they are not there."""
+        """Opens buffers of another process; WeightSyncError when they do not exist."""
         maps = []
         for name in handles:
             if not name.startswith(_PREFIX) or "/" in name:
@@ -91,27 +91,27 @@ class HostBuffers:
         _unlink(self.handles)
 
     def close(self) -> None:
-        """See `SharedBuffers`; the memory itself goes with the last array of the last process."""
+        """See `SharedBuffers`; memory is freed with the last array of the last process."""
         self.hide()
         self.arrays = ()
 
 
-def make_buffers(count: int, num_bytes: int, card: int | None) -> SharedBuffers:
-    """Buffers to share, on CUDA device `card`; None: in main memory. ConfigError without room."""
-    if card is None:
+def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
+    """Makes buffers on CUDA device `gpu`, or in main memory if None; ConfigError without room."""
+    if gpu is None:
         return HostBuffers.make(count, num_bytes)
-    from slipstream.protocol.weights.card_buffers import CardBuffers
+    from slipstream.protocol.weights.card_buffers import GpuBuffers
 
-    return CardBuffers.make(count, num_bytes, card)
+    return GpuBuffers.make(count, num_bytes, gpu)
 
 
-def open_buffers(handles: Sequence[str], num_bytes: int, card: int | None) -> SharedBuffers:
-    """Buffers that another process shares, for use on `card`; WeightSyncError if they cannot be."""
-    if card is None:
+def open_buffers(handles: Sequence[str], num_bytes: int, gpu: int | None) -> SharedBuffers:
+    """Opens another process's buffers for use on `gpu`; WeightSyncError when that fails."""
+    if gpu is None:
         return HostBuffers.open(handles, num_bytes)
-    from slipstream.protocol.weights.card_buffers import CardBuffers
+    from slipstream.protocol.weights.card_buffers import GpuBuffers
 
-    return CardBuffers.open(handles, num_bytes, card)
+    return GpuBuffers.open(handles, num_bytes, gpu)
 
 
 def _unlink(names: Sequence[str]) -> None:

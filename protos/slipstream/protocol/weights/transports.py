@@ -1,4 +1,4 @@
-"""Which transport carries the weights, from where both ends compute."""
+"""The choice of the transport of weights, by the devices of both ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PLAIN = ParallelSection()
 
 @dataclass(frozen=True)
 class Place:
-    """Where some members of a communicator compute."""
+    """The devices of some members of a communicator."""
 
-    # `handover.host_id` of their machine.
+    # `handover.host_id` of the members' machine.
     host: str
-    # The driver's names of their GPUs, one for each member; empty: they compute on the CPU.
-    cards: tuple[str, ...] = ()
-    # See `nccl_environment.agreed_settings`.
+    # The driver's name of each member's GPU; empty: they compute on the CPU.
+    gpus: tuple[str, ...] = ()
+    # The result of `nccl_environment.agreed_settings`.
     nccl: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -31,17 +31,18 @@ def choose_transport(
     *,
     parallel: ParallelSection = _PLAIN,
 ) -> str:
-    """What joins the learner with these servers: gloo, nccl or ipc.
+    """Returns the transport between the trainer and these servers: gloo, nccl or ipc.
 
-    ConfigError when `setting` cannot join them: "nccl" joins no two processes on one GPU, and none
-    whose environments tell NCCL different things; "ipc" works within one host, between processes
-    that compute on the same kind of device, and from one trainer rank, so without pipeline stages
-    and expert parallel ranks.
+    Raises ConfigError when `setting` cannot connect them. "nccl" cannot connect two processes on
+    one
+    GPU, or processes with different NCCL settings. "ipc" works within one host, between processes
+    on the same kind of device, and from one trainer rank, so without pipeline stages and expert
+    parallel ranks.
     """
     places = {**{f"trainer rank {rank}": place for rank, place in enumerate(learner)}, **servers}
-    on_cpu = [name for name, place in places.items() if not place.cards]
-    users = Counter(card for place in places.values() for card in place.cards)
-    shared = [card for card, number in users.items() if number > 1]
+    on_cpu = [name for name, place in places.items() if not place.gpus]
+    users = Counter(gpu for place in places.values() for gpu in place.gpus)
+    shared = [gpu for gpu, number in users.items() if number > 1]
     if setting == "auto":
         if on_cpu:
             return "gloo"
@@ -51,7 +52,7 @@ def choose_transport(
             f"weights.transport nccl joins GPUs only, but {on_cpu[0]} computes on the CPU: set gloo"
         )
     if setting == "nccl" and shared:
-        both = [name for name, place in places.items() if shared[0] in place.cards]
+        both = [name for name, place in places.items() if shared[0] in place.gpus]
         raise ConfigError(
             f"weights.transport nccl joins no two processes on one GPU, but {' and '.join(both)} "
             f"share {shared[0]}: set ipc or auto, or give each its own"

@@ -1,4 +1,4 @@
-"""Waits that end by an answer, by a deadline, or because their publish is abandoned."""
+"""Waits that end with an answer, at a deadline, or because their publish is abandoned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wait_for(
 
 
 def reason(deadline_s: float, abandoned: threading.Event | None) -> str:
-    """Returns why such a wait ended without an answer, as the end of a sentence."""
+    """Returns the reason why a wait ended without an answer, as the end of a sentence."""
     if abandoned is not None and abandoned.is_set():
         return "before one of them was lost"
     return f"within {deadline_s:g} s"

@@ -173,7 +173,7 @@ def test_receivers_that_are_lost_are_not_waited_for(sender: HandoverSender) -> N
     abandoned = threading.Event()
     abandoned.set()
     started_s = time.monotonic()
-    with pytest.raises(WeightSyncError, match="did not come before one of them was lost"):
+    with pytest.raises(WeightSyncError, match="did not join before one of them was lost"):
         sender.accept([1, 2], Offer((), 0), LONG_S, abandoned)
     assert time.monotonic() - started_s < LONG_S / 2
 

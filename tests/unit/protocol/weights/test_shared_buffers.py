@@ -19,15 +19,15 @@ SHARED = Path("/dev/shm")
 def test_no_memory_of_a_gpu_is_kept_where_there_is_not_all(what: str) -> None:
     with fake_cupy.installed() as cupy:
         if what == "open":
-            buffers = make_buffers(2, 64, card=0)
+            buffers = make_buffers(2, 64, gpu=0)
             cupy.open_pointers.clear()
         cupy.fails_second = what
         error = WeightSyncError if what == "open" else ConfigError
         with pytest.raises(error, match="out of memory"):
             if what == "open":
-                open_buffers(buffers.handles, 64, card=0)
+                open_buffers(buffers.handles, 64, gpu=0)
             else:
-                make_buffers(2, 64, card=0)
+                make_buffers(2, 64, gpu=0)
         assert not cupy.open_pointers
 
 

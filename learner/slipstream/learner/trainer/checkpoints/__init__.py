@@ -1,1 +1,1 @@
-"""What the trainer stores and finds again, in any layout."""
+"""The trainer's checkpoints, which it can load in any layout."""

@@ -1,1 +1,1 @@
-"""The Megatron model of a Hugging Face folder: its making, its passes, its log-probabilities."""
+"""The Megatron model of a Hugging Face folder: construction, passes and log-probabilities."""

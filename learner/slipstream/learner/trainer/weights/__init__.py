@@ -1,1 +1,1 @@
-"""The way of new weights out of the trainer: export, buckets, senders, publish."""
+"""The way of new weights from the trainer: export, buckets, senders, publish."""
