@@ -135,9 +135,9 @@ async def test_too_many_batches_in_a_row_fail_the_run_with_one_line(tmp_path: Pa
     assert trainer.refused == ["b000000", "b000000-1", "b000000-2", "b000000-3"]
     assert summary["state"] == "failed"
     assert summary["cause"] == (
-        "batch b000000-3 of step 1 cannot be trained: the loss is nan; 3 in a row were set aside "
-        "before, as many as controller.max_set_aside_batches = 3 allows; the trainer had batch "
-        "b000000-3 of step 1, which is trained first when the run goes on; "
+        "batch b000000-3 of step 1 cannot be trained: the loss is nan; "
+        "controller.max_set_aside_batches = 3 allows no other one, 3 in a row were set aside "
+        "before; batch b000000-3 of step 1 is trained first when the run goes on, unless "
         f"`slipstream set-aside {config.run_dir} 1` takes it out"
     )
     assert summary["ledger"]["difference"] == 0
@@ -195,7 +195,9 @@ async def test_what_cannot_be_set_aside_is_refused_with_one_line(tmp_path: Path)
         f"step {covered} of {run_dir} is trained, which a checkpoint covers; only a batch from "
         f"which no version was made can be set aside, and the newest version is {step - 1}"
     )
-    with pytest.raises(ConfigError, match=f"has no batch of step 99; .* is that of step {step}$"):
+    with pytest.raises(
+        ConfigError, match=f"of step 99 that waits to be trained, only that of step {step} does$"
+    ):
         set_batch_aside(run_dir, 99)
     with pytest.raises(ConfigError, match="has no group g000999; it has g0"):
         set_batch_aside(run_dir, step, ["g000999"])

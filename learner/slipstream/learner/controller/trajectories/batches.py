@@ -260,8 +260,8 @@ class BatchFormer:
         if self._set_aside_in_a_row >= most_in_a_row:
             raise RunFailed(
                 f"batch {batch.batch_id} of step {batch.version} cannot be trained: {cause}; "
-                f"{self._set_aside_in_a_row} in a row were set aside before, as many as "
-                f"controller.max_set_aside_batches = {most_in_a_row} allows"
+                f"controller.max_set_aside_batches = {most_in_a_row} allows no other one, "
+                f"{self._set_aside_in_a_row} in a row were set aside before"
             )
         found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
         self._journal.append("batch_set_aside", **found.record())
