@@ -35,7 +35,7 @@ RUN_LIMIT_S = 400.0
 
 
 def add_poisoned_batch(journal_folder: Path) -> str:
-    """Journals a batch of the next step; one of its groups has rewards of 1e308 and -1e308."""
+    """Journals a batch of the next step; the rewards of one group are 1e308 but for one."""
     history = read_history(read_records(journal_folder))
     newest = history.batches[TRAINED - 1]
     with Journal(journal_folder) as journal:
@@ -50,7 +50,7 @@ def add_poisoned_batch(journal_folder: Path) -> str:
                     version_spans=(
                         VersionSpan(trajectory.num_sampled_tokens, PolicyVersion(0, TRAINED)),
                     ),
-                    reward=trajectory.reward if place else (-1) ** member * 1e308,
+                    reward=trajectory.reward if place else 1e308 if member else -1e308,
                 )
             groups.append(dataclasses.replace(group, group_id=name))
             journal.append(

@@ -12,6 +12,8 @@ import pytest
 from controller_runs import make_config, play
 from fake_server import FakeServer
 from fake_trainer import START, FakeTrainer
+from run_processes import run_command
+from slipstream.client.run_folder import hold_folder, write_config
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.learner.controller.set_aside_batch import set_batch_aside
@@ -209,6 +211,26 @@ async def test_what_cannot_be_set_aside_is_refused_with_one_line(tmp_path: Path)
     with pytest.raises(ConfigError, match="has no journal"):
         set_batch_aside(tmp_path / "none", 1)
     assert list(read_records(run_dir / "journal")) == records
+
+
+async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    config, before = await failed_run(tmp_path)
+    run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
+    write_config(config, run_dir)
+    with hold_folder(run_dir, refusal="held"):
+        alive = await asyncio.to_thread(run_command, "set-aside", run_dir, step)
+    refusal = f"slipstream: {run_dir} is written by a run that goes on; end it first\n"
+    assert (alive.returncode, alive.stdout, alive.stderr) == (2, "", refusal)
+    missing = await asyncio.to_thread(run_command, "set-aside", run_dir, step, "--group", "g9")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    start = f"slipstream: batch {before.refused[0]} of step {step} has no group g9; it has g0"
+    assert missing.stderr.startswith(start)
+    assert records_of(config, "batch_set_aside") == []
+    done = await asyncio.to_thread(run_command, "set-aside", run_dir, step, "--group", "g000017")
+    assert done.returncode == 0, done.stderr
+    assert "never trained: g000017 (environment e, task " in done.stdout
+    assert done.stdout.endswith("; the command that started the run goes on with another batch\n")
+    assert len(records_of(config, "batch_set_aside")) == 1
 
 
 async def test_a_crash_right_after_leaves_the_good_groups_whole(tmp_path: Path) -> None:
