@@ -303,7 +303,7 @@ class BatchFormer:
         # is repeated, or of a trainer that went back to an older checkpoint, covers nothing new.
         if not self._keep_batches and step > covered_step:
             for covered in range(self._first_kept, covered_step):
-                self._journal.remove_batch(covered, self._attempts.pop(covered, 0))
+                self._journal.remove_batch(covered, self._attempts[covered])
                 self._crc32.pop(covered, None)
                 self._steps.pop(covered - 1, None)
             self._first_kept = covered_step
