@@ -21,6 +21,7 @@ from slipstream.learner.trainer.replay import recorded_steps
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Trajectory
+from slipstream.v1 import trainer_pb2
 
 STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
 
@@ -211,6 +212,45 @@ async def test_what_cannot_be_set_aside_is_refused_with_one_line(tmp_path: Path)
     with pytest.raises(ConfigError, match="has no journal"):
         set_batch_aside(tmp_path / "none", 1)
     assert list(read_records(run_dir / "journal")) == records
+
+
+async def test_any_failure_at_a_new_batch_names_the_way_past_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+
+    class Failing(FakeTrainer):
+        async def train(self) -> None:
+            if self.version.step == 4:
+                failure = trainer_pb2.TrainerFailure(message="IndexError: no", final=True)
+                await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
+
+        async def report(self, report):
+            if self.version.step == 5:
+                self.stop_reason = "failed"
+                return trainer_pb2.StepReceipt()
+            return await super().report(report)
+
+    trainer = Failing(config.controller.address)
+    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    assert summary["cause"] == (
+        "trainer rank 0: IndexError: no; batch b000004 of step 5 is trained first when the run "
+        f"goes on, unless `slipstream set-aside {config.run_dir} 5` takes it out"
+    )
+
+
+async def test_a_batch_that_was_trained_before_is_not_set_aside(tmp_path: Path) -> None:
+    config = make_config(tmp_path, controller__max_set_aside_batches=0)
+    summary, _ = await run(config, group_of(29))
+    assert summary["state"] == "failed"
+    again = anew(config, max_set_aside_batches=3)
+    # A trainer of the start trains all steps again, and fails at one that was made.
+    summary, trainer = await run(again, group_of(5))
+    (refused,) = trainer.refused
+    step = int(refused.removeprefix("b")) + 1
+    assert summary["cause"] == (
+        f"step {step} was made from batch {refused} before, and cannot be made again: "
+        "the loss is nan"
+    )
+    assert records_of(again, "batch_set_aside") == []
 
 
 async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(tmp_path: Path) -> None:
