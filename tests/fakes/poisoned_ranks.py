@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from fake_controller import FakeController, batch_order, make_batch, stop_order
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Trajectory
@@ -154,7 +155,7 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.controller_client import ControllerClient
     from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.train import Trainer
+    from slipstream.learner.trainer.train import StartAgain, Trainer
 
     job, launch = JOBS[name], Launch.from_environment()
     bad = [poisoned_batch(1, poison) for poison in job.poisons]
@@ -170,7 +171,7 @@ def run_rank(folder: Path, name: str) -> None:
         error = ""
         try:
             trainer.run()
-        except Exception as raised:  # noqa: BLE001 - told below
+        except (RunFailed, StartAgain) as raised:
             error = f"{type(raised).__name__}: {raised}"
     told = {
         "error": error,

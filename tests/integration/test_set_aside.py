@@ -12,6 +12,8 @@ import pytest
 from controller_runs import make_config, play
 from fake_server import FakeServer
 from fake_trainer import START, FakeTrainer
+from run_processes import run_command
+from slipstream.client.run_folder import hold_folder, write_config
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.learner.controller.set_aside_batch import set_batch_aside
@@ -19,6 +21,7 @@ from slipstream.learner.trainer.replay import recorded_steps
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Trajectory
+from slipstream.v1 import trainer_pb2
 
 STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
 
@@ -135,9 +138,9 @@ async def test_too_many_batches_in_a_row_fail_the_run_with_one_line(tmp_path: Pa
     assert trainer.refused == ["b000000", "b000000-1", "b000000-2", "b000000-3"]
     assert summary["state"] == "failed"
     assert summary["cause"] == (
-        "batch b000000-3 of step 1 cannot be trained: the loss is nan; 3 in a row were set aside "
-        "before, as many as controller.max_set_aside_batches = 3 allows; the trainer had batch "
-        "b000000-3 of step 1, which is trained first when the run goes on; "
+        "batch b000000-3 of step 1 cannot be trained: the loss is nan; "
+        "controller.max_set_aside_batches = 3 allows no other one, 3 in a row were set aside "
+        "before; batch b000000-3 of step 1 is trained first when the run goes on, unless "
         f"`slipstream set-aside {config.run_dir} 1` takes it out"
     )
     assert summary["ledger"]["difference"] == 0
@@ -195,7 +198,9 @@ async def test_what_cannot_be_set_aside_is_refused_with_one_line(tmp_path: Path)
         f"step {covered} of {run_dir} is trained, which a checkpoint covers; only a batch from "
         f"which no version was made can be set aside, and the newest version is {step - 1}"
     )
-    with pytest.raises(ConfigError, match=f"has no batch of step 99; .* is that of step {step}$"):
+    with pytest.raises(
+        ConfigError, match=f"of step 99 that waits to be trained, only that of step {step} does$"
+    ):
         set_batch_aside(run_dir, 99)
     with pytest.raises(ConfigError, match="has no group g000999; it has g0"):
         set_batch_aside(run_dir, step, ["g000999"])
@@ -207,6 +212,65 @@ async def test_what_cannot_be_set_aside_is_refused_with_one_line(tmp_path: Path)
     with pytest.raises(ConfigError, match="has no journal"):
         set_batch_aside(tmp_path / "none", 1)
     assert list(read_records(run_dir / "journal")) == records
+
+
+async def test_any_failure_at_a_new_batch_names_the_way_past_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+
+    class Failing(FakeTrainer):
+        async def train(self) -> None:
+            if self.version.step == 4:
+                failure = trainer_pb2.TrainerFailure(message="IndexError: no", final=True)
+                await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
+
+        async def report(self, report):
+            if self.version.step == 5:
+                self.stop_reason = "failed"
+                return trainer_pb2.StepReceipt()
+            return await super().report(report)
+
+    trainer = Failing(config.controller.address)
+    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    assert summary["cause"] == (
+        "trainer rank 0: IndexError: no; batch b000004 of step 5 is trained first when the run "
+        f"goes on, unless `slipstream set-aside {config.run_dir} 5` takes it out"
+    )
+
+
+async def test_a_batch_that_was_trained_before_is_not_set_aside(tmp_path: Path) -> None:
+    config = make_config(tmp_path, controller__max_set_aside_batches=0)
+    summary, _ = await run(config, group_of(29))
+    assert summary["state"] == "failed"
+    again = anew(config, max_set_aside_batches=3)
+    # A trainer of the start trains all steps again, and fails at one that was made.
+    summary, trainer = await run(again, group_of(5))
+    (refused,) = trainer.refused
+    step = int(refused.removeprefix("b")) + 1
+    assert summary["cause"] == (
+        f"step {step} was made from batch {refused} before, and cannot be made again: "
+        "the loss is nan"
+    )
+    assert records_of(again, "batch_set_aside") == []
+
+
+async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    config, before = await failed_run(tmp_path)
+    run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
+    write_config(config, run_dir)
+    with hold_folder(run_dir, refusal="held"):
+        alive = await asyncio.to_thread(run_command, "set-aside", run_dir, step)
+    refusal = f"slipstream: {run_dir} is written by a run that goes on; end it first\n"
+    assert (alive.returncode, alive.stdout, alive.stderr) == (2, "", refusal)
+    missing = await asyncio.to_thread(run_command, "set-aside", run_dir, step, "--group", "g9")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    start = f"slipstream: batch {before.refused[0]} of step {step} has no group g9; it has g0"
+    assert missing.stderr.startswith(start)
+    assert records_of(config, "batch_set_aside") == []
+    done = await asyncio.to_thread(run_command, "set-aside", run_dir, step, "--group", "g000017")
+    assert done.returncode == 0, done.stderr
+    assert "never trained: g000017 (environment e, task " in done.stdout
+    assert done.stdout.endswith("; the command that started the run goes on with another batch\n")
+    assert len(records_of(config, "batch_set_aside")) == 1
 
 
 async def test_a_crash_right_after_leaves_the_good_groups_whole(tmp_path: Path) -> None:

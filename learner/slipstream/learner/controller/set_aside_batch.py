@@ -67,10 +67,9 @@ def _check_waits(history: RunHistory, run: Path, step: int) -> None:
             f"made can be set aside, and the newest version is {newest}"
         )
     if step - 1 not in history.batches:
-        waits = f"that of step {newest + 1}" if newest in history.batches else "none"
+        waits = f"only that of step {newest + 1}" if newest in history.batches else "none"
         raise ConfigError(
-            f"the journal of {run} has no batch of step {step}; the batch that waits to be trained "
-            f"is {waits}"
+            f"{run} has no batch of step {step} that waits to be trained, {waits} does"
         )
 
 

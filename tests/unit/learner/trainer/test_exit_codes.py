@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.__main__ import FINAL_ERROR, NOT_LOADED, exit_code
+from slipstream.learner.trainer.train import StartAgain
 from slipstream.protocol.errors import ConfigError, RunFailed
 
 
@@ -23,6 +24,7 @@ from slipstream.protocol.errors import ConfigError, RunFailed
         (OSError(5, "Input/output error"), NOT_LOADED, 1),
         (TimeoutError("of 2 ranks 1 did not come"), 1, 1),
         (ConnectionResetError("by peer"), 1, 1),
+        (StartAgain("step 2 changed weights before it failed"), NOT_LOADED, 1),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -262,8 +262,8 @@ class BatchFormer:
         if self._set_aside_in_a_row >= most_in_a_row:
             raise RunFailed(
                 f"batch {batch.batch_id} of step {batch.version} cannot be trained: {cause}; "
-                f"{self._set_aside_in_a_row} in a row were set aside before, as many as "
-                f"controller.max_set_aside_batches = {most_in_a_row} allows"
+                f"controller.max_set_aside_batches = {most_in_a_row} allows no other one, "
+                f"{self._set_aside_in_a_row} in a row were set aside before"
             )
         found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
         self._journal.append("batch_set_aside", **found.record())
@@ -305,7 +305,7 @@ class BatchFormer:
         # is repeated, or of a trainer that went back to an older checkpoint, covers nothing new.
         if not self._keep_batches and step > covered_step:
             for covered in range(self._first_kept, covered_step):
-                self._journal.remove_batch(covered, self._attempts.pop(covered, 0))
+                self._journal.remove_batch(covered, self._attempts[covered])
                 self._crc32.pop(covered, None)
                 self._steps.pop(covered - 1, None)
             self._first_kept = covered_step

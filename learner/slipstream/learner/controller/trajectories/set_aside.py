@@ -89,9 +89,8 @@ class SetAside:
 def way_past(batch: Batch, config: Config) -> str:
     """What a user can do about a batch at which the trainer fails each time."""
     return (
-        f"the trainer had batch {batch.batch_id} of step {batch.version}, which is trained first "
-        f"when the run goes on; `slipstream set-aside {config.run_dir} {batch.version}` "
-        "takes it out"
+        f"batch {batch.batch_id} of step {batch.version} is trained first when the run goes on, "
+        f"unless `slipstream set-aside {config.run_dir} {batch.version}` takes it out"
     )
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.leasing.groups import Group, ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RecordedStep, RunHistory, read_history
+from slipstream.learner.controller.records.history import (
+    RecordedStep,
+    RunHistory,
+    batch_name,
+    read_history,
+)
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
@@ -37,6 +42,8 @@ class Run:
         )
         self.version, self.numbers, self.ready = 0, 0, {}
         self.durable = {"leased": set(), "trained": {}}
+        # Batches of the step at hand that were set aside.
+        self.attempt = 0
 
     def play(self) -> None:
         self.journal.append("start", format=1, run_id="r-1")
@@ -104,12 +111,16 @@ class Run:
         if self.random.random() < 0.5 and self.version < STEPS - 1:
             # Leases go on while the batch is written.
             self.lease()
-        header = trainer_pb2.BatchHeader(step=step, batch_id=f"b{step}")
+        name = batch_name(step, self.attempt)
+        header = trainer_pb2.BatchHeader(step=step, batch_id=name)
         batch = trainer_pb2.RecordedBatch(header=header)
         for group in groups:
             batch.trajectories.add(group_id=group.group_id)
         self.journal.write_batch(batch, [("s", 7, 10)])
-        self.version += 1
+        if self.random.random() < 0.3:
+            self.set_aside(step, name, groups)
+            return
+        self.version, self.attempt = self.version + 1, 0
         self.journal.append(
             "step",
             step=step,
@@ -118,6 +129,24 @@ class Run:
             lags=[[0, 10]],
             several=1,
         )
+
+    def set_aside(self, step: int, name: str, groups: list[Group]) -> None:
+        named = self.random.sample(groups, self.random.randint(1, B))
+        kept = [group for group in groups if group not in named]
+        self.journal.append(
+            "batch_set_aside",
+            step=step,
+            batch_id=name,
+            by="trainer",
+            cause="",
+            groups=[[group.group_id, "e", group.task_index] for group in named],
+            put_back=[[group.group_id, "e", group.task_index, 5] for group in kept],
+            ids=[f"{group.group_id}.{m}.0.7" for group in named for m in range(MEMBERS)],
+            tokens=5 * len(named),
+            put_back_tokens=[["s", 7, 5 * len(kept)]],
+        )
+        self.attempt += 1
+        self.book.put_back(step, kept)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -136,7 +165,14 @@ def test_a_journal_cut_anywhere_loses_nothing_and_trains_nothing_twice(tmp_path,
 def check(history: RunHistory, records: list[dict]) -> None:
     leased = {GroupId(r["group"]) for r in records if r["kind"] == "lease"}
     closed = {GroupId(r["group"]) for r in records if r["kind"] in ("set_aside", "closed")}
-    batches = [[GroupId(g) for g in r["groups"]] for r in records if r["kind"] == "batch"]
+    aside = [r for r in records if r["kind"] == "batch_set_aside"]
+    closed |= {GroupId(group) for r in aside for group, *_ in r["groups"]}
+    not_trained = {r["batch_id"] for r in aside}
+    batches = [
+        [GroupId(g) for g in r["groups"]]
+        for r in records
+        if r["kind"] == "batch" and r["batch_id"] not in not_trained
+    ]
     trained = [group for groups in batches for group in groups]
     assert len(trained) == len(set(trained))
     in_batch = {group: history.trained_in.get(group) for group in leased}
@@ -171,6 +207,7 @@ def check(history: RunHistory, records: list[dict]) -> None:
     snapshot = ledger.snapshot()
     assert snapshot.difference == 0
     assert snapshot.trained == 10 * len(history.steps)
+    assert snapshot.set_aside == 5 * sum(len(r["groups"]) for r in aside)
     assert snapshot.failed + snapshot.filtered == 3 * sum(r["kind"] == "end" for r in records)
     assert snapshot.queued == 10 * (len(batches) - len(history.steps))
     for record in records:
@@ -184,7 +221,8 @@ def check(history: RunHistory, records: list[dict]) -> None:
     assert entry.groups_leased == len(still_open)
     accepted = sum(r["kind"] == "closed" for r in records) + len(trained)
     assert entry.groups_accepted == accepted
-    assert entry.groups_failed == sum(r["kind"] == "set_aside" for r in records)
+    in_batches = sum(len(r["groups"]) for r in aside)
+    assert entry.groups_failed == sum(r["kind"] == "set_aside" for r in records) + in_batches
 
 
 def start(**changes):

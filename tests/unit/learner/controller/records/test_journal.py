@@ -292,6 +292,14 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         # Another attempt at the same place was neither trained nor ended.
         assert not earlier.holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
         assert not earlier.holds(GroupId("g000003"), TrajectoryId("g000003.0.0.7"))
+        # The batch was set aside, and the next one of the step has a file of its own.
+        header = trainer_pb2.BatchHeader(step=0, batch_id="b000000-1")
+        next_crc32 = journal.write_batch(trainer_pb2.RecordedBatch(header=header))
+        assert journal.kept_batches() == {(0, 0), (0, 1)}
+        assert journal.read_batch(0, next_crc32, 1).header == header
+        earlier = EarlierIds(history, journal)
+        assert earlier.holds(trained.group_id, trained.trajectory_id)
+        assert not earlier.holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
         journal.remove_batch(0)
         # A checkpoint covers it: it was acknowledged long ago.
         assert EarlierIds(history, journal).holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
