@@ -54,7 +54,7 @@ def _check_contents(config: Config) -> bool:
     settings = folder / "config.toml"
     if not settings.is_file():
         raise ConfigError(
-            f"{settings} is missing, without which nobody knows what the run in that folder is: "
+            f"{settings} is missing or no file, and without it nobody knows what the run in that folder is: "
             f"{REMEDY}, or begin anew with another run.name"
         )
     check_resumable(load_config(settings), config)
@@ -154,7 +154,8 @@ def version_to_export(folder: Path, step: int | None) -> int:
     try:
         read_manifest(checkpoint_path(checkpoints, chosen))
     except CheckpointError as error:
-        raise ConfigError(f"{error}, or give another --step ({whole})") from None
+        others = ", ".join(str(other) for other in steps if other != chosen) or "none"
+        raise ConfigError(f"{error}, or give another --step (there are {others})") from None
     return chosen
 
 
