@@ -54,8 +54,8 @@ def _check_contents(config: Config) -> bool:
     settings = folder / "config.toml"
     if not settings.is_file():
         raise ConfigError(
-            f"{settings} is missing or no file, and without it nobody knows what the run in that folder is: "
-            f"{REMEDY}, or begin anew with another run.name"
+            f"{settings} is missing or no file, and a run does not go on without the settings "
+            f"that it had: {REMEDY}, or begin anew with another run.name"
         )
     check_resumable(load_config(settings), config)
     try:
