@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.protocol.errors import ConfigError
+
 TAIL_BYTES = 65536
 # A disk with less room is full.
 FULL_BYTES = 1 << 20
@@ -87,10 +89,17 @@ async def start_child(
     log_path: Path,
     environ: Mapping[str, str] = {},
 ) -> Child:
-    """Starts `python -m module arguments` in its own process group, its output in `log_path`."""
-    log_path.parent.mkdir(parents=True, exist_ok=True)
+    """Starts `python -m module arguments` in its own process group, its output in `log_path`.
+
+    ConfigError when that cannot be written.
+    """
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        opened = log_path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{log_path} cannot be written: {error.strerror}") from error
     command = [sys.executable, "-m", module, *arguments]
-    with log_path.open("ab") as log:
+    with opened as log:
         log_start = log.tell()
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "slipstream.protocol.process", *command],
@@ -122,7 +131,10 @@ async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Chi
 
 def with_full_disk(cause: str, folder: Path) -> str:
     """`cause`, and that the disk of `folder` is full when it is: its own log may end before it."""
-    if shutil.disk_usage(folder).free >= FULL_BYTES:
+    try:
+        if shutil.disk_usage(folder).free >= FULL_BYTES:
+            return cause
+    except OSError:
         return cause
     return f"{cause}; no space is left on the disk of {folder}"
 

@@ -54,8 +54,8 @@ def _check_contents(config: Config) -> bool:
     settings = folder / "config.toml"
     if not settings.is_file():
         raise ConfigError(
-            f"{settings} is missing, without which nobody knows what the run in that folder is: "
-            f"{REMEDY}, or begin anew with another run.name"
+            f"{settings} is missing or no file, and a run does not go on without the settings "
+            f"that it had: {REMEDY}, or begin anew with another run.name"
         )
     check_resumable(load_config(settings), config)
     try:
@@ -154,7 +154,8 @@ def version_to_export(folder: Path, step: int | None) -> int:
     try:
         read_manifest(checkpoint_path(checkpoints, chosen))
     except CheckpointError as error:
-        raise ConfigError(f"{error}, or give another --step ({whole})") from None
+        others = ", ".join(str(other) for other in steps if other != chosen) or "none"
+        raise ConfigError(f"{error}, or give another --step (there are {others})") from None
     return chosen
 
 

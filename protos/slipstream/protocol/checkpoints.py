@@ -139,7 +139,14 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_newest(folder: Path) -> None:
-    """CheckpointError when the newest checkpoint has a manifest that cannot be read."""
+    """CheckpointError when the newest checkpoint has a manifest that cannot be read.
+
+    The same when no folder of checkpoints can be made, for something else is there.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder: put it back from a copy of the run, or remove it"
+        )
     for step in complete_steps(folder)[-1:]:
         read_manifest(checkpoint_path(folder, step))
 

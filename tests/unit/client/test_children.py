@@ -17,6 +17,7 @@ from slipstream.client.children import (
     start_child,
     with_full_disk,
 )
+from slipstream.protocol.errors import ConfigError
 
 RAISE_TWO = """
 raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])
@@ -163,3 +164,19 @@ def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
     said = with_full_disk("it ended", tmp_path)
     assert said == f"it ended; no space is left on the disk of {tmp_path}"
+
+
+@pytest.mark.parametrize("spoil", ["a file for its folder", "a folder for the log"])
+async def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path, spoil: str) -> None:
+    path = tmp_path / "logs" / "controller.log"
+    if spoil == "a file for its folder":
+        path.parent.touch()
+    else:
+        path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"controller\.log cannot be written: ") as caught:
+        await start_child("controller", "this", [], log_path=path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cause_is_told_when_the_folder_is_gone(tmp_path: Path) -> None:
+    assert with_full_disk("it ended", tmp_path / "nowhere") == "it ended"

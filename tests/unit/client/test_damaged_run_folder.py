@@ -193,6 +193,7 @@ def test_a_damaged_manifest_is_refused_before_anything_is_loaded(tmp_path: Path)
     ):
         assert line.startswith(begin)
         assert remedy in line
+    assert export_refusal(config.run_dir, 40).endswith("--step (there are 30)")
     assert version_to_export(config.run_dir, 30) == 30
 
 

@@ -109,6 +109,8 @@ def test_no_checkpoints_or_a_file_in_their_place_are_none(tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     assert passed_over(tmp_path / "file") == []
     assert complete_steps(tmp_path / "file") == []
+    with pytest.raises(CheckpointError, match="file is no folder: put it back"):
+        check_newest(tmp_path / "file")
 
 
 def test_files_and_links_that_end_in_partial_are_removed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import uvloop
+from slipstream.learner.controller.own_log import OwnLog, last_words
 from slipstream.protocol.errors import RunFailed, SlipstreamError
 from slipstream.protocol.settings.config_file import load_config
 
@@ -19,20 +20,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="slipstream-controller", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, handlers=[OwnLog(sys.stderr.fileno())])
     try:
         return uvloop.run(_serve(arguments.config))
     except RunFailed as error:
-        print(f"slipstream: {error}", file=sys.stderr)
+        last_words(str(error))
         return 1
     except (SlipstreamError, FileExistsError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
+        last_words(str(error))
         return 2
     except BaseExceptionGroup as group:
         ours = group.subgroup(SlipstreamError)
         if ours is None:
             raise
-        print(f"slipstream: {_first(ours)}", file=sys.stderr)
+        last_words(str(_first(ours)))
         return 1
 
 

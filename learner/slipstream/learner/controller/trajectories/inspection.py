@@ -146,7 +146,11 @@ class Inspector:
         if server not in self._fleet.known:
             # No heartbeat will ever count what it generated.
             self._ledger.die(server)
-        path = self.quarantine.add(delivery, claim, cause)
+        try:
+            path = self.quarantine.add(delivery, claim, cause)
+            place = f" ({path})" if path is not None else ""
+        except OSError as error:
+            place = f" (not kept, {error.filename}: {error.strerror})"
         self._ledger.end(End.QUARANTINED, claim.tokens)
         self._journal.append(
             "end",
@@ -159,8 +163,7 @@ class Inspector:
         )
         self._endings.acknowledge(trajectory_id)
         self._progress.events.add(
-            f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
-            + (f" ({path})" if path is not None else ""),
+            f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}{place}",
             Severity.ERROR,
         )
         if self.quarantine.is_hopeless(server) and not self._progress.is_over:

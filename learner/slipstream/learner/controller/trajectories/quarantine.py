@@ -78,7 +78,10 @@ class Quarantine:
         self.total = 0
 
     def add(self, delivery: Delivery, claim: Claim, cause: str) -> Path | None:
-        """Writes data and cause; where to. None: there are too many already."""
+        """Writes data and cause; where to. None: there are too many already.
+
+        It counts also where an OSError says that it could not be written.
+        """
         self._in_a_row[claim.server] += 1
         self.total += 1
         if self.total > MAX_FILES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+from slipstream.protocol.bounds import one_line
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -54,6 +55,15 @@ _DTYPES = {
 }
 
 
+# What the reader of pickles raises where bytes are not those that were written.
+_OF_DAMAGE = (
+    *(OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError),
+    *(LookupError, OverflowError, MemoryError, ImportError),
+)
+# Characters of a cause.
+MAX_CAUSE = 200
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if name in _ALLOWED.get(module, ()) or (module == "torch" and name in _DTYPES):
@@ -66,8 +76,9 @@ def read_index(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             index = _Unpickler(file).load()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except _OF_DAMAGE as error:
+        cause = one_line(str(error) or type(error).__name__, MAX_CAUSE)
+        raise CheckpointError(f"{path} cannot be read: {cause}") from error
     if not isinstance(index, Metadata):
         raise CheckpointError(f"{path} holds a {type(index).__name__}, not the index")
     return index

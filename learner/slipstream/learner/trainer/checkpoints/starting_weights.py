@@ -10,6 +10,7 @@ from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.protocol.checkpoints import MANIFEST_NAME, check_files, read_manifest
 from slipstream.protocol.errors import ConfigError
 
 
@@ -22,6 +23,22 @@ def load_starting_weights(chunks: Sequence[Megatron], path: Path, ranks: Ranks) 
 
     files = _distributed_files(path)
     load_models([StoredModel(POLICY, chunks, None)], files, DiskWork(files, ranks))
+
+
+def check_saved(path: Path, ranks: Ranks) -> None:
+    """CheckpointError when a file of a run's checkpoint is not the one that was saved; collective.
+
+    Files that a converter made have no manifest to be checked by.
+    """
+    if not (path / STATE_FOLDER).is_dir() and not (path / MANIFEST_NAME).exists():
+        return
+    disk = DiskWork(path, ranks)
+
+    def check() -> None:
+        own = read_manifest(path).files[ranks.rank :: ranks.world_size]
+        check_files(path, own, disk.moved)
+
+    disk.together(check)
 
 
 def check_no_adapters(path: Path) -> None:

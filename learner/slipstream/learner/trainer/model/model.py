@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from slipstream.learner.trainer.checkpoints.starting_weights import (
     check_no_adapters,
+    check_saved,
     load_starting_weights,
 )
 from slipstream.learner.trainer.flops import model_sizes
@@ -246,6 +247,7 @@ def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
 
 
 def _with_weights(chunks: list[Megatron], *, path: Path, ranks: Ranks) -> list[Megatron]:
+    check_saved(path, ranks)
     check_no_adapters(path)
     load_starting_weights(chunks, path, ranks)
     return chunks

@@ -57,3 +57,22 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
         taken = inspector.take(Delivery(trajectory.trajectory_id, encode_trajectory(trajectory)))
         assert (taken is None) == bool(quarantined)
         assert inspector.quarantine.total == quarantined
+
+
+def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    config.run_dir.mkdir()
+    (config.run_dir / "quarantine").touch()
+    events, ledger = EventLog(), TokenLedger()
+    progress = RunProgress("r", config, events)
+    book = LeaseBook(groups_per_step=1, group_size=2, max_staleness=4, num_steps=9)
+    fleet = Fleet(progress)
+    fleet.known.add(KEY)
+    with Journal(tmp_path / "journal") as journal:
+        endings = Endings(journal, ledger, MemoryQueue(10).receiver())
+        inspector = Inspector(
+            progress, book, fleet, journal, ledger, endings, run_again=lambda *_: None
+        )
+        assert inspector.take(Delivery(GOOD.trajectory_id, b"junk")) is None
+    assert inspector.quarantine.total == 1
+    assert events._events[0].text.endswith("quarantine: File exists)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from pathlib import Path
 
@@ -60,3 +61,33 @@ def test_an_index_of_torchs_own_writer_is_read(tmp_path: Path) -> None:
     index = read_index(tmp_path / ".metadata")
     assert set(index.state_dict_metadata) == {"a", "b.c", "n"}
     assert index.state_dict_metadata["b.c"].size == torch.Size([2, 2])
+
+
+def damaged(data: bytes, seed: int) -> bytes:
+    """The bytes with a few others in their place, a block of zeros, a gap or no end."""
+    draw = random.Random(seed)
+    place = draw.randrange(len(data))
+    return [
+        data[:place] + bytes([draw.randrange(256)]) + data[place + 1 :],
+        data[:place] + bytes(64) + data[place + 64 :],
+        data[:place] + data[place + draw.randint(1, 9) :],
+        data[:place],
+    ][seed % 4]
+
+
+def test_a_damaged_index_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3, dtype=torch.bfloat16), "b": {"c": torch.zeros(2, 2)}, "n": 3}
+    with pytest.warns(UserWarning, match="save in a single process"):
+        save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    path = tmp_path / ".metadata"
+    data = path.read_bytes()
+    refused = 0
+    for seed in range(4000):
+        path.write_bytes(damaged(data, seed))
+        try:
+            read_index(path)
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error)
+            assert str(path) in str(error)
+    assert refused > 1000

@@ -10,8 +10,11 @@ torch = pytest.importorskip("torch")
 
 from slipstream.learner.trainer.checkpoints.starting_weights import (  # noqa: E402
     check_no_adapters,
+    check_saved,
 )
-from slipstream.protocol.errors import ConfigError  # noqa: E402
+from slipstream.protocol.errors import CheckpointError, ConfigError  # noqa: E402
+from small_checkpoints import save_checkpoint  # noqa: E402
+from thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
 
 MATRIX = "decoder.layers.self_attention.linear_qkv.weight"
@@ -34,3 +37,44 @@ def test_adapters_that_would_be_left_out_are_refused(tmp_path: Path, folder: str
         ConfigError, match=f"checkpoint.load must hold no adapters, .* {tmp_path}/with "
     ):
         check_no_adapters(tmp_path / "with")
+
+
+def flip(path: Path) -> None:
+    (path / "tensors").write_bytes(b"weightz")
+
+
+def without_manifest(path: Path) -> None:
+    (path / "state").mkdir()
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (flip, "tensors: its bytes are not those that were written"),
+        (lambda path: (path / "tensors").unlink(), "tensors: No such file or directory"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
+        (without_manifest, "manifest.json cannot be read: No such file or directory"),
+    ],
+    ids=["flipped", "missing", "manifest", "no manifest"],
+)
+def test_a_run_does_not_start_from_a_damaged_checkpoint(tmp_path: Path, spoil, cause: str) -> None:
+    path = save_checkpoint(tmp_path, 40)
+    run_ranks(2, lambda ranks: check_saved(path, ranks), timeout_s=60.0)
+    spoil(path)
+    errors: list[Exception] = []
+
+    def rank(ranks: ThreadRanks) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            check_saved(path, ranks)
+        errors.append(caught.value)
+
+    run_ranks(2, rank, timeout_s=60.0)
+    assert len(errors) == 2
+    assert any(cause in str(error) and str(path) in str(error) for error in errors)
+    assert not any("\n" in str(error) for error in errors)
+
+
+def test_files_of_a_converter_have_no_manifest_and_pass(tmp_path: Path) -> None:
+    write(tmp_path, MATRIX)
+    run_ranks(1, lambda ranks: check_saved(tmp_path, ranks), timeout_s=60.0)
