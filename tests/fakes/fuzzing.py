@@ -244,7 +244,7 @@ def _fill_field(
                 key = _within(entry.fields_by_name["key"], bound, draw, ())
                 values[key] = _within(entry.fields_by_name["value"], bound, draw, ())
     elif field.is_repeated:
-        for _ in range(draw.choice((0, 1, 1, 3, 16) if depth < DEPTH else (0, 1))):
+        for _ in range(draw.choice((0, 1, 1, 3, 6) if depth < DEPTH else (0, 1))):
             if entry is not None:
                 _fill(values.add(), draw, scalar, depth + 1)
             else:

@@ -19,10 +19,16 @@ DEPTH = 5
 
 
 def largest(kind: Descriptor, most_bytes: int = 0) -> Iterator[tuple[str, Message]]:
-    """The name of a field and the message that is full of it, for all fields that hold much."""
+    """The name of a field and the message that is full of it, for all fields that hold much.
+
+    Lists of texts come twice: with the longest, and with more and empty ones.
+    """
     limit = most_bytes or max_message_bytes(type(new(kind)))
     for path in paths(kind):
-        yield ".".join(field.name for field in path), _full(kind, path, limit)
+        name = ".".join(field.name for field in path)
+        yield name, _full(kind, path, limit)
+        if path[-1].is_repeated and path[-1].type in TEXTS:
+            yield f"{name}, empty", _full(kind, path, limit, is_empty=True)
 
 
 def paths(kind: Descriptor, before: Path = ()) -> Iterator[Path]:
@@ -38,7 +44,7 @@ def paths(kind: Descriptor, before: Path = ()) -> Iterator[Path]:
             yield from paths(inner, path)
 
 
-def _full(kind: Descriptor, path: Path, limit: int) -> Message:
+def _full(kind: Descriptor, path: Path, limit: int, *, is_empty: bool = False) -> Message:
     field, *below = path
     message, bound = new(kind), bound_of(field)
     inner = field.message_type
@@ -51,13 +57,18 @@ def _full(kind: Descriptor, path: Path, limit: int) -> Message:
             getattr(message, field.name)[name] = "" if texts else 0.5
     elif field.is_repeated:
         assert bound is not None
-        element = _full(inner, tuple(below), limit) if below else _element(field, limit)
+        if below:
+            element: object = _full(inner, tuple(below), limit, is_empty=is_empty)
+        else:
+            element = _element(field, 0 if is_empty else limit)
         size = element.ByteSize() if isinstance(element, Message) else _size(element)
         # Eight bytes for the tag and the length at most, two where there is nothing in it.
-        count = max(1, min(bound.max_items, limit // (size + (8 if size > 127 else 2))))
+        count = max(1, min(bound.max_items, limit // (size + (8 if size > 100 else 2))))
         getattr(message, field.name).extend([element] * count)
     elif inner is not None:
-        getattr(message, field.name).CopyFrom(_full(inner, tuple(below), limit - 16))
+        getattr(message, field.name).CopyFrom(
+            _full(inner, tuple(below), limit - 16, is_empty=is_empty)
+        )
         getattr(message, field.name).SetInParent()
     else:
         setattr(message, field.name, _element(field, limit - 16))
@@ -79,4 +90,4 @@ def _element(field: FieldDescriptor, limit: int) -> object:
 
 
 def _size(value: object) -> int:
-    return len(value) if isinstance(value, str | bytes) else 10
+    return max(len(value), 1) if isinstance(value, str | bytes) else 10

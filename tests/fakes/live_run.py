@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,6 +78,14 @@ class LiveRun:
 
         return self._call(said())
 
+    def start(self, doing: Awaitable[Result]) -> Future[Result]:
+        """Begins something in the loop of the run."""
+
+        async def run() -> Result:
+            return await doing
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
     @property
     def is_over(self) -> bool:
         """Whether the controller has ended."""
@@ -116,10 +125,7 @@ class LiveRun:
             await self._open.__aexit__(None, None, None)
 
     def _call(self, doing: Awaitable[Result]) -> Result:
-        async def run() -> Result:
-            return await doing
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(2 * LIMIT_S)
+        return self.start(doing).result(2 * LIMIT_S)
 
 
 async def _leave_none() -> None:
