@@ -101,7 +101,7 @@ async def fuzz(arguments: argparse.Namespace, address: str) -> tuple[Answers, Re
                 line = (round(passed_s), answers.messages, readings.counts.total())
                 print(*line, len(answers.broken), dict(readings.broken), flush=True)
         for caller in callers:
-            if caller.done():
+            if caller.done() and not caller.cancelled():
                 answers.broken.append(f"a caller ended: {caller.exception()!r}")
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)

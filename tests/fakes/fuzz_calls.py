@@ -7,7 +7,6 @@ are sealed, a trainer registers. What follows then reaches the parts behind the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 from collections import Counter
@@ -18,7 +17,7 @@ import grpc
 import grpc.aio
 import numpy as np
 from fuzz_honest import HONEST
-from fuzzing import methods, mutated, nearly, new, random_request
+from fuzzing import bounded, methods, mutated, nearly, new, random_request
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
 from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, encode_trajectory
@@ -95,17 +94,23 @@ def random_case(draw: random.Random, names: Sequence[str]) -> Case:
     """A call of one of these methods."""
     method = METHODS[draw.choice(names)]
     many = draw.choice((1, 3, 20)) if method.client_streaming else 1
-    requests = tuple(_random_message(method, draw) for _ in range(many))
+    # The first that is refused ends a stream: half of them are within all bounds.
+    is_bounded = method.client_streaming and draw.random() < 0.5
+    requests = tuple(_random_message(method, draw, is_bounded) for _ in range(many))
     if method.name == "Deliver":
         requests = tuple(map(delivery, (random_trajectory(draw) for _ in requests)))
     return Case(method.name, draw.random() < 0.7, requests)
 
 
-def _random_message(method: MethodDescriptor, draw: random.Random) -> bytes:
+def _random_message(method: MethodDescriptor, draw: random.Random, is_bounded: bool) -> bytes:
     """Half of them are honest ones with one or two other fields, or damaged bytes."""
+    message = draw.choice(HONEST.get(method.name, [new(method.input_type)]))
+    if is_bounded:
+        if draw.random() < 0.5:
+            return bounded(method.input_type, draw, WORDS).SerializeToString()
+        return nearly(message, draw, WORDS, wild_share=0.0).SerializeToString()
     if draw.random() < 0.5:
         return random_request(method.input_type, draw, WORDS)
-    message = draw.choice(HONEST.get(method.name, [new(method.input_type)]))
     if draw.random() < 0.8:
         return nearly(message, draw, WORDS).SerializePartialToString()
     return mutated(message.SerializeToString(), draw)
@@ -156,9 +161,15 @@ async def _streamed(method, requests: Sequence[bytes]) -> tuple[grpc.StatusCode,
             yield request
 
     call = method(messages(), timeout=STREAM_S)
-    with contextlib.suppress(grpc.aio.AioRpcError):
+    try:
         async for _ in call:
             pass
+    except grpc.aio.AioRpcError:
+        pass
+    except asyncio.CancelledError:
+        # Of the call by the controller, or of this task.
+        if not call.done():
+            raise
     return await call.code(), str(await call.details() or "")
 
 

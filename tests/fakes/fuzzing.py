@@ -89,7 +89,9 @@ def bounded(kind: Descriptor, draw: random.Random, words: Sequence[str] = ()) ->
     return message
 
 
-def nearly(message: Message, draw: random.Random, words: Sequence[str] = ()) -> Message:
+def nearly(
+    message: Message, draw: random.Random, words: Sequence[str] = (), *, wild_share: float = 0.3
+) -> Message:
     """An honest message in which one to three fields, somewhere, have another value."""
     changed = new(message.DESCRIPTOR)
     changed.CopyFrom(message)
@@ -104,7 +106,7 @@ def nearly(message: Message, draw: random.Random, words: Sequence[str] = ()) -> 
             continue
         field = draw.choice(inner.DESCRIPTOR.fields)
         inner.ClearField(field.name)
-        scalar = wild_scalar if draw.random() < 0.3 else partial(bounded_scalar, words=words)
+        scalar = wild_scalar if draw.random() < wild_share else partial(bounded_scalar, words=words)
         _fill_field(inner, field, draw, scalar, 1)
     return changed
 
@@ -242,7 +244,7 @@ def _fill_field(
                 key = _within(entry.fields_by_name["key"], bound, draw, ())
                 values[key] = _within(entry.fields_by_name["value"], bound, draw, ())
     elif field.is_repeated:
-        for _ in range(draw.choice((0, 1, 1, 3, 16) if depth < DEPTH else (0, 1))):
+        for _ in range(draw.choice((0, 1, 1, 3, 6) if depth < DEPTH else (0, 1))):
             if entry is not None:
                 _fill(values.add(), draw, scalar, depth + 1)
             else:

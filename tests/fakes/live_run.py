@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,6 +62,7 @@ class LiveRun:
     def __exit__(self, *_: object) -> None:
         try:
             self._call(self._end())
+            self._call(_leave_none())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(LIMIT_S)
@@ -76,17 +78,30 @@ class LiveRun:
 
         return self._call(said())
 
+    def start(self, doing: Awaitable[Result]) -> Future[Result]:
+        """Begins something in the loop of the run."""
+
+        async def run() -> Result:
+            return await doing
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
     @property
     def is_over(self) -> bool:
         """Whether the controller has ended."""
         return self._running.done()
+
+    def stop(self) -> None:
+        """Ends the run before its last step, as somebody who wants no more of it."""
+        self._loop.call_soon_threadsafe(self._controller.stop, "the test is over")
 
     def summary(self) -> dict:
         """What the run left; only behind its end."""
         return json.loads((self.config.run_dir / "summary.json").read_text())
 
     async def _begin(self) -> None:
-        self._running = asyncio.ensure_future(Controller(self.config, OPEN).run())
+        self._controller = Controller(self.config, OPEN, goodbye_limit_s=1.0)
+        self._running = asyncio.ensure_future(self._controller.run())
         self._peers = [asyncio.ensure_future(peer.run()) for peer in (self.server, self.trainer)]
         self._open = open_channel(self.address, OPEN)
         self.channel = await self._open.__aenter__()
@@ -110,7 +125,12 @@ class LiveRun:
             await self._open.__aexit__(None, None, None)
 
     def _call(self, doing: Awaitable[Result]) -> Result:
-        async def run() -> Result:
-            return await doing
+        return self.start(doing).result(2 * LIMIT_S)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(2 * LIMIT_S)
+
+async def _leave_none() -> None:
+    """Ends what callers left in the loop."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

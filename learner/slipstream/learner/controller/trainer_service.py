@@ -35,6 +35,8 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # The longest answer of `Next`; the trainer asks again.
 NEXT_LIMIT_S = 5.0
+# Lines of a trainer's layout that are told, each as an event.
+MAX_LAYOUT_LINES = 256
 # What changes within this time is looked at together.
 GATHER_S = 0.005
 
@@ -112,7 +114,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.state = status_pb2.RUN_STATE_RUNNING
         sizes, *groups = request.layout_description.splitlines()
         self._progress.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
-        for line in groups:
+        for line in groups[:MAX_LAYOUT_LINES]:
             self._progress.events.add(f"  {line}")
         self._progress.moved()
         return trainer_pb2.TrainerWelcome(

@@ -33,6 +33,8 @@ REFUSAL_WAIT_S = 0.2
 MAX_IDS_IN_RESPONSE = 4096
 # Number of acknowledged ids that the receiver keeps, to answer senders that missed an answer.
 MAX_REMEMBERED_IDS = 65_536
+# Seals of smaller deliveries are checked where they are received, those of others in a thread.
+SMALL_BYTES = 256 << 10
 
 REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -238,7 +240,10 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         try:
             async for request in requests:
                 trajectory_id = TrajectoryId(request.trajectory_id)
-                data = self._open_seal(trajectory_id, request.trajectory)
+                if request.ByteSize() <= SMALL_BYTES:
+                    data = self._open(request)
+                else:
+                    data = await asyncio.to_thread(self._open, request)
                 if data is None:
                     raise not_sealed(trajectory_id)
                 if trajectory_id in self._acknowledged:
@@ -251,6 +256,9 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
                 self._waiting.put_nowait(Delivery(trajectory_id, data))
         finally:
             stream.changed.set()
+
+    def _open(self, request: pb.DeliverRequest) -> bytes | None:
+        return self._open_seal(TrajectoryId(request.trajectory_id), request.trajectory)
 
     async def _write(
         self,

@@ -99,7 +99,9 @@ class WeightUpdate:
         if not is_known or terms != self._ready_for:
             self._ready_for = None
             if described != self._layout:
-                self._layout, self._num_buckets = described, len(layout_from_pb(layout))
+                # A model of many experts has tens of thousands of tensors.
+                buckets = await asyncio.to_thread(layout_from_pb, layout)
+                self._layout, self._num_buckets = described, len(buckets)
                 self._are_adapters_alone = not layout.tensors
                 if layout.tensors and described != self._weights_layout:
                     self._weights_layout, self._all_have_plan = described, False

@@ -74,17 +74,28 @@ class Inspector:
         self._earlier = EarlierIds(history, self._journal)
         self._fleet.known |= {ServerKey(ServerId(name), epoch) for name, epoch in history.leased_to}
 
-    def take(self, delivery: Delivery) -> Trajectory | None:
-        """The trajectory, when it is one and came for the first time; all others are settled."""
+    def decode(self, delivery: Delivery) -> Trajectory | ProtocolError:
+        """What the bytes are, or why they are no trajectory of this run; may run in a thread."""
+        if len(delivery.data) > self._largest_bytes:
+            return ProtocolError(
+                f"it has {len(delivery.data)} bytes, no trajectory of this run has more than "
+                f"{self._largest_bytes}"
+            )
         try:
-            if len(delivery.data) > self._largest_bytes:
-                raise ProtocolError(
-                    f"it has {len(delivery.data)} bytes, no trajectory of this run has more than "
-                    f"{self._largest_bytes}"
-                )
-            trajectory = decode_trajectory(delivery.data)
+            return decode_trajectory(delivery.data)
         except ProtocolError as error:
-            self.refuse(delivery, str(error))
+            return error
+
+    def take(
+        self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None
+    ) -> Trajectory | None:
+        """The trajectory, when it is one and came for the first time; all others are settled.
+
+        `decoded` is what `decode` has made of the delivery; None: nobody has called it.
+        """
+        trajectory = self.decode(delivery) if decoded is None else decoded
+        if isinstance(trajectory, ProtocolError):
+            self.refuse(delivery, str(trajectory))
             return None
         if trajectory.run_id != self._progress.run_id:
             self._endings.acknowledge(delivery.trajectory_id)

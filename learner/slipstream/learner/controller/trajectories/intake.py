@@ -7,6 +7,7 @@ as soon as the journal has its end.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import statistics
 import time
@@ -26,6 +27,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.filtering import FilteredGroups, Verdict, is_solved
 from slipstream.learner.controller.trajectories.inspection import Inspector
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery, TrajectoryReceiver
 from slipstream.protocol.rewards import has_variance
 from slipstream.protocol.types import (
@@ -37,6 +39,11 @@ from slipstream.protocol.types import (
     TrajectoryName,
 )
 from slipstream.v1 import fleet_pb2
+
+# Deliveries of more bytes are decoded in a thread: it takes longer than the loop may be held.
+SMALL_BYTES = 256 << 10
+# What the controller raises on a delivery that it was not made for.
+FAULTS = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 
 logger = logging.getLogger(__name__)
 
@@ -79,20 +86,31 @@ class Intake:
     async def consume(self) -> None:
         """Takes deliveries until it is cancelled."""
         while True:
-            self.accept(await self._receiver.get())
+            delivery = await self._receiver.get()
+            self.accept(delivery, await self._decoded(delivery))
 
-    def accept(self, delivery: Delivery) -> None:
+    async def _decoded(self, delivery: Delivery) -> Trajectory | ProtocolError | None:
+        """A large delivery, decoded in a thread; None for one that `accept` is to decode."""
+        if len(delivery.data) <= SMALL_BYTES:
+            return None
+        try:
+            return await asyncio.to_thread(self.inspector.decode, delivery)
+        except FAULTS:
+            # It is quarantined where the same is done again.
+            return None
+
+    def accept(self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None) -> None:
         """Files one delivery; whatever it is, the controller goes on.
 
         A delivery on which the controller itself fails is quarantined with that error.
         """
         trajectory = None
         try:
-            trajectory = self.inspector.take(delivery)
+            trajectory = self.inspector.take(delivery, decoded)
             if trajectory is not None:
                 self._progress.moved()
                 self._file(trajectory)
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+        except FAULTS as error:
             logger.exception("delivery %s", delivery.trajectory_id)
             cause = f"the controller failed on it: {type(error).__name__}: {error}"
             self.inspector.refuse(delivery, cause, is_counted=trajectory is not None)

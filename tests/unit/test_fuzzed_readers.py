@@ -1,0 +1,122 @@
+"""Damaged, made up and honest bytes for everything that reads bytes of others.
+
+A reader raises its own errors, in one line, and takes no long time. What once broke that stays as
+an example. `tests/fuzz.py` reads a million of them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from fuzz_budget import BUDGET
+from fuzz_files import RECORDS, file_readers, journal_bytes
+from fuzz_readers import LONGEST_S, Reader, message_readers, request_readers, sample
+from hypothesis import example, given
+from hypothesis import strategies as st
+from slipstream.protocol.errors import ProtocolError
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
+
+READERS = {r.name: r for r in [*request_readers(), *message_readers(), *file_readers()]}
+DEEP = b"[" * 100_000
+
+# Bytes on which a reader raised something else, or with more than one line.
+ONCE_BROKEN = [
+    ("lease", fleet_pb2.Lease(group_id="g000001").SerializeToString()),
+    ("status of a run", status_pb2.RunStatus(state=99).SerializeToString()),
+    ("event", status_pb2.Event(severity=77).SerializeToString()),
+    ("status of an environment", b"\x0a\x03\x1a\x01{"),
+    ("record of calls", b'[["g1.0"'),
+    ("record of calls", b"[1, 2, 3]\n"),
+    ("record of calls", b"\xff\xfe\n"),
+    ("record of calls", DEEP),
+    (
+        "chunk to the trainer",
+        trainer_pb2.Directive(
+            chunk=trainer_pb2.TrajectoryChunk(
+                trajectories=[trajectory_pb2.Trajectory(group_id="a\nb", checksum=1)]
+            )
+        ).SerializeToString(),
+    ),
+    ("journal", journal_bytes([{"kind": "start", "format": 1}])),
+    ("journal", journal_bytes([{**RECORDS[0], "key": "zz"}])),
+    ("journal", journal_bytes([RECORDS[0], {"kind": "servers", "generated": None}])),
+    ("journal", journal_bytes([*RECORDS[:4], {**RECORDS[4], "epoch": 2**70}, *RECORDS[5:]])),
+    ("journal", journal_bytes([RECORDS[0], {"kind": "checkpoint", "version": [1]}])),
+    ("batch", b"\xff\xff"),
+    ("summary of a run", b"\xff"),
+    ("summary of a run", b"[]"),
+    ("summary of a run", b'{"steps": 3}'),
+    ("dashboard metrics.jsonl", b"\xb8\n[1]\n{\n"),
+    ("dashboard suspended.json", b"\xb8"),
+    *((name, DEEP) for name in ("journal", "summary of a run", "dashboard summary.json")),
+    *((name, DEEP) for name in ("manifest", "model", "batch")),
+    ("config.toml", b"a = " + DEEP),
+    # Of the attacks on a live run.
+    ("trajectory", trajectory_pb2.Trajectory(reward=1e308, status=1).SerializeToString()),
+    ("trajectory", trajectory_pb2.Trajectory(attempt=2**32 - 1).SerializeToString()),
+    ("trajectory", trajectory_pb2.Trajectory(group_id="g" * (1 << 24)).SerializeToString()),
+    ("claim", bytes.fromhex("8a0100") * 1_000_000),
+    ("request Join", b"\x12\x0b\x08" + b"\xff" * 9 + b"\x01"),
+    ("request SubmitEnvironment", b"\x0a\x80\x80\x04\x1a\xfc\xff\x03" + b"[" * 65532),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+def check(reader: Reader, data: bytes, folder: Path) -> None:
+    begun_s = time.thread_time()
+    try:
+        reader.read(data, folder)
+    except reader.errors as error:
+        assert "\n" not in str(error)
+    assert time.thread_time() - begun_s < LONGEST_S
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_the_bytes_are_a_reader_raises_its_own_errors(folder: Path, name: str) -> None:
+    @given(seed=st.integers(0, 2**32))
+    @BUDGET.readings
+    def read(seed: int) -> None:
+        check(READERS[name], sample(READERS[name], random.Random(seed)), folder)
+
+    read()
+
+
+@pytest.mark.parametrize(("name", "data"), ONCE_BROKEN)
+def test_bytes_that_once_broke_a_reader_do_not(folder: Path, name: str, data: bytes) -> None:
+    check(READERS[name], data, folder)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_honest_is_read(folder: Path, name: str) -> None:
+    for data in READERS[name].honest:
+        if name not in ("batch",):
+            READERS[name].read(data, folder)
+
+
+@example(data=b"\x82\x01" + b"\x00" * 2)
+@given(data=st.binary(max_size=200))
+@BUDGET.calls
+def test_random_bytes_are_no_trajectory(data: bytes) -> None:
+    try:
+        READERS["trajectory"].read(data, Path())
+    except ProtocolError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_record_of_another_shape_is_named(folder: Path) -> None:
+    records = [*RECORDS[:3], {**RECORDS[3], "task": "first"}]
+    with pytest.raises(ProtocolError) as caught:
+        READERS["journal"].read(journal_bytes(records), folder)
+    assert str(caught.value) == (
+        "line 4 of the journal is no record 'lease': task must be of type int, got \"'first'\"; "
+        "put it back from a copy of the run, or begin anew with another run.name"
+    )
+    assert json.loads(journal_bytes(records).splitlines()[3][9:])["task"] == "first"
