@@ -178,6 +178,14 @@ async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_
             "rollout server liar reports 1000000000000 generated tokens after ",
         ),
         (
+            {
+                "heartbeat": fleet_pb2.ServerReport(
+                    busy_intervals=[fleet_pb2.BusyInterval(start_s=1, end_s=1e11)]
+                )
+            },
+            "rollout server liar reports that its engine was busy for 99999999999.0 s, ",
+        ),
+        (
             {"drained": fleet_pb2.ServerReport(uptime_s=float("nan"))},
             "ServerMessage.drained.uptime_s must be between 0 and 1e+09, got nan",
         ),

@@ -179,3 +179,14 @@ async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
         # Somebody else loads: it is no news of the trainer that is there.
         with pytest.raises(grpc.aio.AioRpcError, match="another trainer has taken over"):
             await stub.ReportWork(report, timeout=10)
+
+
+@pytest.mark.parametrize("epoch", ["0", "1"])
+async def test_nobody_has_the_place_before_a_trainer_has_registered(tmp_path, epoch):
+    config = make_config(tmp_path)
+    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        goodbye = trainer_pb2.TrainerGoodbye()
+        metadata = ((TRAINER_EPOCH, epoch),)
+        with pytest.raises(grpc.aio.AioRpcError, match="no trainer has registered since the"):
+            await stub.Finish(goodbye, wait_for_ready=True, timeout=20, metadata=metadata)

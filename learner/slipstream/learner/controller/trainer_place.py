@@ -90,13 +90,13 @@ class TrainerPlace:
 
     async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Refuses a call of any other trainer than the one that registered last."""
-        if epoch_of(context) != str(self.epoch):
-            await abort(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "another trainer has taken over",
-                Reason.WRONG_STATE,
-            )
+        cause = ""
+        if not self.epoch:
+            cause = "no trainer has registered since the controller was started"
+        elif epoch_of(context) != str(self.epoch):
+            cause = "another trainer has taken over"
+        if cause:
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, cause, Reason.WRONG_STATE)
         self._progress.trainer_heard()
 
     async def check_loading(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:

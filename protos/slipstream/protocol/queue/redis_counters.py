@@ -34,7 +34,7 @@ class Counters:
     first_bytes: int = 0
     added_bytes: int = 0
     removed_bytes: int = 0
-    # Of the sender that reads them.
+    # Bytes that were added by the sender that reads the counters.
     own_bytes: int = 0
 
     @classmethod

@@ -38,7 +38,7 @@ class OpenGroup:
     deadline_step: int
     # Member -> the last attempt that ended.
     attempts: dict[int, int] = field(default_factory=dict)
-    # Of the servers that it was leased to.
+    # Epochs of the servers that it was leased to.
     epochs: set[int] = field(default_factory=set)
     num_leases: int = 1
 

@@ -7,6 +7,7 @@ Waits for: hellos, heartbeats and reports. Unblocked by: a message, or the limit
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -46,6 +47,10 @@ class ServerSession:
     publish_id: str = ""
     cause: str = ""
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
+    # Seconds in which its engine had requests, as all its reports say.
+    busy_s: float = 0.0
+    # When it joined, by `time.monotonic`.
+    began_s: float = field(default_factory=time.monotonic)
     # By it the server is found silent.
     clock: LoopClock = field(default_factory=LoopClock)
     joined_s: float = field(init=False)

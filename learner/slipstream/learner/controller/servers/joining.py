@@ -7,6 +7,7 @@ Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -29,6 +30,8 @@ from slipstream.v1 import fleet_pb2
 MAX_ENGINE_WORKERS = 1024
 # More than any engine generates: a server that reports more is not believed.
 MAX_TOKENS_PER_S = 1e7
+# An engine may have had requests before its server joined, while its last stream broke.
+BUSY_BEFORE_S = 60.0
 
 
 class FleetServicer:
@@ -137,7 +140,10 @@ class FleetServicer:
 
 
 def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-    """ProtocolError for more tokens than an engine can have made, and for counters that fall."""
+    """ProtocolError for more tokens than an engine can have made, and for counters that fall.
+
+    Also for more busy time than has passed since the server joined.
+    """
     if message.WhichOneof("message") not in ("heartbeat", "drained"):
         return
     report = message.drained if message.HasField("drained") else message.heartbeat
@@ -156,6 +162,14 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
                 f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
                 f"{before}: counters of an epoch never fall"
             )
+    session.busy_s += sum(max(0.0, span.end_s - span.start_s) for span in report.busy_intervals)
+    # The clock of the loop leaves out its own standstills, in which engines go on.
+    passed_s = time.monotonic() - session.began_s
+    if session.busy_s > passed_s + BUSY_BEFORE_S:
+        raise ProtocolError(
+            f"rollout server {session.name} reports that its engine was busy for "
+            f"{session.busy_s:.1f} s, {passed_s:.1f} s after it joined"
+        )
 
 
 def _impossible(hello: fleet_pb2.ServerHello) -> str:

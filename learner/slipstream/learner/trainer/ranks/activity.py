@@ -19,7 +19,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.count = 0
-        # Of the tensors that were read from the model's folder.
+        # Bytes of the tensors that were read from the model's folder.
         self.loaded_bytes = 0
 
     def note(self) -> None:
