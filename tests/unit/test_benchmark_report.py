@@ -52,6 +52,15 @@ ROW = re.compile(r"^\|.*\]\((\S+/results/[\w-]+\.md)\) \|$", re.MULTILINE)
 FIGURE = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
+def test_figures_of_the_readme_are_those_of_the_short_page() -> None:
+    root = report.RESULTS.parents[1]
+    section = (root / "README.md").read_text().split("## How fast\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\|[^|]*\| ([^|-]*) \|$", section, re.MULTILINE)
+    figures = {figure for cell in cells for figure in FIGURE.findall(cell)}
+    assert len(figures) > 6
+    assert figures - set(FIGURE.findall((root / "docs" / "performance.md").read_text())) == set()
+
+
 def test_figures_of_the_short_page_are_those_of_the_results() -> None:
     page = report.RESULTS.parents[1] / "docs" / "performance.md"
     rows = [(match[0], match[1]) for match in ROW.finditer(page.read_text())]
