@@ -28,7 +28,7 @@ from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
 )
 from slipstream.protocol.types import GroupId, PolicyVersion, VersionSpan  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 TRAINED, STEPS, GROUPS = 2, 4, 4
 RUN_LIMIT_S = 400.0

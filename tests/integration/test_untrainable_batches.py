@@ -34,7 +34,10 @@ def told_by(pool: RankPool, folder: Path, world_size: int) -> dict[str, list[dic
     names = [name for name, job in JOBS.items() if job.world_size == world_size]
     pool.run(Path(poisoned_ranks.__file__), names, world_size=world_size, folder=folder)
     return {
-        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(world_size)]
+        name: [
+            torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+            for rank in range(world_size)
+        ]
         for name in names
     }
 

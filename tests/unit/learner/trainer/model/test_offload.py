@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from slipstream.learner.trainer.model.offload import HostMemory, Part
+from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.settings.config import OffloadSection
 
 
@@ -61,3 +62,18 @@ def test_failure_inside_leaves_the_memory_for_who_looks_into_it() -> None:
     with pytest.raises(ValueError, match="why"), memory.resident(Part.PARAMETERS):
         raise ValueError("why")
     assert weight.tolist() == [1, 1, 1]
+
+
+def test_a_batch_that_cannot_be_trained_leaves_the_memory_to_others() -> None:
+    weight = torch.ones(3)
+    memory = HostMemory(OffloadSection(parameters=True))
+    memory.own({Part.PARAMETERS: lambda: [weight]})
+    with (
+        pytest.raises(UntrainableBatch),
+        memory.resident(Part.PARAMETERS),
+        memory.resident(Part.PARAMETERS),
+    ):
+        raise UntrainableBatch("the loss is nan")
+    assert weight.untyped_storage().nbytes() == 0
+    with memory.resident(Part.PARAMETERS):
+        assert weight.tolist() == [1, 1, 1]
