@@ -27,7 +27,7 @@ class CheckpointWatch:
 
     watch.begin(40)  # of the journal; told: what is passed over, or is not there
     watch.saved(50)  # the trainer has reported it
-    watch.look()     # told when version 50 was removed or lost a file
+    await watch.watch_forever()  # told when version 50 was removed or lost a file
     """
 
     def __init__(self, folder: Path, events: EventLog, *, look_s: float = LOOK_S) -> None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from pydantic import JsonValue
 from slipstream.learner.controller.records.journal import whole_bytes
-from slipstream.learner.controller.reporting.result_files import Tell
+from slipstream.learner.controller.reporting.result_files import Tell, set_aside
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.run_folder import rename_aside
 
@@ -61,17 +61,19 @@ def parse_row(line: bytes) -> dict[str, float] | None:
 def keep_whole_lines(path: Path, parse: Parse, tell: Tell) -> None:
     """Takes away a last line that a crash tore; leaves nothing but whole lines in the file.
 
-    A file with any other damage is set aside, and what became of it is told.
+    A file that is damaged in another way, or may not be read and written, is set aside and told.
     """
     if not path.is_file():
         return
-    with contextlib.suppress(OSError):
-        # Who cannot write it is told so when it is opened.
+    try:
         with path.open("r+b") as file:
             file.truncate(whole_bytes(path))
         damaged = next((n for n, line in enumerate(_lines(path), 1) if parse(line) is None), 0)
-        if damaged:
-            _salvage(path, damaged, parse, tell)
+    except OSError:
+        set_aside(path, tell)
+        return
+    if damaged:
+        _salvage(path, damaged, parse, tell)
 
 
 def _salvage(path: Path, damaged: int, parse: Parse, tell: Tell) -> None:

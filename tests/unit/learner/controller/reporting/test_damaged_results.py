@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.rows import read_rows
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
@@ -157,3 +160,38 @@ def test_a_damaged_line_of_metrics_is_named_by_whoever_reads_it_later(tmp_path: 
     path.write_bytes(WHOLE + b"[1]\n")
     with pytest.raises(ProtocolError, match=r"metrics.jsonl: line 3 is damaged"):
         list(read_rows(path))
+
+
+@pytest.fixture
+def common_user() -> Iterator[Path]:
+    """A folder of a user whom the modes of files bind, as they do not bind root."""
+    nobody = 65534
+    with tempfile.TemporaryDirectory() as name:
+        if os.geteuid() != 0:
+            yield Path(name)
+            return
+        os.chown(name, nobody, nobody)
+        os.seteuid(nobody)
+        try:
+            yield Path(name)
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("mode", [0o000, 0o200, 0o400])
+def test_a_file_that_may_not_be_read_or_written_is_set_aside(
+    common_user: Path, name: str, mode: int
+) -> None:
+    path = common_user / name
+    path.write_bytes(WHOLE)
+    path.chmod(mode)
+    recorder, told = opened(common_user)
+    recorder.restore(RunHistory())
+    recorder.close()
+    assert path.read_bytes() == b""
+    assert told == [
+        f"{path} is no file that can be written; what was there lies in {name}.damaged-1 now"
+    ]
+    (common_user / f"{name}.damaged-1").chmod(0o600)
+    assert (common_user / f"{name}.damaged-1").read_bytes() == WHOLE
