@@ -17,6 +17,8 @@ from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import TrajectoryId, TrajectoryName
 
 SEAL_BYTES = 16
+# Seals of smaller deliveries are checked where they are received, those of others in a thread.
+SMALL_BYTES = 256 << 10
 
 # What a delivery holds without its seal; None: whoever sealed it is not the server it names.
 OpenSeal: TypeAlias = Callable[[TrajectoryId, bytes], bytes | None]
