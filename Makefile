@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 STAMP := $(VENV)/.installed
 SOURCES := protos client rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-slow compose-test mutants lint type protos protos-check clean
+.PHONY: install quickstart smollm2 test test-slow compose-test mutants fuzz lint type protos protos-check clean
 
 install: $(STAMP)
 
@@ -55,6 +55,11 @@ compose-test:
 # Takes the code behind each row of docs/feature-parity.md away and shows that its tests notice.
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ITEMS)
+
+# Random messages to a live controller and damaged files for its readers, for so long.
+SECONDS ?= 3600
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) --seed $$(date +%s) --folder $$(mktemp -d)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
