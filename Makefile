@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos client rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-slow compose-test mutants lint type protos protos-check docs plots clean
+.PHONY: install quickstart smollm2 test test-slow compose-test mutants fuzz lint type protos protos-check docs plots clean
 
 install: $(STAMP)
 
@@ -56,6 +56,11 @@ compose-test:
 # Takes the code behind each row of tests/parity/feature-parity.md away and shows that its tests notice.
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ITEMS)
+
+# Random messages to a live controller and damaged files for its readers, for so long.
+SECONDS ?= 3600
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) --seed $$(date +%s) --folder $$(mktemp -d)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

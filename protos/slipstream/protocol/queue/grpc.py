@@ -22,7 +22,7 @@ from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing, Delivery
 from slipstream.protocol.queue.budget import ByteBudget
-from slipstream.protocol.queue.seal import OpenSeal, not_sealed, without_seal
+from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
 from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
@@ -33,8 +33,6 @@ REFUSAL_WAIT_S = 0.2
 MAX_IDS_IN_RESPONSE = 4096
 # Number of acknowledged ids that the receiver keeps, to answer senders that missed an answer.
 MAX_REMEMBERED_IDS = 65_536
-# Seals of smaller deliveries are checked where they are received, those of others in a thread.
-SMALL_BYTES = 256 << 10
 
 REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,

@@ -29,7 +29,7 @@ from slipstream.protocol.queue.redis_connection import (
 )
 from slipstream.protocol.queue.redis_counters import Counted, Counters, draw_mark, loss_in
 from slipstream.protocol.queue.redis_durability import check_loading, check_settings
-from slipstream.protocol.queue.seal import OpenSeal, not_sealed, without_seal
+from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
 from slipstream.protocol.types import TrajectoryId
 
 GROUP = "controller"
@@ -246,7 +246,11 @@ class RedisReceiver:
             # An entry of another client may lack these fields; it is acknowledged like any other.
             name = fields.get(ID, b"redis-" + entry_id).decode(errors="replace")
             trajectory_id, data = TrajectoryId(name), fields.get(DATA, b"")
-            known, opened = self._entries.get(trajectory_id), self._open_seal(trajectory_id, data)
+            if len(data) <= SMALL_BYTES:
+                opened = self._open_seal(trajectory_id, data)
+            else:
+                opened = await asyncio.to_thread(self._open_seal, trajectory_id, data)
+            known = self._entries.get(trajectory_id)
             if opened is None:
                 logger.warning("redis at %s: %s", self._connection.name, not_sealed(trajectory_id))
                 self._to_forget[entry_id] = len(data)

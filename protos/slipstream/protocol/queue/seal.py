@@ -17,6 +17,8 @@ from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import TrajectoryId, TrajectoryName
 
 SEAL_BYTES = 16
+# Seals of smaller deliveries are checked where they are received, those of others in a thread.
+SMALL_BYTES = 256 << 10
 
 # Function that returns a delivery without its seal; None if the seal is not the named server's.
 OpenSeal: TypeAlias = Callable[[TrajectoryId, bytes], bytes | None]

@@ -203,6 +203,18 @@ def test_strangers_are_left_out(sender: HandoverSender) -> None:
     member.close()
 
 
+def test_a_first_line_that_no_receiver_writes_is_left_out(sender: HandoverSender) -> None:
+    strangers: list[socket.socket] = []
+    for line in (b"[" * 60_000, b"[1]", b"\xff"):
+        strangers.append(socket.create_connection(("127.0.0.1", sender.port)))
+        strangers[-1].sendall(line + b"\n")
+    member = hello(sender)
+    member.sendall(bytes(8))
+    sender.accept([1], Offer(("a", "b"), 7), LONG_S)
+    for connection in (*strangers, member):
+        connection.close()
+
+
 def test_whoever_says_nothing_holds_up_nobody(sender: HandoverSender) -> None:
     silent = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
     slow = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
@@ -269,6 +281,23 @@ def test_a_refusal_is_what_the_receiver_says() -> None:
         thread = threading.Thread(target=refuse)
         thread.start()
         with pytest.raises(WeightSyncError, match="^not here$"):
+            HandoverReceiver(listener.getsockname(), "members-1", 1, LONG_S)
+        thread.join(20)
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{}", b"[" * 60_000, b"\xff", b'{"handles": 1}'])
+def test_an_answer_of_another_program_is_an_error_of_weights(line: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(line + b"\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(WeightSyncError, match="could not join communicator members-1"):
             HandoverReceiver(listener.getsockname(), "members-1", 1, LONG_S)
         thread.join(20)
 

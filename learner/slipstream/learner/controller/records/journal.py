@@ -8,6 +8,7 @@ disk when `sync` returns, or `durable` is done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import json
@@ -25,6 +26,7 @@ from types import TracebackType
 from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from slipstream.learner.controller.records.history import REMEDY, attempt_of
+from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.v1 import trainer_pb2
 
@@ -279,12 +281,10 @@ def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer
         data = path.read_bytes()
     except OSError as error:
         raise ProtocolError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
-    if zlib.crc32(data) != crc32:
-        raise ProtocolError(f"{path} is damaged; {REMEDY}")
-    try:
-        return trainer_pb2.RecordedBatch.FromString(data)
-    except DecodeError:
-        raise ProtocolError(f"{path} is no batch; {REMEDY}") from None
+    with contextlib.suppress(DecodeError):
+        if zlib.crc32(data) == crc32:
+            return trainer_pb2.RecordedBatch.FromString(data)
+    raise ProtocolError(f"{path} is damaged; {REMEDY}")
 
 
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:
@@ -300,7 +300,7 @@ def _write_durably(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _unwritten(path: Path, error: OSError) -> RunFailed:
@@ -318,11 +318,3 @@ def _settle(done: asyncio.Future[None], synced: asyncio.Future[None]) -> None:
         done.set_result(None)
     elif not isinstance(error, RunFailed):
         done.set_exception(error)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Calls whose caller has gone, and large requests: what the interceptor makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+import grpc.aio
+import pytest
+from slipstream.protocol.access.checked_calls import SMALL_BYTES, CheckingInterceptor
+from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.v1 import status_pb2, trainer_pb2
+
+REGISTER = "/slipstream.v1.TrainerService/Register"
+
+
+class Context:
+    """A call whose caller may have gone: nothing can be said to it then."""
+
+    def __init__(self, *, is_gone: bool = True) -> None:
+        self.is_gone = is_gone
+        self.said: list[str] = []
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: object) -> None:
+        if self.is_gone:
+            raise grpc.aio.InternalError("the batch failed")
+        self.said.append(details)
+        raise grpc.aio.AbortError(details)
+
+
+class Call:
+    """What grpc tells an interceptor of a call."""
+
+    method = REGISTER
+
+
+async def checked(inner) -> grpc.RpcMethodHandler:
+    async def continuation(details: object) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(inner)
+
+    return await CheckingInterceptor().intercept_service(continuation, Call())
+
+
+async def test_a_caller_that_is_gone_is_told_nothing() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await abort(Context(), grpc.StatusCode.NOT_FOUND, "no such server", Reason.BAD_ARGUMENT)
+
+
+@pytest.mark.parametrize(
+    "error", [ProtocolError("bad"), grpc.aio.InternalError("of a write"), ValueError("ours")]
+)
+async def test_a_call_that_fails_for_a_caller_that_is_gone_ends_quietly(error, caplog) -> None:
+    async def inner(request: object, context: object) -> None:
+        raise error
+
+    handler = await checked(inner)
+    with caplog.at_level(logging.ERROR), pytest.raises(asyncio.CancelledError):
+        await handler.unary_unary(trainer_pb2.TrainerHello(), Context())
+    # A fault of ours is logged, whoever called.
+    assert len(caplog.records) == isinstance(error, ValueError)
+
+
+def test_what_grpc_says_of_a_caller_that_is_gone_is_no_news(caplog) -> None:
+    logger = logging.getLogger("grpc._cython.cygrpc")
+    for error in (grpc.aio.InternalError("gone"), ValueError("ours")):
+        try:
+            raise error
+        except type(error):
+            logger.exception("raised by a method")
+    assert [record.exc_info[0] for record in caplog.records] == [ValueError]
+
+
+async def test_a_large_request_is_decoded_beside_the_loop() -> None:
+    taken: list[object] = []
+
+    async def inner(request: object, context: object) -> status_pb2.StopRunResponse:
+        taken.append(request)
+        return status_pb2.StopRunResponse()
+
+    handler = await checked(inner)
+    hello = trainer_pb2.TrainerHello(layout_description="x" * (SMALL_BYTES + 1))
+    request = handler.request_deserializer(hello.SerializeToString())
+    assert not isinstance(request, trainer_pb2.TrainerHello)
+    await handler.unary_unary(request, Context(is_gone=False))
+    assert taken == [hello]
+    small = handler.request_deserializer(trainer_pb2.TrainerHello().SerializeToString())
+    assert isinstance(small, trainer_pb2.TrainerHello)
+
+
+async def test_a_large_request_out_of_its_bounds_is_refused_as_a_small_one_is() -> None:
+    async def inner(request: object, context: object) -> None:
+        raise AssertionError("it was let in")
+
+    handler, context = await checked(inner), Context(is_gone=False)
+    hello = trainer_pb2.TrainerHello(places=[{"host_id": "x" * 300}] * 1000)
+    request = handler.request_deserializer(hello.SerializeToString())
+    with pytest.raises(grpc.aio.AbortError):
+        await handler.unary_unary(request, context)
+    assert context.said == ["TrainerHello.places[0].host_id must have at most 256 bytes, got 300"]

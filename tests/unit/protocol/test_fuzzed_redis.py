@@ -1,0 +1,126 @@
+"""Entries that no sender of ours writes, placed into the stream of a real Valkey.
+
+What is sealed arrives; everything else is removed, and the receiver goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from fuzz_budget import BUDGET
+from fuzzing import TEXTS, mutated
+from slipstream.protocol.errors import QueueError
+from slipstream.protocol.queue.embedded import USERS
+from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver
+from slipstream.protocol.queue.seal import opener, seal, server_key
+from slipstream.protocol.types import TrajectoryId
+
+LIMIT_S = 30.0
+KEY = b"k" * 32
+STREAM, MARK = "slipstream:run:trajectories", "slipstream:run:mark"
+ADMINISTRATOR = {"administrator": "~* &* +@all"}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    async with EmbeddedServer(tmp_path / "valkey", USERS | ADMINISTRATOR) as server:
+        yield server
+
+
+def honest(number: int) -> tuple[TrajectoryId, bytes]:
+    """The id and the sealed bytes of a delivery."""
+    name = TrajectoryId(f"g{number:06d}.0.0.7")
+    return name, seal(server_key(KEY, 7), name, b"data %d" % number)
+
+
+def entry(number: int, draw: random.Random) -> dict[bytes, bytes]:
+    """Fields of an entry: others than a sender writes, or other values, or none of them right."""
+    name, data = honest(number)
+    made = {b"id": name.encode(), b"data": data}
+    match draw.randrange(7):
+        case 0:
+            made[b"id"] = mutated(made[b"id"], draw)
+        case 1:
+            made[b"data"] = mutated(data, draw)
+        case 2:
+            del made[b"id"]
+        case 3:
+            del made[b"data"]
+            made[b"other"] = b"x"
+        case 4:
+            made[b"id"] = draw.choice(TEXTS).encode()
+        case 5:
+            made[b"data"] = draw.randbytes(draw.choice((0, 1, 15, 16, 17, 5000)))
+        case _:
+            made = {draw.randbytes(3): draw.randbytes(9)}
+    return made
+
+
+async def place(client: redis.asyncio.Redis, entries: list[dict[bytes, bytes]]) -> None:
+    """Adds entries as somebody does who counts them: the receiver takes nothing for lost."""
+    mark = (await client.get(MARK)).decode()
+    async with client.pipeline(transaction=True) as pipeline:
+        for fields in entries:
+            pipeline.xadd(STREAM, fields)
+        pipeline.incrby(f"{MARK}:{mark}:added", sum(len(f.get(b"data", b"")) for f in entries))
+        await pipeline.execute()
+
+
+async def test_what_nobody_sealed_is_removed_and_the_others_arrive(server: EmbeddedServer) -> None:
+    draw, rounds = random.Random("redis"), BUDGET.rounds
+    async with (
+        RedisReceiver(server.url(), "run", opener(KEY)) as receiver,
+        redis.asyncio.Redis.from_url(server.url("administrator")) as client,
+        asyncio.timeout(LIMIT_S),
+    ):
+        arrived = {}
+
+        async def take() -> None:
+            while True:
+                delivery = await receiver.get()
+                # A damaged entry may be whole: its seal says so.
+                assert opener(KEY)(delivery.trajectory_id, seal_of(delivery)) is not None
+                arrived[delivery.trajectory_id] = delivery.data
+                await receiver.acknowledge([delivery.trajectory_id])
+
+        taking = asyncio.create_task(take())
+        for number in range(rounds):
+            name, data = honest(number)
+            bad = [entry(1000 + number, draw) for _ in range(20)]
+            await place(client, [*bad[:10], {b"id": name.encode(), b"data": data}, *bad[10:]])
+        while await client.xlen(STREAM):
+            await asyncio.sleep(0.005)
+        taking.cancel()
+    assert [arrived[honest(n)[0]] for n in range(rounds)] == [b"data %d" % n for n in range(rounds)]
+
+
+def seal_of(delivery) -> bytes:
+    return seal(server_key(KEY, 7), delivery.trajectory_id, delivery.data)
+
+
+@pytest.mark.parametrize("value", [b"abc", b"-1", b"9" * 40, b"1.5"])
+async def test_a_counter_that_is_no_number_ends_the_queue_in_one_line(
+    server: EmbeddedServer, value: bytes
+) -> None:
+    def errors(error: BaseException) -> list[BaseException]:
+        if not isinstance(error, BaseExceptionGroup):
+            return [error]
+        return [each for inner in error.exceptions for each in errors(inner)]
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with (
+            RedisReceiver(server.url(), "run", opener(KEY)) as receiver,
+            redis.asyncio.Redis.from_url(server.url("administrator")) as client,
+            asyncio.timeout(LIMIT_S),
+        ):
+            mark = (await client.get(MARK)).decode()
+            await client.set(f"{MARK}:{mark}:added", value)
+            await receiver.get()
+    for error in errors(caught.value):
+        assert isinstance(error, QueueError)
+        assert "\n" not in str(error)
