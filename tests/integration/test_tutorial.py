@@ -74,8 +74,7 @@ class Reader:
 
     def _carry_out(self, command: str) -> None:
         done = subprocess.run(
-            command,
-            shell=True,
+            ["bash", "-ec", command],
             cwd=self.folder,
             env=self.environ,
             capture_output=True,
