@@ -739,14 +739,21 @@ def disturbed(engine: Engine, seed: int) -> set[str]:
 
 @both
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
-def test_whatever_disturbs_it_every_reply_ends_and_is_that_of_vllms_scheduler(
-    start, overlapping: bool, num_blocks: int
+@pytest.mark.parametrize("newer_runner", [False, True], ids=["older-runner", "newer-runner"])
+def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
+    start, overlapping: bool, num_blocks: int, newer_runner: bool
 ) -> None:
     for seed in range(SEEDS):
         ours, theirs = (
-            start(ours=each, overlapping=overlapping, num_blocks=num_blocks)
+            start(
+                ours=each,
+                overlapping=overlapping,
+                num_blocks=num_blocks,
+                newer_runner=newer_runner,
+            )
             for each in (True, False)
         )
+        own_plans = counted_plans(ours)
         left = disturbed(ours, seed)
         assert left == disturbed(theirs, seed)
         assert left <= set(ours.finished)
@@ -754,3 +761,9 @@ def test_whatever_disturbs_it_every_reply_ends_and_is_that_of_vllms_scheduler(
             name: theirs.tokens[name] for name in left
         }
         assert not ours.scheduler.requests
+        # At the end of a pause ours has a step of nothing more, to hand out what is held.
+        mine, others = ([p for p in each.plans if p[2]] for each in (ours, theirs))
+        assert len(mine) == len(others)
+        for one, other in zip(mine, others, strict=True):
+            assert one[:3] == other[:3]
+        assert len(own_plans) > 20
