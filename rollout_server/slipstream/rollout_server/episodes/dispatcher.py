@@ -34,11 +34,10 @@ from slipstream.v1 import fleet_pb2
 log = logging.getLogger(__name__)
 
 _QUEUE_WARNING_S = 10.0
-# Seconds before the next attempt after a client or a controller was lost: without them all attempts
-# would fail at once. Longer than the controller counts a silent server as alive.
+# A client or a controller that was lost needs some time to come back: without it all attempts would
+# fail at once. Longer than the controller takes a silent server for alive.
 _RECONNECT_S = 10.0
-# Ends of a shared worker that do not count as attempts of a member. A task runs alone after two
-# such losses in a row, so chance does not cause more.
+# A task runs alone after two losses of a worker in a row, so this is more than chance will do.
 _MAX_EXCUSED = 4
 
 
@@ -71,7 +70,7 @@ class Lease:
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
-        """Returns the lease in `message`; `defaults` apply where it does not say how to sample."""
+        """The lease of a wire form; `defaults` where it does not say how to sample."""
         given = message.sampling if message.HasField("sampling") else defaults
         return cls(
             group_id=GroupId(message.group_id),
@@ -217,7 +216,7 @@ class Dispatcher:
 
     async def _run_member(self, group: _Group, member: int) -> None:
         attempt = group.lease.first_attempt
-        # The first _MAX_EXCUSED ends of a shared worker do not count as attempts.
+        # Ends in a worker that others shared count as no attempts, but only so many of them.
         limit, most = group.lease.max_attempts, group.lease.max_attempts + _MAX_EXCUSED
         while True:
             trajectory = await self._run_episode(group, member, attempt)
