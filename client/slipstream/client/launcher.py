@@ -62,7 +62,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_cache(config)
     check_compiler(config)
     await check_passed_settings(config)
-    # Settings first: what is in use now may be free when they are right.
+    # Settings come first: a port or a folder in use now may be free when they are right.
     check_run_folder(config)
     check_port(config.controller.address)
     check_weights_host(config)
@@ -91,12 +91,12 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
 async def run_learner(
     path: Path, overrides: Sequence[str], *, node_rank: int, master: str | None, dry_run: bool
 ) -> int:
-    """`slipstream learner`: the trainer ranks of this node, and on node 0 the controller."""
+    """`slipstream learner`: the trainer ranks of this node, and the controller on node 0."""
     raise_open_files()
     master_overrides = _master_overrides(os.environ)
     if master is not None:
         master_overrides = [f'learner.master="{master}"']
-    # What stands on the command line as a setting goes before the environment, too.
+    # A setting on the command line goes before the environment too.
     config = load_config(path, [*master_overrides, *overrides])
     # Trainer ranks have no part in the queue; the controller on node 0 has.
     has_controller = node_rank == 0
@@ -144,7 +144,7 @@ async def run_rollout_server(
     connect_timeout_s: float,
     dry_run: bool,
 ) -> int:
-    """`slipstream rollout-server`: one server, which joins the controller by itself."""
+    """`slipstream rollout-server`: one server, which joins a controller that runs already."""
     raise_open_files()
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
@@ -255,7 +255,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
 
 
 def _master_overrides(environ: Mapping[str, str]) -> list[str]:
-    """The ranks' meeting place as torchrun and cluster schedulers name it, if they do."""
+    """Returns the override for the ranks' meeting place from torchrun's variables, if set."""
     if "MASTER_ADDR" not in environ:
         return []
     if "MASTER_PORT" not in environ:
@@ -270,14 +270,14 @@ def _queue_packages(config: Config) -> list[str]:
 
 
 async def _start_queue(stack: AsyncExitStack, config: Config) -> EmbeddedServer | None:
-    """The server of our own when the queue is Redis and no address is given."""
+    """Starts the queue's embedded server when the queue is Redis and no address is given."""
     if config.queue.kind != "redis" or config.queue.redis_url is not None:
         return None
     return await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
 
 
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:
-    """The settings with our own server: each end has a user, and finds its password in a file."""
+    """Returns the settings with the embedded server: each end has a user and a password file."""
     table = config.model_dump(mode="json", exclude_none=True)
     table["queue"]["redis_url"] = server.address
     for end, role in ROLES.items():
