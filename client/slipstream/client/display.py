@@ -178,7 +178,7 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         (
             "publishes",
             f"{summary['publishes']} since the last start, "
-            f"{summary['publishes_verified']} of them proved by a probe",
+            f"{summary['publishes_verified']} of them passed a probe",
         ),
         (
             "log-probability gap",

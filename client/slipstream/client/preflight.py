@@ -181,7 +181,7 @@ async def check_passed_settings(config: Config) -> None:
     )
     if checked.code is None:
         raise ConfigError(
-            f"Megatron did not look at learner.ddp, optimizer and transformer "
+            f"Megatron did not check learner.ddp, optimizer and transformer "
             f"within {SETTINGS_LIMIT_S:g} s"
         )
     if checked.code != 0:

@@ -302,7 +302,7 @@ class Session:
     async def _forward_stop(self) -> None:
         assert self._stopping is not None
         number = await self._stopping
-        self._display.warn(f"{number.name}: the run is stopped in order; once more ends it at once")
+        self._display.warn(f"{number.name}: the run is stopped in order; a second ends it at once")
         await self._stop_run(f"the user sent {number.name}", failed=False)
 
     async def _stop_run(self, reason: str, *, failed: bool) -> None:

@@ -146,7 +146,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = self._written(func, args, kwargs or {})
         if written is None:
             if func is torch.ops.aten.copy_.default and _storage(args[1]) == self._room:
-                raise NotCopied("what arrived is copied to something that is no parameter")
+                raise NotCopied("a bucket is copied to a tensor that is no parameter")
             return func(*args, **kwargs or {})
         name = self._names[_storage(written)]
         if func is torch.ops.aten.copy_.default:
@@ -169,14 +169,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             if info is not None and info.is_write and isinstance(value, torch.Tensor):
                 if _storage(value) == self._room:
-                    raise NotCopied(f"the loader changes what arrived by {func}")
+                    raise NotCopied(f"the loader changes a bucket by {func}")
                 if _storage(value) in self._names:
                     return value
         return None
 
     def _note_copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
         if _storage(source) != self._room:
-            raise NotCopied(f"{name} is not written with what arrived but with a result of it")
+            raise NotCopied(f"{name} is not written with a bucket's data but with a result of them")
         if destination.numel() == 0:
             return
         self.copies.append(

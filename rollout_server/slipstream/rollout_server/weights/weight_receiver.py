@@ -325,7 +325,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             copies = sum(map(len, self._plan.copies))
             log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
         else:
-            log_loader(f"{different or moved[0]} is not a copy of what arrived")
+            log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
             self._plan = None
         self._check = None
 
