@@ -31,7 +31,7 @@ from slipstream.client.run_folder import (
     settings_of,
     write_config,
 )
-from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, Session
+from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, RunProcesses
 from slipstream.client.stopping import stop_signal
 from slipstream.client.trainer_ranks import rank_environments
 from slipstream.protocol.checkpoints import complete_steps
@@ -78,14 +78,14 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
         queue = await _start_queue(stack, config)
         if queue is not None:
             config = _with_queue(config, queue)
-        session = await stack.enter_async_context(Session(config, credentials, placement))
+        processes = await stack.enter_async_context(RunProcesses(config, credentials, placement))
         if queue is not None:
-            session.keep_queue(queue)
-        session.start_controller(num_servers=config.rollout_server.count)
-        await session.start_trainers(first_rank=0, num_ranks=config.learner.world_size)
+            processes.keep_queue(queue)
+        processes.start_controller(num_servers=config.rollout_server.count)
+        await processes.start_trainers(first_rank=0, num_ranks=config.learner.world_size)
         for number in range(config.rollout_server.count):
-            session.keep_rollout_server(number)
-        return await session.wait()
+            processes.keep_rollout_server(number)
+        return await processes.wait()
 
 
 async def run_learner(
@@ -127,12 +127,12 @@ async def run_learner(
         await check_environments(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config, node_rank=node_rank))
-        session = Session(config, credentials, placement, node_rank=node_rank)
-        await stack.enter_async_context(session)
+        processes = RunProcesses(config, credentials, placement, node_rank=node_rank)
+        await stack.enter_async_context(processes)
         if has_controller:
-            session.start_controller(num_servers=0)
-        await session.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
-        return await session.wait()
+            processes.start_controller(num_servers=0)
+        await processes.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
+        return await processes.wait()
 
 
 async def run_rollout_server(

@@ -52,7 +52,7 @@ USAGE_ERROR, NOT_STARTED = 2, 3
 MAX_FAILED_STARTS = 2
 
 
-class Session:
+class RunProcesses:
     """The processes of one command: start and keep them, `wait`; leaving the block ends them."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Session:
         self._unanswered: status_pb2.StopRunRequest | None = None
         self._stopping: asyncio.Task[signal.Signals] | None = None
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> RunProcesses:
         # Before the first process starts: a signal could end this one and leave the others.
         self._stopping = asyncio.create_task(stop_signal())
         await asyncio.sleep(0)
