@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.copy_plan import CopyPlan, Proof, Replay, cut, record
+from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut, record
 
 LIMIT_S = 240.0
 BUCKET_BYTES = 24_000
@@ -237,7 +237,7 @@ def _compare(
         _fill(buffer, bucket, second)
         replay.run(place, buffer)
 
-    proof, kept = Proof(plan, _as_in(fresh, plan)), []
+    proof, kept = PlanCheck(plan, _as_in(fresh, plan)), []
     for place, bucket in enumerate(buckets):
         kept.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
         _fill(kept[place], bucket, second)
@@ -251,7 +251,7 @@ def _compare(
     expected = {_bare(name): tensor for name, tensor in fresh.named_parameters()}
     different = tuple(n for n, t in parameters.items() if not torch.equal(t, expected[_bare(n)]))
 
-    altered = Proof(plan, _as_in(fresh, plan))
+    altered = PlanCheck(plan, _as_in(fresh, plan))
     expected[_bare(plan.copies[-1][-1].parameter)].data.view(-1)[0] += 1
     altered.add(len(buckets) - 1, kept[-1])
     return Outcome(

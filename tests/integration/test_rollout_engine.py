@@ -440,7 +440,7 @@ async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch
         each.suspend()
     try:
         async with asyncio.timeout(30):
-            with pytest.raises(EngineDied, match="did no step for 1 s, with 1 open requests"):
+            with pytest.raises(EngineDied, match="made no step for 1 s, with 1 open requests"):
                 await watching
     finally:
         for each in rig.engine._processes:

@@ -75,7 +75,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
             async with asyncio.timeout(0.3):
                 await engine.watch()
         await engine.resume(PolicyVersion(0, 1))
-        with pytest.raises(EngineDied, match=r"did no step for 0\.05 s, with 1 open requests"):
+        with pytest.raises(EngineDied, match=r"made no step for 0\.05 s, with 1 open requests"):
             await engine.watch()
         request.cancel()
         await asyncio.wait([request])
@@ -98,5 +98,5 @@ def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPa
         now_s[0] += 6.0
         watchdog.check(heard_s=counter.heard_s, num_requests=3)
     now_s[0] += 5.0
-    with pytest.raises(EngineDied, match="did no step for 10 s, with 3 open requests"):
+    with pytest.raises(EngineDied, match="made no step for 10 s, with 3 open requests"):
         watchdog.check(heard_s=counter.heard_s, num_requests=3)

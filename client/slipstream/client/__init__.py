@@ -1,6 +1,6 @@
-"""What users of Slipstream import.
+"""The names that users of Slipstream import.
 
-`Client` is loaded when it is first named, so that the rest stays light.
+`Client` is imported when it is first named, so that the other names stay light.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What an environment returns, as messages: each value that cannot travel is named.
+"""Turns what an environment returns into messages; an error names each value that cannot travel.
 
-Bounds of the messages themselves are in environment.proto.
+The bounds of the messages themselves are in environment.proto.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def _reply_limit(limit: object) -> int:
 
 
 def observation(messages: object, reply_limit: object) -> pb.Observation:
-    """What `reset` returned, with the environment's `max_reply_tokens`; else EnvironmentFailed."""
+    """Converts what `reset` returned, with the environment's `max_reply_tokens`.
+
+    EnvironmentFailed names a value that cannot travel.
+    """
     made = pb.Observation(
         messages=_messages(messages, "reset()"), max_reply_tokens=_reply_limit(reply_limit)
     )
@@ -35,7 +38,7 @@ def observation(messages: object, reply_limit: object) -> pb.Observation:
 
 
 def verdict(result: object) -> pb.Verdict:
-    """What `step` returned; EnvironmentFailed when it is no StepResult, or out of its bounds."""
+    """Converts what `step` returned; EnvironmentFailed if it is no StepResult or out of bounds."""
     if not isinstance(result, StepResult):
         raise environment_failed(f"step() must return a StepResult, got {_show(result)}")
     if result.done not in (True, False):

@@ -1,7 +1,7 @@
-"""The processes that a command starts: each with its own log file, none outlives the command.
+"""The processes that a command starts: each has its own log file, none outlives the command.
 
-Waits for: the ends of the processes. Unblocked by: their ends; `stop` ends them all, by force after
-its grace time.
+Waits for: the ends of the processes. Unblocked by: their ends; `stop` ends a process, by force
+after its grace time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from slipstream.protocol.errors import ConfigError
 
 TAIL_BYTES = 65536
-# A disk with less room is full.
+# A disk with fewer free bytes counts as full.
 FULL_BYTES = 1 << 20
-# How often a log is looked at for new lines.
+# Seconds between two looks at a log for new lines.
 LOOK_S = 0.2
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
-# Lines of a traceback that name no cause, and of vLLM that send the reader to one above.
+# Lines of a traceback that name no cause, and vLLM's hint at a cause above.
 NO_CAUSE = re.compile(r'(\[rank\d+\]:\s*)?([\s^~]*$|File ")')
 SEE_ABOVE = "See root cause above"
 EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
@@ -41,37 +41,37 @@ class Child:
     name: str
     process: asyncio.subprocess.Process
     log_path: Path
-    # Where its part of the log begins: an earlier life may have written there too.
+    # Where this process's part of the log begins: an earlier process may have written there too.
     log_start: int = 0
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the program has not ended yet."""
         return self.process.returncode is None
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal has ended it."""
+        """Whether a signal has ended the program."""
         return (self.process.returncode or 0) < 0
 
     def describe_end(self) -> str:
-        """How it ended, with the last line of a complaint that it wrote."""
+        """Returns how the program ended, with the cause that its log names last, if any."""
         code = self.process.returncode
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"exited with code {code}"
-        # It could not see this one coming.
+        # A program that gets SIGKILL cannot write why.
         said = "" if code == -signal.SIGKILL else last_complaint(self.log_path, self.log_start)
         return f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to its process group."""
+        """Sends a signal to the program's process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     async def stop(self, grace_s: float) -> None:
-        """Asks it to end; after `grace_s` ends it by force, with what is left of its group."""
+        """Asks the program to end; after `grace_s` kills it, with what is left of its group."""
         if self.is_running:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -113,9 +113,9 @@ async def start_child(
 
 
 async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
-    """The first one that ends with another exit code than those in `fine`; None without one.
+    """Returns the first child whose exit code is not in `fine`; None when all codes are.
 
-    It does not wait for the others then: they may wait for that one.
+    It does not wait for the other children then: they may wait for the one that failed.
     """
 
     async def ended(child: Child) -> Child:
@@ -159,9 +159,9 @@ async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
 
 
 def last_complaint(path: Path, start: int = 0) -> str:
-    """The line of a log, from byte `start` on, that is most likely the cause; empty: none is.
+    """Returns the line of a log, from byte `start` on, that is most likely the cause, or "".
 
-    One that we wrote for people to read goes before all others, then the exception of the last
+    A line that our programs wrote for people to read goes first, then the exception of the last
     traceback, then the last line.
     """
     try:
@@ -171,7 +171,7 @@ def last_complaint(path: Path, start: int = 0) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # A traceback of several errors at once is drawn with lines of these.
+    # The traceback of an exception group draws a frame with these characters.
     lines = [line.strip().lstrip("|+- ") for line in text.splitlines()]
     spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]
     chosen = spoken or [line for line in lines if " INFO " not in line and not NO_CAUSE.match(line)]
@@ -187,15 +187,15 @@ def last_complaint(path: Path, start: int = 0) -> str:
 
 
 def _raised(lines: Sequence[str]) -> str:
-    """The first line of the exception that the last traceback ends with; empty without one.
+    """Returns the first line of the exception that ends the last traceback, or "".
 
-    Its text may have more lines, which say less; so does most of what is logged while a process
-    ends, but for a new error.
+    Further lines of its text say less, and so does most of what is logged while a process ends.
+    After a new error below the traceback the result is "" too.
     """
     begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
     if not begins:
         return ""
-    # What a logger or torchrun puts before each line of it.
+    # The text that a logger or torchrun puts before each line of the traceback.
     prefix = lines[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
     below = [line.removeprefix(prefix) for line in lines[begins[-1] + 1 :]]
     ends = [number for number, line in enumerate(below) if line[:1].strip(" |+-")]

@@ -1,4 +1,4 @@
-"""The command line. Heavy imports wait until the arguments are known: `--help` is instant."""
+"""The command line; heavy imports wait until the arguments are known, so `--help` is instant."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import NoReturn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 the run failed, 2 the command or its configuration cannot work.
+    """Runs one command; returns its exit code.
 
-    1 of a dry run: the settings are right, but nothing could start on this machine.
-    128 and its number when a signal ended a run before its last step.
+    0: done. 1: the run failed; after `--dry-run` the settings are right, but nothing could start on
+    this machine. 2: the command or its configuration cannot work. 128 and the signal's number: a
+    signal ended a run before its last step.
     """
     arguments = parse(argv)
-    # What gRPC's core logs by itself, nobody at a terminal can use.
+    # The log of gRPC's core is of no use at a terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from slipstream.client.terminal import plain
     from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, like every other finding."""
+    """Reports a wrong command line in one line, as all other errors are reported."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"slipstream: {message}; see {self.prog} --help\n")
@@ -60,7 +61,7 @@ class _Version(argparse.Action):
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of a command; overrides of the configuration may stand among the options."""
+    """Returns a command's arguments; overrides of the configuration may stand among options."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = [text for text in rest if "=" in text and not text.startswith("-")]

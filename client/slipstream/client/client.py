@@ -1,7 +1,7 @@
-"""The way to a running controller: submit environments, serve one's own, ask, stop.
+"""The client of a running controller: submits and serves environments, asks for status, stops.
 
-Waits for: answers of the controller, each with a deadline; `serve` and `watch` for as long as the
-run goes on. A controller that restarts is waited for.
+Waits for: answers of the controller, each with a deadline. `serve` and `watch` wait as long as the
+run lasts, also for a controller that restarts.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from slipstream.v1 import (
 )
 
 CALL_TIMEOUT_S = 15.0
-# Rollout servers load a submitted environment and reset its first task before it is accepted; the
-# environment's own limit comes on top.
+# Seconds in which rollout servers load a submitted environment before it is accepted. They also
+# reset its first task, for which the environment's own limit is added.
 SUBMIT_TIMEOUT_S = 150.0
-# How often a controller that is not there yet is looked for.
+# Seconds between two attempts to reach a controller that is not there yet.
 LOOK_S = 0.5
 
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -70,14 +70,14 @@ logger = logging.getLogger(__name__)
 class Client:
     """A connection to the controller of one run.
 
-    All methods raise ConfigError for what cannot work (no controller there, a wrong token, a
-    refused argument) and SlipstreamError when the controller fails; the message is one line.
+    All methods raise ConfigError for a call that cannot work (no controller there, a wrong token, a
+    refused argument). They raise SlipstreamError when the controller fails. Messages are one line.
     """
 
     def __init__(
         self, address: str, *, token_file: Path | None = None, tls_ca: Path | None = None
     ) -> None:
-        """`address` is host:port; other hosts than this one need the token and the authority."""
+        """`address` is host:port; hosts other than this one need `token_file` and `tls_ca`."""
         address_parts(address)
         self._address = address
         self._credentials = Credentials.load(SecuritySection(token_file=token_file, tls_ca=tls_ca))
@@ -114,12 +114,12 @@ class Client:
         num_workers: int = 1,
         search_path: Path | None = None,
     ) -> EnvironmentStatus:
-        """Lets the rollout servers run "package.module:Class" in workers beside themselves.
+        """Has the rollout servers run "package.module:Class" in worker processes of their own.
 
-        `name` is the class's in lower case unless given. `weight` is its share of the trained
-        groups, `timeout_s` the limit of one reset or step. The module is looked for in
-        `search_path` on the servers' machines, the working directory unless given. Returns when a
-        worker has loaded it and reset its first task; EnvironmentFailed says why none could.
+        `name` is by default the class's name in lower case. `weight` is the environment's share of
+        the trained groups, `timeout_s` the limit of one reset or step. The module is looked for in
+        `search_path` on the servers' machines, by default the working directory. Returns when a
+        worker has loaded it and reset its first task; EnvironmentFailed says why no worker could.
         """
         try:
             args_json = json.dumps(dict(args or {}))
@@ -135,7 +135,7 @@ class Client:
             search_path=str(search_path or os.getcwd()),
             purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
         )
-        # The controller refuses what is no limit.
+        # The controller refuses a value that is no limit.
         reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
         with self._mapped_errors():
             response = await self._environments.SubmitEnvironment(
@@ -163,9 +163,9 @@ class Client:
     ) -> None:
         """Runs the episodes of `environment` in this process until the run ends.
 
-        At most `episodes` are open at one time. A controller that does not listen yet is waited for
-        up to `connect_timeout_s`, a lost one too: its open episodes begin again. Cancel the call to
-        leave earlier.
+        At most `episodes` are open at one time. The call waits up to `connect_timeout_s` for a
+        controller that does not listen yet, and up to 120 s for a lost one. Open episodes begin
+        again then. Cancel the call to leave earlier.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -178,7 +178,7 @@ class Client:
         hello = environment_pb2.WorkerHello(
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
         )
-        # Tells a wrong address from a controller that is lost later.
+        # This tells a wrong address from a controller that is lost later.
         await self._wait_for_controller(connect_timeout_s)
         patience = Patience()
         while True:
@@ -187,13 +187,13 @@ class Client:
                 return
             if lost[0] in REFUSED and patience.served and await self._is_over():
                 return
-            # The controller may still know a stream that was lost: its refusal may pass.
+            # A controller that still knows the lost stream refuses a new one for a while.
             may_pass = lost[0] in LOST or (lost[0] in REFUSED and patience.served)
             if not may_pass or not await patience.wait(lost[1]):
                 raise self._mapped(*lost)
 
     async def environments(self) -> tuple[EnvironmentStatus, ...]:
-        """All environments of the run."""
+        """Returns all environments of the run."""
         with self._mapped_errors():
             response = await self._environments.ListEnvironments(
                 environment_pb2.ListEnvironmentsRequest(),
@@ -203,7 +203,7 @@ class Client:
         return tuple(environment_from_pb(entry) for entry in response.environments)
 
     async def status(self) -> RunStatus:
-        """The run at this moment."""
+        """Returns the state of the run at this moment."""
         with self._mapped_errors():
             response = await self._status.GetStatus(
                 status_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
@@ -220,9 +220,9 @@ class Client:
             )
 
     async def drain(self, server_id: str, reason: str) -> str:
-        """Asks one rollout server to end or hand back what it runs, and to leave the run.
+        """Asks one rollout server to end or hand back its episodes, and to leave the run.
 
-        Returns what the run lacks without it; empty: nothing.
+        Returns what the run lacks without this server; "" when it lacks nothing.
         """
         with self._mapped_errors():
             response = await self._status.DrainServer(
@@ -233,7 +233,7 @@ class Client:
         return str(response.warning)
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
-        """All events with a larger number than `after`, as they happen; ends with the run."""
+        """Yields events with a larger number than `after`, as they happen, until the run ends."""
         patience = Patience()
         while True:
             call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
@@ -255,7 +255,7 @@ class Client:
     async def _serve_once(
         self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: Patience
     ) -> tuple[grpc.StatusCode, str] | None:
-        """Serves one stream; returns how it was lost, None when the controller ended it."""
+        """Serves one stream; returns how it was lost, or None when the controller ended it."""
         open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
         try:
             call = await open_stream(open_call, hello)
@@ -293,7 +293,7 @@ class Client:
                 if loop.time() - began_s >= limit_s:
                     raise ConfigError(f"{self._no_answer} within {limit_s:g} s") from None
             if not is_told:
-                logger.warning("%s yet; it is waited for, up to %g s", self._no_answer, limit_s)
+                logger.warning("%s yet; waiting for up to %g s", self._no_answer, limit_s)
                 is_told = True
             await asyncio.sleep(min(LOOK_S, limit_s))
 
@@ -308,11 +308,11 @@ class Client:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            # The status of gRPC says nothing more.
+            # The gRPC error itself says nothing more.
             raise self._mapped(error.code(), error.details() or "") from None
 
     def _mapped(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
-        """Our error for a status of gRPC."""
+        """Returns our error for a status of gRPC."""
         if code is grpc.StatusCode.UNAVAILABLE:
             if "handshake" in details.lower():
                 return ConfigError(f"{self._address} does not speak TLS as expected: {details}")

@@ -1,4 +1,4 @@
-"""What a run shows on the screen: a line for each step and each event, a table at the end."""
+"""The screen of a run: a line for each step and each event, a table at the end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from slipstream.client.terminal import counted, plain
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
 
-# What people look for in a run's folder.
+# The names in a run's folder that people look for.
 FILES = (
     *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
     *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "quarantine/", "logs/"),
 )
-# How the controller's event of a failure begins.
+# The beginning of the controller's event of a failure.
 FAILED = "the run failed: "
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
 
 class Display:
-    """Writes to `out`; keeps what the exit code and the table need."""
+    """Writes the screen to `out`, failures to `err`; keeps what the exit code needs."""
 
     def __init__(
         self, config: Config, out: TextIO | None = None, err: TextIO | None = None
@@ -32,18 +32,18 @@ class Display:
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._started_s = time.monotonic()
-        # When a line was shown last.
+        # time.monotonic of the last line.
         self.spoke_s = self._started_s
         self.last_event = 0
         self.is_over = False
         self.failure = ""
-        # The cause of a failure that was shown already, at once and to `err` alone.
+        # The cause of a failure that was shown already, on `err` alone.
         self.told_failure = ""
-        # Set by `summary`: the run was stopped.
+        # Whether the run was stopped; set by `summary`.
         self.is_stopped = False
 
     def show(self, event: status_pb2.Event) -> None:
-        """One event of the controller."""
+        """Shows one event of the controller."""
         self.last_event = event.number
         if event.final_state:
             self.is_over = True
@@ -60,26 +60,26 @@ class Display:
 
     @property
     def quiet_s(self) -> float:
-        """How long nothing was shown."""
+        """Seconds since the last line."""
         return time.monotonic() - self.spoke_s
 
     def tell(self, text: str) -> None:
-        """Something that the command itself does."""
+        """Shows what the command itself does."""
         self._line(text)
 
     def warn(self, text: str) -> None:
-        """A warning of the command itself."""
+        """Shows a warning of the command itself."""
         self._line("! " + text)
 
     def fail(self, cause: str) -> None:
-        """The cause with which the run fails, as the command's last words have it."""
+        """Writes the cause of the run's failure to `err`, in the form of the command's errors."""
         self.spoke_s = time.monotonic()
         self._out.flush()
         self._err.write(plain(f"slipstream: {cause}") + "\n")
         self._err.flush()
 
     def summary(self) -> None:
-        """The table at the end, from summary.json, and how to go on when there is more to do."""
+        """Shows the table at the end, from summary.json, and how to resume an unfinished run."""
         folder = self._config.run_dir
         summary = read_summary(folder)
         if summary is None:
@@ -117,7 +117,7 @@ class Display:
 
 
 def loading_line(config: Config, num_servers: int) -> str:
-    """What goes on before the first step; `num_servers`: those that the same command starts."""
+    """Returns the line that a run begins with; this command starts `num_servers` servers."""
     into = counted(config.learner.world_size, "trainer rank")
     if not num_servers:
         then = f"rollout servers join at {config.controller.address}"
@@ -127,7 +127,7 @@ def loading_line(config: Config, num_servers: int) -> str:
 
 
 def step_line(event: status_pb2.Event, num_steps: int) -> str:
-    """Progress of one step in one line."""
+    """Returns the progress of one step in one line."""
     metrics = event.metrics
     return (
         f"step {event.step:>{len(str(num_steps))}}/{num_steps}  "
@@ -141,7 +141,7 @@ def step_line(event: status_pb2.Event, num_steps: int) -> str:
 
 
 def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
-    """What the table shows of a summary."""
+    """Returns the rows of the table: names and values from a summary."""
     ledger, busy = summary["ledger"], summary["busy"]
     assert isinstance(ledger, dict)
     assert isinstance(busy, dict)
@@ -163,7 +163,7 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     if summary["reward_heldout"] is not None:
         first, last = summary["reward_heldout_first"], summary["reward_heldout"]
         begun, ended = summary["reward_heldout_first_step"], summary["reward_heldout_step"]
-        # One round has nothing to be compared with.
+        # With a single round there is nothing to compare.
         earlier = f"{_number(first)} at version {begun}, " if begun != ended else ""
         rows.append(("reward held out", f"{earlier}{_number(last)} at version {ended}"))
     rows += [("suspended", f"{name}: {cause}") for name, cause in suspended.items()]
@@ -181,7 +181,7 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         (
             "publishes",
             f"{summary['publishes']} since the last start, "
-            f"{summary['publishes_verified']} of them proved by a probe",
+            f"{summary['publishes_verified']} of them passed a probe",
         ),
         (
             "log-probability gap",

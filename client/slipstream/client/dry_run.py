@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the resolved settings, the trainer's parallel groups, what lacks."""
+"""The output of `--dry-run`: the resolved settings, the trainer's parallel groups, what lacks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from slipstream.protocol.settings.roles import role_settings
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found; the settings themselves are right."""
+    """The result of a dry run whose settings are right."""
 
-    # TOML that `load_config` reads back, but for a password; what is no setting is a comment.
+    # TOML that `load_config` reads back, but for a password; everything else is a comment.
     text: str
-    # What has to change on this machine before anything can start here.
+    # The changes that this machine needs before anything can start here.
     obstacles: tuple[str, ...]
 
     def show(self) -> int:
-        """Prints the text; 0 when everything could start, SlipstreamError with what it lacks."""
+        """Prints the text; returns 0 if everything could start, else SlipstreamError says why."""
         say(self.text.rstrip("\n"))
         if self.obstacles:
             lacking = "; ".join(self.obstacles)
@@ -42,9 +42,9 @@ class DryRun:
 
 
 def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
-    """The dry run of a command that would start so many `ranks` and `servers` here.
+    """Makes the dry run of a command that would start `ranks` ranks and `servers` servers here.
 
-    The model's config.json is read, nothing else of it. ConfigError as of `check_sizes`.
+    It reads only config.json of the model. ConfigError as in `check_sizes`.
     """
     missing = check_sizes(config)
     config, gpus, misfit = place_dry(config, ranks=ranks, servers=servers)
@@ -68,7 +68,7 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
 
 
 def describe_server(config: Config) -> DryRun:
-    """The dry run of the command that would start one rollout server here."""
+    """Makes the dry run of the command that would start one rollout server here."""
     config, gpus, misfit = place_dry(config, ranks=0, servers=1)
     return DryRun(_toml(config, gpus), misfit)
 
@@ -76,9 +76,9 @@ def describe_server(config: Config) -> DryRun:
 def place_dry(
     config: Config, *, ranks: int, servers: int
 ) -> tuple[Config, list[str], tuple[str, ...]]:
-    """Which GPU each process would have here, or why it does not fit: a dry run needs none.
+    """Returns the settings, the lines that say which process gets which GPU, and any misfit.
 
-    With the settings as sharing a GPU makes them.
+    The settings are those after sharing a GPU. A misfit is no error: a dry run needs no GPU.
     """
     engine = [describe_engine(config.rollout_server, on_cpu=not uses_gpus())] if servers else []
     try:

@@ -1,4 +1,4 @@
-"""What keeps an engine from starting on this machine, found before anything is loaded."""
+"""Checks, before anything is loaded, that an engine can start on this machine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config, RolloutServerSection
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 
-# What decides about vLLM's cache in place of our setting.
+# Arguments of vLLM that set its cache in place of our setting.
 CACHE_ARGUMENTS = {"kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
-# torch.compile does nothing where this is set to anything but these.
+# torch.compile does nothing where this variable has any value but those of `_NOT_SET`.
 DYNAMO_SWITCH = "TORCHDYNAMO_DISABLE"
 _NOT_SET = ("", "0")
-# torch compiles code for CPUs with it where CXX names no other compiler.
+# The compiler with which torch compiles code for CPUs where CXX names no other.
 CPU_COMPILER = "g++"
 
 
 def check_cache(config: Config) -> None:
-    """ConfigError when the KV cache of an engine on CPUs has no room for one episode.
+    """Raises ConfigError when the KV cache of an engine on CPUs has no room for one episode.
 
-    vLLM would say so when it has loaded the model, and name no setting of ours.
+    vLLM would say so only after loading the model, and name no setting of ours.
     """
     server, longest = config.rollout_server, config.sampling.max_episode_tokens
     if uses_gpus() or CACHE_ARGUMENTS & set(server.engine):
@@ -40,7 +40,7 @@ def check_cache(config: Config) -> None:
 
 
 def check_compiler(config: Config, environ: Mapping[str, str] = os.environ) -> None:
-    """ConfigError when the engine is to compile its model, and `environ` does not let it."""
+    """Raises ConfigError when the engine is to compile its model and `environ` prevents that."""
     problem = compiler_problem(config.rollout_server, environ, on_cpu=not uses_gpus())
     if problem:
         raise ConfigError(problem)
@@ -49,7 +49,7 @@ def check_compiler(config: Config, environ: Mapping[str, str] = os.environ) -> N
 def compiler_problem(
     server: RolloutServerSection, environ: Mapping[str, str], *, on_cpu: bool
 ) -> str:
-    """Why torch.compile cannot work with the variables of `environ`; empty: it can, or need not."""
+    """Returns why torch.compile cannot work with `environ`, or "" if it can or need not."""
     if server.is_eager(on_cpu=on_cpu):
         return ""
     value = environ.get(DYNAMO_SWITCH, "")
@@ -69,7 +69,7 @@ def compiler_problem(
 
 
 def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
-    """How an engine that starts here runs its model, in one line."""
+    """Returns, in one line, how an engine that starts here runs its model."""
     where = "a CPU" if on_cpu else "GPUs"
     if server.is_eager(on_cpu=on_cpu):
         how, value = "eagerly", "true"

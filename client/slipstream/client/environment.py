@@ -1,4 +1,4 @@
-"""What a user writes: an `Environment` gives tasks and judges replies."""
+"""The classes with which users write an environment, which gives tasks and judges replies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 Task = TypeVar("Task")
 TaskItem = TypeVar("TaskItem", covariant=True)
 
-# Tasks of an iterator that are kept: it starts again when an older one is asked for.
+# Tasks of an iterator that are kept; when an older one is asked for, the iterator starts again.
 MAX_CACHED_TASKS = 4096
 
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message; `{"role": ..., "content": ...}` does as well."""
+    """One chat message; a dict `{"role": ..., "content": ...}` works as well."""
 
     role: str
     content: str
@@ -28,10 +28,10 @@ Messages: TypeAlias = Sequence[Message | Mapping[str, str]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The judgement of one reply.
+    """The verdict on one reply.
 
     `reward` is a finite number; the rewards of all steps of an episode add up. `messages` is what
-    the model reads next: needed when the episode goes on (`done=False`), refused otherwise.
+    the model reads next: required when the episode continues (`done=False`), refused otherwise.
     `metrics` are averaged over episodes and reported.
     """
 
@@ -46,11 +46,11 @@ class TaskSequence(Protocol[TaskItem]):
     """Anything with a length and items by number: a list, a range, a dataset."""
 
     def __len__(self) -> int:
-        """Number of tasks."""
+        """Returns the number of tasks."""
         ...
 
     def __getitem__(self, index: int, /) -> TaskItem:
-        """One task."""
+        """Returns task number `index`."""
         ...
 
 
@@ -58,22 +58,22 @@ class Environment(Generic[Task]):
     """Base class of all environments.
 
     One instance is loaded in each worker process. Every episode runs on a shallow copy of it
-    (`copy.copy`), so an attribute set in `reset` or `step` belongs to the episode, while what
-    `__init__` made is shared: do not change it.
+    (`copy.copy`), so an attribute set in `reset` or `step` belongs to the episode. Objects that
+    `__init__` made are shared by all episodes: do not change them.
 
     Methods may be plain or `async`. All episodes of a worker share one thread: an `async` method
     that waits lets the others go on, a plain one does not.
     """
 
-    # Seed of the episode. Set before `reset`.
+    # The seed of the episode; set before `reset`.
     seed: int = 0
-    # Whether the reply ended at a length limit. Set before each `step`.
+    # Whether the reply ended at a length limit; set before each `step`.
     truncated: bool = False
-    # Tokens of each reply of the episode, if that is less than the run allows. Set it in `reset`.
+    # Limit of tokens in each reply of the episode, if it is below the run's. Set it in `reset`.
     max_reply_tokens: int | None = None
 
     def tasks(self) -> TaskSequence[Task] | Iterable[Task]:
-        """A sequence, or an iterator that gives the same tasks every time it is made.
+        """Returns a sequence, or an iterator that gives the same tasks at every call.
 
         Seed its random numbers.
         """
@@ -88,15 +88,15 @@ class Environment(Generic[Task]):
         raise NotImplementedError(f"{type(self).__name__} must define step()")
 
     def close(self) -> Awaitable[None] | None:
-        """Ends an episode, whether it was finished or given up; frees what `reset` took."""
+        """Ends an episode, finished or abandoned; frees what `reset` took."""
 
 
-# What a task is matters to the environment only.
+# An environment with tasks of any type: only the environment itself looks into them.
 AnyEnvironment: TypeAlias = Environment[Any]
 
 
 class TaskSource(Generic[Task]):
-    """The tasks of an environment by number, whatever `tasks()` returned."""
+    """The tasks of an environment by number, for any result of `tasks()`."""
 
     def __init__(self, environment: Environment[Task]) -> None:
         """Calls `tasks()`; ValueError when it gives none or something else."""
@@ -119,7 +119,7 @@ class TaskSource(Generic[Task]):
             raise ValueError(f"{type(environment).__name__}.tasks() gives no task")
 
     def __getitem__(self, index: int) -> Task:
-        """Task number `index`; after the last one they begin again."""
+        """Returns task number `index`; after the last task they begin again."""
         if self._sequence is not None:
             return self._sequence[index % self.num_tasks]
         if self._end is not None:

@@ -1,7 +1,7 @@
-"""Whether a run's controller answers, or one of its rollout servers works, as an exit code.
+"""Checks that a run's controller answers, or that one of its rollout servers works.
 
-`python -m slipstream.client.health --controller HOST:PORT [--server-id NAME]`, for whatever keeps
-containers running.
+`python -m slipstream.client.health --controller HOST:PORT [--server-id NAME]` gives the result as
+an exit code, for the health checks of containers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORKING = ("loading", "serving", "draining")
 
 
 def find_fault(run: RunStatus, server_id: str | None) -> str | None:
-    """What is wrong with the server of that name, or with the run; None when nothing is."""
+    """Returns what is wrong with server `server_id`, or with the run; None if nothing is."""
     if run.state == "failed":
         return f"run {run.run_id} failed: {run.cause}"
     if server_id is None:
@@ -28,7 +28,7 @@ def find_fault(run: RunStatus, server_id: str | None) -> str | None:
     states = [server.state for server in run.servers if server.server_id == server_id]
     if not states:
         return f"the controller does not know rollout server {server_id}"
-    # A server that came back has an entry for each of its lives.
+    # A server that came back has an entry for each of its epochs.
     if not set(states) & set(WORKING):
         verb = "has" if states[-1] == "left" else "is"
         return f"rollout server {server_id} {verb} {states[-1]}"
@@ -43,7 +43,7 @@ async def check(arguments: argparse.Namespace) -> str | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of the program."""
+    """Returns the parser of the program's arguments."""
     parser = argparse.ArgumentParser(prog="slipstream-health", description=__doc__)
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--token-file", type=Path)
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Exit codes: 0 healthy, 1 not, with the cause."""
+    """Returns 0 if all is healthy; prints the cause and returns 1 otherwise."""
     try:
         fault = asyncio.run(check(parser().parse_args()))
     except SlipstreamError as error:

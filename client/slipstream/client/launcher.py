@@ -32,7 +32,7 @@ from slipstream.client.run_folder import (
     version_to_export,
     write_config,
 )
-from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, Session
+from slipstream.client.session import GRACE_S, ROLLOUT_SERVER, RunProcesses
 from slipstream.client.stopping import stop_signal
 from slipstream.client.trainer_ranks import rank_environments
 from slipstream.protocol.errors import ConfigError, RunFailed
@@ -63,7 +63,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_cache(config)
     check_compiler(config)
     await check_passed_settings(config)
-    # Settings first: what is in use now may be free when they are right.
+    # Settings come first: a port or a folder in use now may be free when they are right.
     check_run_folder(config)
     check_port(config.controller.address)
     check_weights_host(config)
@@ -79,25 +79,25 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
         queue = await _start_queue(stack, config)
         if queue is not None:
             config = _with_queue(config, queue)
-        session = await stack.enter_async_context(Session(config, credentials, placement))
+        processes = await stack.enter_async_context(RunProcesses(config, credentials, placement))
         if queue is not None:
-            session.keep_queue(queue)
-        session.start_controller(num_servers=config.rollout_server.count)
-        await session.start_trainers(first_rank=0, num_ranks=config.learner.world_size)
+            processes.keep_queue(queue)
+        processes.start_controller(num_servers=config.rollout_server.count)
+        await processes.start_trainers(first_rank=0, num_ranks=config.learner.world_size)
         for number in range(config.rollout_server.count):
-            session.keep_rollout_server(number)
-        return await session.wait()
+            processes.keep_rollout_server(number)
+        return await processes.wait()
 
 
 async def run_learner(
     path: Path, overrides: Sequence[str], *, node_rank: int, master: str | None, dry_run: bool
 ) -> int:
-    """`slipstream learner`: the trainer ranks of this node, and on node 0 the controller."""
+    """`slipstream learner`: the trainer ranks of this node, and the controller on node 0."""
     raise_open_files()
     master_overrides = _master_overrides(os.environ)
     if master is not None:
         master_overrides = [f'learner.master="{master}"']
-    # What stands on the command line as a setting goes before the environment, too.
+    # A setting on the command line goes before the environment too.
     config = load_config(path, [*master_overrides, *overrides])
     # Trainer ranks have no part in the queue; the controller on node 0 has.
     has_controller = node_rank == 0
@@ -128,12 +128,12 @@ async def run_learner(
         await check_environments(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config, node_rank=node_rank))
-        session = Session(config, credentials, placement, node_rank=node_rank)
-        await stack.enter_async_context(session)
+        processes = RunProcesses(config, credentials, placement, node_rank=node_rank)
+        await stack.enter_async_context(processes)
         if has_controller:
-            session.start_controller(num_servers=0)
-        await session.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
-        return await session.wait()
+            processes.start_controller(num_servers=0)
+        await processes.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
+        return await processes.wait()
 
 
 async def run_rollout_server(
@@ -145,7 +145,7 @@ async def run_rollout_server(
     connect_timeout_s: float,
     dry_run: bool,
 ) -> int:
-    """`slipstream rollout-server`: one server, which joins the controller by itself."""
+    """`slipstream rollout-server`: one server, which joins a controller that runs already."""
     raise_open_files()
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
@@ -271,7 +271,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
 
 
 def _master_overrides(environ: Mapping[str, str]) -> list[str]:
-    """The ranks' meeting place as torchrun and cluster schedulers name it, if they do."""
+    """Returns the override for the ranks' meeting place from torchrun's variables, if set."""
     if "MASTER_ADDR" not in environ:
         return []
     if "MASTER_PORT" not in environ:
@@ -286,14 +286,14 @@ def _queue_packages(config: Config) -> list[str]:
 
 
 async def _start_queue(stack: AsyncExitStack, config: Config) -> EmbeddedServer | None:
-    """The server of our own when the queue is Redis and no address is given."""
+    """Starts the queue's embedded server when the queue is Redis and no address is given."""
     if config.queue.kind != "redis" or config.queue.redis_url is not None:
         return None
     return await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
 
 
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:
-    """The settings with our own server: each end has a user, and finds its password in a file."""
+    """Returns the settings with the embedded server: each end has a user and a password file."""
     table = config.model_dump(mode="json", exclude_none=True)
     table["queue"]["redis_url"] = server.address
     for end, role in ROLES.items():

@@ -1,4 +1,4 @@
-"""Turns "package.module:Class" into an environment, and what goes wrong there into one line."""
+"""Turns "package.module:Class" into an environment, and a failure to do so into one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BUILTIN_FOLDER = str(Path(__file__).parent / "builtin")
 
 
 def environment_failed(cause: str) -> EnvironmentFailed:
-    """The error for a failure that the environment is to blame for."""
+    """Returns the error for a failure that is the environment's fault."""
     line = " ".join(cause.split())
     if len(line) > MAX_CAUSE_CHARACTERS:
         line = line[: MAX_CAUSE_CHARACTERS - 3] + "..."
@@ -27,10 +27,10 @@ def environment_failed(cause: str) -> EnvironmentFailed:
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and place of an exception, in one line."""
+    """Returns type, message and place of an exception, in one line."""
     text = str(error).split("\n", 1)[0]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        # Python stopped where it reads modules, not where the mistake is.
+        # The traceback ends where Python reads modules, not at the mistake.
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
@@ -41,10 +41,10 @@ def describe(error: BaseException) -> str:
 
 
 def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnvironment:
-    """Imports the class and makes its instance; EnvironmentFailed names what went wrong.
+    """Imports the class and makes an instance; EnvironmentFailed names what went wrong.
 
-    `search_path` is looked through before Python's own path, and stays there: the environment may
-    import more later.
+    `search_path` goes before Python's own path, and stays there: the environment may import more
+    modules later.
     """
     module_name, colon, class_name = reference.partition(":")
     if not (module_name and colon and class_name):
@@ -77,14 +77,14 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     try:
         return found(**args)
     except ConfigError as error:
-        # It says all itself.
+        # A ConfigError says everything itself.
         raise environment_failed(str(error)) from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise environment_failed(f"{class_name}(...) failed: {describe(error)}") from error
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file is ours and no environment."""
+    """Whether a file belongs to the client and to no environment."""
     return filename.startswith(_OWN_FOLDER) and not is_builtin(filename)
 
 

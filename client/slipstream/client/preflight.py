@@ -1,4 +1,4 @@
-"""What is checked before anything expensive starts; every finding is one line."""
+"""The checks before anything expensive starts; each error is one line."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 
 SETTINGS_CHECK = "slipstream.learner.trainer.check"
 RETRY_S = 0.2
-# Of a check by Megatron: its imports, on a busy machine.
+# Limit of a check by Megatron, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
-# Beyond an environment's own limit: starting the worker, and saying what hangs.
+# Seconds beyond an environment's own limit in which its worker starts and says what hangs.
 WORKER_GRACE_S = 30.0
-# The controller may still come.
+# Status codes after which the controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# Below every usual range of ports that the kernel gives out by itself.
+# Ports below every usual range from which the kernel assigns ports by itself.
 UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
-# A check that takes longer is announced.
+# Seconds after which a check that still runs is announced.
 SLOW_S = 3.0
 NEEDED_BY = {
     "torch": "learner",
@@ -63,10 +63,10 @@ NEEDED_BY = {
 def check_settings(
     config: Config, *, dry_run: bool = False, queue_ends: Sequence[QueueEnd] = ()
 ) -> Credentials:
-    """Checks what can be checked without starting anything; ConfigError.
+    """Makes all checks that start no process; ConfigError.
 
-    For a dry run the model's config.json is enough. `queue_ends` open the queue on this machine,
-    which needs their passwords.
+    A dry run needs only config.json of the model. `queue_ends`: the ends of the queue that are
+    opened on this machine, which needs their passwords.
     """
     if dry_run:
         check_sizes(config)
@@ -83,13 +83,13 @@ def check_settings(
 
 
 def _check_certificates(security: SecuritySection) -> None:
-    """ConfigError when the files cannot be loaded, or are no pair; gRPC would say less, later."""
+    """Raises ConfigError when files cannot be loaded or are no pair; gRPC would say less, later."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key, authority = security.tls_certificate, security.tls_key, security.tls_ca
     files = f"security.tls_certificate {certificate} and tls_key {key}"
     try:
         if certificate is not None:
-            # Nobody is there to type the password of a key.
+            # An empty password, since no person is there to type one.
             context.load_cert_chain(certificate, key, password=lambda: "")
         if authority is not None:
             files = f"security.tls_ca {authority}"
@@ -100,10 +100,10 @@ def _check_certificates(security: SecuritySection) -> None:
 
 
 def check_weights_host(config: Config) -> None:
-    """ConfigError unless trainer rank 0, which starts here, can listen where weights come from."""
+    """Raises ConfigError unless trainer rank 0, which starts here, can listen on `weights.host`."""
     host = config.weights.host
     try:
-        # As the trainer does.
+        # The trainer listens in the same way.
         listen(host).close()
     except OSError as error:
         raise ConfigError(
@@ -113,7 +113,7 @@ def check_weights_host(config: Config) -> None:
 
 
 def check_port(address: str) -> None:
-    """ConfigError when something listens on `address`."""
+    """Raises ConfigError when the controller cannot listen on `address`."""
     host, port = address_parts(address)
     if port == 0:
         raise ConfigError(
@@ -136,7 +136,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def check_installed(*names: str) -> None:
-    """ConfigError when a package that this machine needs is missing."""
+    """Raises ConfigError when a package that this machine needs is missing."""
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             if importlib.util.find_spec(name) is not None:
@@ -170,9 +170,9 @@ async def check_controller(address: str, credentials: Credentials, limit_s: floa
 
 
 async def check_passed_settings(config: Config) -> None:
-    """Lets Megatron look at the settings that are passed through to it, if any; ConfigError.
+    """Has Megatron check the settings that are passed through to it, if any; ConfigError.
 
-    Takes the time that its imports take, and no GPU.
+    The check takes as long as Megatron's imports, and no GPU.
     """
     if not passes_to_megatron(config):
         return
@@ -181,7 +181,7 @@ async def check_passed_settings(config: Config) -> None:
     )
     if checked.code is None:
         raise ConfigError(
-            f"Megatron did not look at learner.ddp, optimizer and transformer "
+            f"Megatron did not check learner.ddp, optimizer and transformer "
             f"within {SETTINGS_LIMIT_S:g} s"
         )
     if checked.code != 0:
@@ -198,8 +198,8 @@ def passes_to_megatron(config: Config) -> bool:
 async def check_environments(config: Config) -> None:
     """Loads every environment in a process of its own and resets its first task; ConfigError.
 
-    The run's preflight.log begins anew, and holds the last of what each environment printed. A
-    refusal makes no folder for it, unless an environment has printed something.
+    The run's preflight.log is written anew, with the last lines that each environment printed. A
+    refusal makes no folder for this log, unless the environment has printed something.
     """
     sections = [(e.name, e.reference, e.args, e.timeout_s) for e in config.environments]
     sections += [(e.name, e.reference, e.args, e.timeout_s) for e in config.evaluations]
@@ -210,9 +210,9 @@ async def check_environments(config: Config) -> None:
         with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
             checked = await run_module(
                 [*arguments, "--timeout-s", str(timeout_s)],
-                # The worker says itself where it hangs, if it still can.
+                # A worker that still can says itself where it hangs.
                 limit_s=timeout_s + WORKER_GRACE_S,
-                # A worker beside a rollout server has the same.
+                # A rollout server's workers get the same variables.
                 environ=open_variables(os.environ),
             )
         printed += [f"environment {name}:", *checked.lines]
@@ -221,7 +221,7 @@ async def check_environments(config: Config) -> None:
             if checked.code is not None:
                 said = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
                 said = said.removeprefix(f"environment {reference}: ")
-            # The cause stands alone where nobody printed anything.
+            # Only the cause is there where the environment printed nothing.
             log = f" (log: {_keep_printed(config, printed)})" if len(checked.lines) > 1 else ""
             raise ConfigError(f"environment {name}: {said}{log}")
     _keep_printed(config, printed)
@@ -236,7 +236,7 @@ def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def _told_when_slow(what: str) -> Iterator[None]:
-    """Says what is done when the block is not over soon."""
+    """Prints `what` when the block lasts longer than `SLOW_S`."""
     timer = asyncio.get_running_loop().call_later(SLOW_S, partial(print, what, flush=True))
     try:
         yield
@@ -245,10 +245,10 @@ def _told_when_slow(what: str) -> Iterator[None]:
 
 
 def free_port(host: str) -> int:
-    """A port that is free at this moment, and that the kernel gives to nobody who asks for any.
+    """Returns a port that is free at this moment, and that the kernel does not assign by itself.
 
-    Otherwise one of the many short-lived listeners of a run could have it before its owner listens.
-    ConfigError when none of `FREE_PORT_ATTEMPTS` is free.
+    Otherwise one of the many short-lived listeners of a run could take it before its owner listens.
+    ConfigError when none of `FREE_PORT_ATTEMPTS` ports is free.
     """
     family = _family(host)
     for port in random.SystemRandom().sample(UNASSIGNED_PORTS, FREE_PORT_ATTEMPTS):

@@ -1,7 +1,7 @@
-"""Programs that check something for a command, and end with it.
+"""Runs programs that check something for a command, and that end with the command.
 
-Waits for: the end of the program itself; what it has started does not count. Unblocked by: its end,
-or the limit, at which it is killed with all that it has started.
+Waits for: the end of the program itself, not of processes that it has started. Unblocked by: its
+end, or the limit, at which it is killed with all that it has started.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TAIL_BYTES = 65536
 class Ended:
     """How a program ended, and the lines in the last `TAIL_BYTES` that it wrote to stderr."""
 
-    # None: it did not, within its limit.
+    # The exit code; None: the program did not end within its limit.
     code: int | None
     lines: tuple[str, ...]
 
@@ -34,7 +34,7 @@ async def run_module(
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `python -m arguments` with `given` on its stdin; nobody reads its stdout."""
+    """Runs `python -m arguments` with `given` on its stdin; drops its stdout."""
     # Files rather than pipes: a pipe stays open as long as anything that the program has started.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(given)

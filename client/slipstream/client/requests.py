@@ -1,4 +1,4 @@
-"""The commands that ask a running controller for something, and how they print its answers."""
+"""The commands that ask a running controller for something, and print its answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slipstream.client.terminal import counted, plain, say
 from slipstream.protocol.errors import ConfigError
 
 _RATE = "pass_at_"
-# Of the episodes of a round.
+# Counts of the episodes of a round, without their prefix `num_`.
 _COUNTS = ("episodes", "failed")
 
 
 def connect(arguments: argparse.Namespace) -> Client:
-    """The client of a command's connection arguments."""
+    """Returns the client for a command's connection arguments."""
     return Client(arguments.controller, token_file=arguments.token_file, tls_ca=arguments.tls_ca)
 
 
@@ -83,7 +83,7 @@ async def drain(arguments: argparse.Namespace) -> int:
 
 
 def status_lines(run: RunStatus) -> list[str]:
-    """A run for people."""
+    """Returns the lines that show a run to people."""
     lines = [f"run {run.run_id} is {run.state}" + (f": {run.cause}" if run.cause else "")]
     lines.append(f"version {run.step} of {run.num_steps}, up for {run.uptime_s:.0f} s")
     if run.waiting_for:
@@ -120,7 +120,7 @@ def status_lines(run: RunStatus) -> list[str]:
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
-    """The environments of a run for people, and its evaluations with their newest results."""
+    """Returns the lines that show environments, and evaluations with their newest results."""
     trained = [entry for entry in entries if entry.purpose != "evaluation"]
     evaluations = [entry for entry in entries if entry.purpose == "evaluation"]
     lines = _training_lines(trained) if trained or not evaluations else []
@@ -148,7 +148,7 @@ def _training_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
 
 
 def _evaluation_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
-    """What the newest round of each measured, with a column for each pass@k."""
+    """Returns a table of the newest round of each evaluation, with a column for each pass@k."""
     found = {e.name: e.newest_round.numbers if e.newest_round else {} for e in entries}
     rates = {name for numbers in found.values() for name in numbers if name.startswith(_RATE)}
     columns = sorted(rates, key=lambda name: int(name.removeprefix(_RATE)))

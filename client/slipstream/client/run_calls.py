@@ -1,4 +1,4 @@
-"""What a command that started parts of a run asks of its controller."""
+"""The calls to the controller of a command that has started parts of a run."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ ANSWER_LIMIT_S = 5.0
 
 
 class RunCalls:
-    """Calls of the controller at `address`; one that does not answer is no error."""
+    """Calls the controller at `address`; that it does not answer is no error."""
 
     def __init__(
         self, address: str, credentials: Credentials, *, stop_limit_s: float = STOP_LIMIT_S
     ) -> None:
-        """`stop_limit_s`: the limit of asking the controller to stop."""
+        """`stop_limit_s`: seconds in which the controller must answer `stop`."""
         self._address, self._credentials = address, credentials
         self._stop_limit_s = stop_limit_s
         self.metadata = call_metadata(credentials)
 
     def channel(self) -> grpc.aio.Channel:
-        """A new connection; close it after use."""
+        """Opens a new connection; close it after use."""
         return open_channel(self._address, self._credentials)
 
     async def stop(self, reason: str, *, failed: bool) -> str:
         """Ends the run in order, or as failed; waits for a controller that does not listen yet.
 
-        Returns the name of gRPC's status when the controller gave no answer; empty: it did.
+        Returns "" when the controller answered, else the name of the gRPC status.
         """
         request = status_pb2.StopRunRequest(reason=reason, failed=failed)
         try:
@@ -47,7 +47,7 @@ class RunCalls:
         return ""
 
     async def milestones(self) -> Milestones | None:
-        """How far the run is; None when the controller does not answer."""
+        """Returns how far the run is; None when the controller does not answer."""
         status = await self._status()
         return None if status is None else Milestones(status.step, status.checkpoint_step)
 

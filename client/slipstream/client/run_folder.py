@@ -1,4 +1,4 @@
-"""The folder of a run: whether a run may begin or go on there, and which command writes it."""
+"""The folder of a run: whether a run may begin or resume there, and which command writes it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LOCK = "command.lock"
 
 
 def check_run_folder(config: Config) -> bool:
-    """Whether the folder holds a run that goes on now; ConfigError when it may not."""
-    # Another command may still be on its way to a journal.
+    """Whether the folder holds a run to resume; ConfigError when no run may start there."""
+    # Another command may hold the folder and not yet have a journal.
     _check_not_held(config.run_dir / LOCK, config.run_dir)
     return _check_contents(config)
 
@@ -104,9 +104,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_not_held(path: Path, folder: Path) -> None:
-    """ConfigError while a process has the lock of the file `path`, if there is one.
+    """Raises ConfigError while a process holds the lock of the file `path`; it need not exist.
 
-    A lock that is free is given back at once: whoever writes the folder takes it again.
+    A lock that is free is released at once: the command that writes the folder takes it again.
     """
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         try:
@@ -122,7 +122,7 @@ def _held(folder: Path) -> str:
 
 
 def settings_of(folder: Path) -> Path:
-    """The settings file in the folder of a run; ConfigError where there is none."""
+    """Returns the settings file in the folder of a run; ConfigError where there is none."""
     path = folder / "config.toml"
     if path.is_file():
         return path
@@ -160,15 +160,15 @@ def version_to_export(folder: Path, step: int | None) -> int:
 
 
 def node_folder(config: Config, node_rank: int) -> Path:
-    """The folder that the command on this node writes its settings to: the run's own on node 0."""
+    """Returns the folder for the settings of the command on this node: on node 0 the run's."""
     return config.run_dir / f"node-{node_rank}" if node_rank else config.run_dir
 
 
 @contextlib.contextmanager
 def hold_run_folder(config: Config, *, node_rank: int = 0) -> Iterator[None]:
-    """Makes the run's folder; no other command of this node writes it while the block runs.
+    """Makes the run's folder and keeps other commands of this node out while the block runs.
 
-    ConfigError while another one does, or when the run may not begin or go on there by now.
+    ConfigError while another command holds it, or when the run may not begin or resume there.
     """
     make_run_folder(config)
     with hold_folder(node_folder(config, node_rank), refusal=_held(config.run_dir)):
@@ -197,15 +197,15 @@ def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
 
 
 def make_run_folder(config: Config) -> None:
-    """Makes the run's folder for its owner's eyes; ConfigError. One that is there stays as it is.
+    """Makes the run's folder, readable by its owner alone; ConfigError.
 
-    It will hold prompts, replies and weights.
+    A folder that exists stays as it is. It will hold prompts, replies and weights.
     """
     make_folder(config.run_dir, mode=0o700)
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> Path:
-    """`path` with all above it; ConfigError when it cannot be made."""
+    """Makes `path` and all folders above it, and returns `path`; ConfigError when it cannot."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:

@@ -1,6 +1,4 @@
-"""Answers the calls of rollout servers to one environment.
-
-The same code in a worker process and in a client.
+"""Answers the calls of rollout servers to one environment, in a worker process or in a client.
 
 Consumes: worker commands. Produces: one worker message for each.
 Waits for: the environment's methods; a Close command or the end of the stream cancels them.
@@ -28,7 +26,7 @@ from slipstream.v1 import trajectory_pb2
 
 CLOSE_TIMEOUT_S = 5.0
 REFUSAL_TIMEOUT_S = 1.0
-# What writing to a stream raises that has ended.
+# The errors of writing to a stream that has ended.
 STREAM_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 WorkerCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.WorkerMessage, pb.WorkerCommand]"
@@ -45,7 +43,8 @@ class _Episode:
     has_begun: bool = False
     # Answers the reset or step that runs now.
     running: asyncio.Task[object] | None = None
-    given_up: bool = False
+    # Whether `close` has cancelled that call.
+    abandoned: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -55,7 +54,7 @@ class EpisodeHost:
     def __init__(
         self, environment: AnyEnvironment | None = None, *, witness: CallWitness | None = None
     ) -> None:
-        """Without an environment a Load command must come first.
+        """Without `environment` a Load command must come first.
 
         `witness` is told of every call. EnvironmentFailed when the environment gives no tasks.
         """
@@ -66,11 +65,11 @@ class EpisodeHost:
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks, 0 when there is no end or no environment yet."""
+        """Number of tasks; 0 when they have no end or no environment is loaded yet."""
         return self._tasks.num_tasks if self._tasks is not None else 0
 
     async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
-        """The answer to one command; what the environment raises is an answer too."""
+        """Returns the answer to one command; an error of the environment is an answer too."""
         message = pb.WorkerMessage(call_id=command.call_id)
         try:
             match command.WhichOneof("command"):
@@ -93,7 +92,7 @@ class EpisodeHost:
         return message
 
     async def close_all(self) -> None:
-        """Closes every open episode, within 5 s; what fails then is only written to stderr."""
+        """Closes every open episode, within 5 s; writes failures to stderr alone."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 for key in list(self._episodes):
@@ -106,7 +105,7 @@ class EpisodeHost:
         self._episodes.clear()
 
     def _place(self, key: str) -> str:
-        """Where an episode waits now."""
+        """Returns where an episode waits now; "" if it does not."""
         episode = self._episodes.get(key)
         if episode is None or episode.running is None:
             return ""
@@ -133,7 +132,7 @@ class EpisodeHost:
             messages = await _result(environment.reset(tasks[command.task_index]))
             return observation(messages, environment.max_reply_tokens)
 
-        # One that fails is closed like any other: it may have taken something before.
+        # An episode that fails here is closed like any other: `reset` may have taken resources.
         observed = await _run(episode, reset)
         episode.has_begun = True
         return observed
@@ -157,22 +156,22 @@ class EpisodeHost:
         if episode is None:
             return
         if episode.running is not None:
-            episode.given_up = True
+            episode.abandoned = True
             episode.running.cancel()
             await episode.idle.wait()
         await _run(episode, lambda: _result(episode.environment.close()))
 
 
 async def open_stream(open_call: Callable[[], WorkerCall], hello: pb.WorkerHello) -> WorkerCall:
-    """Opens a stream and sends `hello`; whoever reads the stream finds out if it was refused."""
+    """Opens a stream and sends `hello`; reading the stream raises if it was refused."""
     message = pb.WorkerMessage(hello=hello)
     call = open_call()
     try:
         await call.write(message)
         return call
     except STREAM_OVER:
-        # It was refused before the write, which has hidden why. A second one, without a write,
-        # shows it at once.
+        # The stream was refused before the write, which has hidden why. A second stream, without a
+        # write, shows the cause at once.
         call = open_call()
     try:
         async with asyncio.timeout(REFUSAL_TIMEOUT_S):
@@ -190,7 +189,7 @@ async def answer_commands(
 ) -> None:
     """Answers `commands` side by side until they end, then closes all episodes.
 
-    Whatever error ends `commands` is raised again.
+    The gRPC error that ends `commands`, if any, is raised again.
     """
     one_at_a_time = asyncio.Lock()
 
@@ -223,7 +222,7 @@ async def answer_commands(
 
 
 async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Runs user code; all it raises becomes EnvironmentFailed."""
+    """Runs user code; everything that it raises becomes EnvironmentFailed."""
     this = asyncio.current_task()
     assert this is not None
     episode.running = this
@@ -235,7 +234,7 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
     except EnvironmentFailed:
         raise
     except asyncio.CancelledError as error:
-        if episode.given_up and this.uncancel() == 0:
+        if episode.abandoned and this.uncancel() == 0:
             raise environment_failed("the episode was closed") from error
         if this.cancelling():
             raise
@@ -246,7 +245,7 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
         if episode.witness is not None:
             episode.witness.end(this)
         episode.running = None
-        episode.given_up = False
+        episode.abandoned = False
         episode.idle.set()
 
 
@@ -255,7 +254,7 @@ async def _result(value: Answer | Awaitable[Answer]) -> Answer:
 
 
 def _copy(environment: AnyEnvironment, seed: int) -> AnyEnvironment:
-    """The one of an episode."""
+    """Returns the copy of `environment` on which one episode runs."""
     try:
         copied = copy.copy(environment)
         copied.seed, copied.truncated = seed, False

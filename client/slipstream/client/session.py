@@ -1,9 +1,9 @@
-"""The processes of one command: starts them, watches them, says what happens.
+"""The processes of one command: their start, their restarts, their end, and the progress shown.
 
 Consumes: events of the controller, ends of processes. Produces: progress on the screen, restarts of
 rollout servers.
 Waits for: the controller to end. Unblocked by: the end of the run, or of a process that the run
-cannot do without.
+needs.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 CONTROLLER = "slipstream.learner.controller"
 ROLLOUT_SERVER = "slipstream.rollout_server"
 GRACE_S = 30.0
-# After a second signal nobody waits for an orderly end: the next start goes on from the disk.
+# Seconds of grace after a second signal: the next start resumes from the disk.
 HURRIED_GRACE_S = 1.0
-# How often the controller is asked whether the run still stops.
+# Seconds between two questions to the controller whether the run is still stopping.
 LOOK_S = 2.0
-# The last events may need so long to come after the controller is gone.
+# Seconds that the last events may need to arrive after the controller has ended.
 EVENTS_LIMIT_S = 5.0
-# What a run leaves may need so long to end after the controller is gone.
+# Seconds that the other processes may need to end after the controller has ended.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
 # Exit code of a command whose run has failed.
 FAILED = 1
-# A rollout server that lived so long may die as often as a new one.
+# Seconds after which a rollout server that ends is granted as many restarts as a new one.
 FORGIVEN_S = 600.0
-# Exit codes of a rollout server: it cannot work as it was asked to; its engine did not start.
+# Exit codes of a rollout server: its settings cannot work; its engine did not start.
 USAGE_ERROR, NOT_STARTED = 2, 3
-# A second engine that does not start either will not start for a third time of asking.
+# Starts of an engine that fail in a row before the run ends: a third one would fail too.
 MAX_FAILED_STARTS = 2
 
 
-class Session:
-    """The processes of one command, from the first to the last; an async context manager."""
+class RunProcesses:
+    """The processes of one command: start and keep them, `wait`; leaving the block ends them."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Session:
         node_rank: int = 0,
         stop_limit_s: float = STOP_LIMIT_S,
     ) -> None:
-        """`stop_limit_s`: the limit of asking the controller to stop; then it is ended."""
+        """`stop_limit_s`: a controller that does not answer a stop for so long is ended."""
         self._config, self._placement = config, placement
         self._credentials = credentials
         self._calls = RunCalls(config.controller.address, credentials, stop_limit_s=stop_limit_s)
@@ -76,14 +76,14 @@ class Session:
         self._servers: dict[str, asyncio.Task[None]] = {}
         self._display = Display(config)
         self._over = False
-        # The trainer rank that was killed; the others only say that they lost it.
+        # How a trainer rank was killed; the other ranks only say that they lost it.
         self._killed = ""
-        # What a controller that gave no answer was asked before it was ended.
+        # The request that the controller did not answer before this command ended it.
         self._unanswered: status_pb2.StopRunRequest | None = None
         self._stopping: asyncio.Task[signal.Signals] | None = None
 
-    async def __aenter__(self) -> Session:
-        # From the first process on: a signal that comes sooner would end this one without them.
+    async def __aenter__(self) -> RunProcesses:
+        # Before the first process starts: a signal could end this one and leave the others.
         self._stopping = asyncio.create_task(stop_signal())
         await asyncio.sleep(0)
         return self
@@ -104,7 +104,7 @@ class Session:
         await asyncio.gather(*(child.stop(grace_s) for child in self._children))
 
     def start_controller(self, *, num_servers: int) -> None:
-        """Starts the controller; this command starts so many rollout servers beside it."""
+        """Starts the controller; this command starts `num_servers` rollout servers beside it."""
         self._display.tell(f"the run starts; its logs are in {self._logs}/")
         self._display.tell(loading_line(self._config, num_servers))
         for line in describe_sharing(self._config, self._placement):
@@ -114,7 +114,7 @@ class Session:
         self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
 
     async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:
-        """Starts the trainer ranks of this node; `wait` starts them again when they die."""
+        """Starts the trainer ranks of this node; `wait` restarts them when they die."""
         self._trainers = TrainerRanks(
             self._config,
             self._placement,
@@ -132,12 +132,12 @@ class Session:
         await self._trainers.start(self._config_arguments)
 
     def keep_queue(self, server: EmbeddedServer) -> None:
-        """Starts the queue's own server again when it dies: it keeps what it has acknowledged."""
+        """Restarts the embedded queue server when it dies: it keeps what it has acknowledged."""
         keeping = self._told("the queue's server", self._keep_queue(server))
         self._servers["queue"] = asyncio.ensure_future(keeping)
 
     def keep_rollout_server(self, number: int) -> None:
-        """Starts the rollout server with this number and starts it again when it dies."""
+        """Starts rollout server `number`, and restarts it when it dies."""
         name = f"server-{number}"
         environ = self._placement.server_environment(number)
         keeping = self._told(f"rollout server {name}", self._keep(name, environ))
@@ -146,8 +146,8 @@ class Session:
     async def wait(self) -> int:
         """Shows progress until the run is over; RunFailed with the cause when it failed.
 
-        0 when it is done, 128 and the signal's number when one ended it before, 1 when it failed
-        with a cause that was shown already.
+        Returns 0 when the run is done, 128 and the signal's number when a signal ended it before.
+        Returns 1 when the run failed with a cause that was shown already.
         """
         if self._controller is None:
             return await self._wait_for_trainers()
@@ -160,7 +160,7 @@ class Session:
         tasks = (keep_trainers, forward_stop, show, waits)
         try:
             await controller.process.wait()
-            # Without a controller nobody is started again, however the ranks end.
+            # Without a controller no rank is restarted, however the ranks end.
             keep_trainers.cancel()
             waits.cancel()
             if self._unanswered is None:
@@ -204,7 +204,7 @@ class Session:
             if child.name != "controller" and child.is_running
         ]
         for child in others:
-            # Who had not come yet would look for the controller; the others are done.
+            # A server that had not joined yet would look for the controller; the rest is done.
             child.signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_LIMIT_S):
@@ -228,9 +228,9 @@ class Session:
         return child
 
     async def _told(self, name: str, keeping: Awaitable[None]) -> None:
-        """`keeping`; where the machine has no process or disk left for it, the run ends with that.
+        """Awaits `keeping`; ends the run when the machine has no process or disk left for it.
 
-        Nobody waits for the task, and the run would wait for what it was to start.
+        Its task is awaited only at the end: the run would wait for a process that never starts.
         """
         try:
             await keeping
@@ -257,7 +257,7 @@ class Session:
             arguments = ["--controller", address, "--server-id", name]
             child = await self._start(name, ROLLOUT_SERVER, arguments, environ)
             await child.process.wait()
-            # What the server started must not go on without it.
+            # Processes that the server has started must not outlive it.
             child.signal(signal.SIGKILL)
             if self._over or self._display.is_over or child.process.returncode == 0:
                 return
@@ -302,7 +302,7 @@ class Session:
     async def _forward_stop(self) -> None:
         assert self._stopping is not None
         number = await self._stopping
-        self._display.warn(f"{number.name}: the run is stopped in order; once more ends it at once")
+        self._display.warn(f"{number.name}: the run is stopped in order; a second ends it at once")
         await self._stop_run(f"the user sent {number.name}", failed=False)
 
     async def _stop_run(self, reason: str, *, failed: bool) -> None:
@@ -338,7 +338,7 @@ async def end_in_order(
     grace_s: float = GRACE_S,
     look_s: float = LOOK_S,
 ) -> None:
-    """Leaves ranks of another node `grace_s` to end, and all that they need while the run stops.
+    """Gives the ranks of this node `grace_s` to end, and more while the run is stopping.
 
     A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
     """

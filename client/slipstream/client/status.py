@@ -1,4 +1,4 @@
-"""What a controller tells about its run, as plain values."""
+"""The status and the events of a run, as plain values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
 
 @dataclass(frozen=True)
 class EvaluationRound:
-    """What one round of an evaluation measured."""
+    """The result of one round of an evaluation."""
 
     # The version that was measured.
     step: int
-    # As in metrics.jsonl, without the name of the evaluation: reward_mean, pass_at_1, ...
+    # Results named as in metrics.jsonl, without the evaluation's name: reward_mean, pass_at_1, ...
     numbers: dict[str, float]
 
 
@@ -33,24 +33,24 @@ class EnvironmentStatus:
     weight: float
     # pending, ready or suspended.
     state: str
-    # 0: without end.
+    # Number of tasks; 0: they have no end.
     num_tasks: int
     # Why it is suspended, or what went wrong last.
     cause: str
     groups_accepted: int
     groups_failed: int
     episodes_failed: int
-    # Of the accepted groups.
+    # Mean reward of the accepted groups.
     reward_mean: float
     # training or evaluation.
     purpose: str
-    # Of an evaluation: the newest round that is over; None before there is one.
+    # The newest complete round of an evaluation; None before the first one, and for training.
     newest_round: EvaluationRound | None
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """One rollout server. Counts run from its start."""
+    """One rollout server; its counts begin at its start."""
 
     server_id: str
     # joining, loading, serving, stale, draining, dead or left.
@@ -69,7 +69,7 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where every generated token went; `difference` is `generated` less all others."""
+    """The fate of every generated token; `difference` is `generated` less all other counts."""
 
     generated: int
     trained: int
@@ -105,31 +105,31 @@ class RunStatus:
     servers: tuple[ServerStatus, ...]
     environments: tuple[EnvironmentStatus, ...]
     ledger: Ledger
-    # Of the newest finished step.
+    # Metrics of the newest finished step.
     metrics: dict[str, float]
-    # What the next lease waits for; empty: nothing.
+    # The reason why the next lease waits; empty: it does not wait.
     lease_wait: str
-    # Of the queue: used, and what leased episodes may still need.
+    # Bytes of the queue that are used or that leased episodes may still need.
     reserved_bytes: int
     # The newest version of which a checkpoint was reported; 0: none.
     checkpoint_step: int
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether the run has ended."""
         return self.state in ("finished", "failed", "stopped")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened; numbers rise by one."""
+    """One event of a run; the numbers of events rise by one."""
 
     number: int
     unix_time_s: float
     # info, warning or error.
     severity: str
     text: str
-    # Set when a step was finished.
+    # Both are set when a step was finished.
     step: int
     metrics: dict[str, float]
     # finished, failed or stopped; set by the last event of a run only.

@@ -7,7 +7,7 @@ import signal
 
 
 async def stop_signal() -> signal.Signals:
-    """Waits for the first SIGINT or SIGTERM; the next one has its usual effect."""
+    """Waits for the first SIGINT or SIGTERM and returns it; the next one has its usual effect."""
     loop = asyncio.get_running_loop()
     came: asyncio.Future[signal.Signals] = loop.create_future()
 

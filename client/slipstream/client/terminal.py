@@ -1,4 +1,4 @@
-"""Text of others on this terminal: models, environments and servers have a say in it."""
+"""Makes text of models, environments and servers safe for this terminal."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 
 
 def plain(text: str, *, indent: int = 0) -> str:
-    """`text` with what a terminal would obey as escapes; further lines are moved to the right.
+    """Returns `text` with escapes for all that a terminal would obey; indents further lines.
 
-    That is every character that is not printable: controls, those that turn the writing direction,
-    and lone surrogates.
+    Every character that is not printable is escaped: controls, characters that turn the writing
+    direction, and lone surrogates.
     """
     lines = text.split("\n")
     return ("\n" + " " * indent).join(map(_visible, lines))
 
 
 def say(text: str) -> None:
-    """Prints a line; that nobody reads it any more, as behind `head`, is no failure."""
+    """Prints a line; a closed stdout, as behind `head`, is no failure."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -26,7 +26,7 @@ def say(text: str) -> None:
 
 
 def counted(number: int, what: str) -> str:
-    """`number` of things: 1 task, 2 tasks."""
+    """Returns the number and the noun, in the plural if needed: 1 task, 2 tasks."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 

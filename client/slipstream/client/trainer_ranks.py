@@ -1,8 +1,8 @@
-"""The trainer ranks of one node: started together, and together again when one of them dies.
+"""The trainer ranks of one node: started together, and restarted together when one of them dies.
 
 Consumes: the ends of the processes. Produces: restarts.
-Waits for: a rank that ends. Unblocked by: its end. All ranks go on from the last checkpoint then,
-while controller and rollout servers live on.
+Waits for: a rank that ends. Unblocked by: its end. All ranks then resume from the last checkpoint,
+while the controller and the rollout servers keep running.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from slipstream.protocol.settings.config import Config, address_parts
 
 TRAINER = "slipstream.learner.trainer"
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-# Exit codes after which the same would happen again: impossible settings, and what is a bug or
-# damage by the trainer's own judgement.
+# Exit codes after which a restart would fail again: impossible settings, and what the trainer
+# itself judges to be a bug or damage.
 FINAL_CODES = (2, 3)
-# A rank failed while it loaded; a second time in a row it would fail for a third one.
+# Exit code of a rank that failed while it loaded; after two in a row a third one would fail too.
 NOT_LOADED = 4
 MAX_FAILED_STARTS = 2
 
 
 @dataclass(frozen=True)
 class Milestones:
-    """How far a run has come for good, as its controller says."""
+    """The lasting progress of a run, as its controller reports it."""
 
     # The newest version.
     version: int
@@ -40,15 +40,20 @@ class Milestones:
     checkpoint: int
 
     def is_beyond(self, earlier: Milestones) -> bool:
-        """Whether something was reached since."""
+        """Whether the run has reached a milestone since `earlier`."""
         return self.version > earlier.version or self.checkpoint > earlier.checkpoint
 
 
 class TrainerRanks:
-    """`keep` starts them and returns when they are over.
+    """Starts the ranks, and restarts them until they end or fail for good.
 
-    They may die `learner.max_restarts` times between two milestones. Ranks that train the same
-    steps again after each death reach none, however long they live.
+    ranks = TrainerRanks(config, placement, first_rank=0, num_ranks=2, warn=..., milestones=...)
+    await ranks.start(arguments)
+    failed = await ranks.keep(arguments)  # None: all ended in order
+    await ranks.stop(grace_s)
+
+    The ranks may die `learner.max_restarts` times between two milestones. Ranks that train the same
+    steps again after each death reach no milestone, however long they run.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class TrainerRanks:
         warn: Callable[[str], None],
         milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
-        """`milestones` asks the controller; None when it does not answer."""
+        """`milestones` asks the controller; it returns None when the controller does not answer."""
         self._config, self._placement = config, placement
         self._first_rank, self._num_ranks = first_rank, num_ranks
         self._warn, self._milestones = warn, milestones
@@ -69,7 +74,7 @@ class TrainerRanks:
         self.children: list[Child] = []
 
     async def start(self, arguments: list[str]) -> None:
-        """Starts all ranks of the node as torchrun would."""
+        """Starts all ranks of the node, with the variables that torchrun would set."""
         self.children = []
         gpus = self._placement.learner_environment
         for torchrun in rank_environments(self._config, self._first_rank, self._num_ranks):
@@ -81,9 +86,9 @@ class TrainerRanks:
             )
 
     async def keep(self, arguments: list[str]) -> Child | None:
-        """Starts ranks that have died again; None when all ended in order.
+        """Restarts the ranks when one dies; returns None when all have ended in order.
 
-        Otherwise the rank that died, when it is final or there were too many.
+        Returns the rank that died when its exit code is final or there were too many restarts.
         """
         restarts, failed_starts, pause_s = 0, 0, FIRST_PAUSE_S
         reached = Milestones(0, 0)
@@ -92,7 +97,7 @@ class TrainerRanks:
             if failed is None:
                 return None
             for child in self.children:
-                # They wait for the dead one, and hold nothing that is not on the disk.
+                # The other ranks wait for the dead one, and all that they have is on the disk.
                 child.signal(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self.children))
             now = await self._milestones()
@@ -121,8 +126,8 @@ class TrainerRanks:
                 ended = [waits.pop(wait) for wait in done]
                 failed = [child for child in ended if child.process.returncode != 0]
                 if failed:
-                    # One that was killed could not say why; the others only say they lost it, or
-                    # one that knows that it would fail again.
+                    # The rank that was killed goes first: the others only say that they lost it.
+                    # Next comes a rank that knows that it would fail again.
                     killed = [child for child in failed if child.was_killed]
                     final = [c for c in failed if c.process.returncode in FINAL_CODES]
                     return (killed or final or failed)[0]
@@ -133,7 +138,7 @@ class TrainerRanks:
 
 
 def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[dict[str, str]]:
-    """What torchrun would set for each trainer rank of a node, and what they know each other by."""
+    """Returns the variables of each trainer rank: torchrun's, and the secret of the rendezvous."""
     learner = config.learner
     host, port = address_parts(learner.master)
     shared = {
@@ -152,7 +157,7 @@ def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[d
 
 
 def _rendezvous(config: Config, *, is_alone: bool) -> str:
-    """Equal on all nodes; drawn anew where one node has all ranks."""
+    """Returns the rendezvous secret: equal on all nodes, or random where one node has all ranks."""
     if is_alone:
         return secrets.token_hex(16)
     return rendezvous_secret(Credentials.load(config.security).token, config.run.name)

@@ -1,4 +1,4 @@
-"""Says what a run waits for when nothing else was shown for a while: a model loads, a step is long.
+"""Shows what a run waits for when nothing else was shown for a while, as in a long step.
 
 Waits for: silence on the screen. Unblocked by: its owner, who cancels it.
 """
@@ -13,7 +13,7 @@ from slipstream.client.status import RunStatus, run_from_pb
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
-# Silence before the first line about it; before each further one twice as long, up to the limit.
+# Seconds of silence before the first such line; twice as long before each further one, to a limit.
 FIRST_S = 20.0
 LIMIT_S = 300.0
 ANSWER_LIMIT_S = 5.0
@@ -45,7 +45,7 @@ async def tell_waits(display: Display, address: str, credentials: Credentials) -
 
 
 def wait_line(run: RunStatus) -> str:
-    """What a run waits for, in one line."""
+    """Returns what a run waits for, in one line."""
     busy = [
         f"{s.server_id} {'has left' if s.state == 'left' else f'is {s.state}'}"
         for s in run.servers

@@ -1,8 +1,8 @@
-"""Writes down which calls a worker answers, and where its code stands.
+"""Records which calls a worker answers, and where its code is.
 
-Consumes: the begin and end of each call. Produces: a `CallRecord` for the server, who reads it when
-the worker ended or no longer answers. Waits for: a call, on a thread, as the worker's own loop may
-be held up. Unblocked by: the next call.
+Consumes: the begin and end of each call. Produces: a `CallRecord`, which the server reads when the
+worker has ended or no longer answers. Waits for: a call, on a thread, since the worker's own loop
+may be blocked. Unblocked by: the next call.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from pathlib import Path
 from slipstream.client.loading import is_builtin, is_ours
 from slipstream.protocol.call_record import CallRecord
 
-# How old the place of a record may be.
+# Seconds between two looks at the place in the code, which may be as old.
 _LOOK_PERIOD_S = 0.2
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 
 
 class CallWitness:
-    """Writes the record of one worker; made in the thread of its loop."""
+    """Writes the record of one worker; create it in the thread of the worker's event loop."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        # Both threads write.
+        # The loop's thread and the witness's thread both write.
         self._lock = threading.Lock()
         self._keys: dict[asyncio.Task[object], str] = {}
         self._busy = threading.Event()
         threading.Thread(target=self._watch, name="call-witness", daemon=True).start()
 
     def begin(self, key: str, task: asyncio.Task[object]) -> None:
-        """`task` begins to answer a call of the episode `key`."""
+        """Notes that `task` begins to answer a call of the episode `key`."""
         with self._lock:
             self._keys[task] = key
             CallRecord(tuple(self._keys.values())).write(self._descriptor)
         self._busy.set()
 
     def end(self, task: asyncio.Task[object]) -> None:
-        """The call of `task` is answered."""
+        """Notes that the call of `task` is answered."""
         with self._lock:
             del self._keys[task]
             CallRecord(tuple(self._keys.values())).write(self._descriptor)
@@ -65,7 +65,7 @@ class CallWitness:
 
 
 def running_place(thread: int) -> str:
-    """Where the code of a thread stands."""
+    """Returns where the code of a thread is."""
     frames = []
     frame: types.FrameType | None = sys._current_frames()[thread]
     while frame is not None:
@@ -75,7 +75,7 @@ def running_place(thread: int) -> str:
 
 
 def awaited_place(task: asyncio.Task[object]) -> str:
-    """Where `task` waits for something; empty: in no coroutine that Python can look into."""
+    """Returns where `task` waits; "" if Python cannot look into its coroutine."""
     frames: list[tuple[types.CodeType, int]] = []
     coroutine: object = task.get_coro()
     while isinstance(coroutine, types.CoroutineType) and coroutine.cr_frame is not None:
@@ -85,7 +85,10 @@ def awaited_place(task: asyncio.Task[object]) -> str:
 
 
 def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
-    """File, line and function of the innermost frame of an environment, or of all; first is it."""
+    """Returns file, line and function of the innermost frame, of an environment's if there is one.
+
+    `frames` begins with the innermost one.
+    """
     own = [frame for frame in frames if _is_of_environment(frame[0].co_filename)]
     for code, line in (own or frames)[:1]:
         return f"{Path(code.co_filename).name}:{line} in {code.co_name}"

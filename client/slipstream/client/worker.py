@@ -22,12 +22,15 @@ from typing import NoReturn
 
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 CONNECT_TIMEOUT_S = 20.0
-# A worker is gone so long after the end of its stream, whatever threads the environment left.
+# Seconds after the end of its stream at which a worker exits, whatever threads are left.
 EXIT_TIMEOUT_S = 5.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: the stream ended or the check passed; 1: no connection; 2: a failed check."""
+    """Runs the worker or the check.
+
+    Exit code 0: the stream ended or the check passed; 1: no connection; 2: a failed check.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m slipstream.client.worker", description="Runs one environment."
     )
@@ -77,7 +80,7 @@ def _serve(address: str, record: int | None) -> int:
 
 
 class _NotConnected(Exception):
-    """There is no server, or it was lost."""
+    """No server answers, or the connection to it was lost."""
 
 
 async def _attach(address: str, token: str | None, record: int | None) -> None:
@@ -124,14 +127,14 @@ def _check(
     main_thread = threading.get_ident()
 
     def fail(cause: str) -> NoReturn:
-        # The last line of stderr, after all that the environment printed.
+        # This is the last line of stderr, after all that the environment has printed.
         sys.stdout.flush()
         sys.stderr.flush()
         line = f"environment {reference}: {cause}\n"
         os.write(2, line.encode(errors="backslashreplace"))
         os._exit(2)
 
-    def give_up() -> NoReturn:
+    def abandon() -> NoReturn:
         place = running_place(main_thread)
         innermost = sys._current_frames()[main_thread].f_code.co_filename
         if Path(innermost).name == "selectors.py":
@@ -154,11 +157,11 @@ def _check(
         tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
         os.write(report, f"environment {reference} is ready: {tasks}\n".encode())
 
-    timer = threading.Timer(timeout_s, give_up)
+    timer = threading.Timer(timeout_s, abandon)
     timer.daemon = True
     timer.start()
     asyncio.run(check())
-    # Threads of the environment must not hold the process back.
+    # Threads of the environment must not keep the process alive.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

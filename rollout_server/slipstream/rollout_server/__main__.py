@@ -1,7 +1,7 @@
 """`python -m slipstream.rollout_server`: one rollout server.
 
-Exit codes: 0 drained, 1 something broke (the cause is on stderr), 2 it cannot work as it was asked
-to, 3 vLLM's engine did not start.
+Exit codes: 0 the server drained, 1 something broke (the cause is on stderr), 2 a ConfigError (wrong
+settings, or the controller refuses the server), 3 vLLM's engine did not start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _NotStarted(Exception):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one server until it is told to stop."""
+    """Runs one server until it is told to stop; returns the exit code."""
     options = _parse(arguments)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
-    # vLLM's client logs a traceback when the interpreter collects it last.
+    # vLLM's client logs a traceback when only the end of the interpreter collects it.
     gc.collect()
     return 0
 
@@ -104,11 +104,11 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     settings = config.rollout_server
     with process.limited_start(settings.start_timeout_s):
         from slipstream.rollout_server.inference.engine import VllmEngine
-    cards = cards_of(os.environ, 0, settings.tensor_parallel_size)
+    gpus = cards_of(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s
-    # Nothing else runs in this loop yet.
+    # Both may block the event loop: nothing else runs in it yet.
     with (
-        fill_cards(config.run_dir / "locks", cards, alone=True, limit_s=limit_s),
+        fill_cards(config.run_dir / "locks", gpus, alone=True, limit_s=limit_s),
         process.limited_start(settings.start_timeout_s),
     ):
         try:
@@ -142,7 +142,7 @@ def _worker_limits(settings: RolloutServerSection) -> WorkerLimits:
 
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:
-    """What ended the server, in one line where it is one of our own errors."""
+    """Prints the causes in `group`, a SlipstreamError in one line; returns the exit code."""
     causes = _leaves(group)
     for cause in causes:
         if isinstance(cause, SlipstreamError):

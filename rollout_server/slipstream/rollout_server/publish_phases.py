@@ -2,7 +2,7 @@
 
 RECEIVING --loaded--> LOADED --committed--> SERVING
                              --probed-----> PROBING --passed--> SERVING
-any of them --failed--> FAILED, which nothing leaves: the next publish begins anew
+any phase --failed--> FAILED, which no event leaves: the next publish begins at RECEIVING
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """The phases; the weights of the last two may sample."""
+    """The phases; only in PROBING and SERVING the engine samples with the new weights."""
 
-    # The engine makes ready, waits for buckets and loads them.
+    # The engine prepares, waits for buckets and loads them.
     RECEIVING = "receiving"
-    # The engine holds all of them; it samples nothing before the commit.
+    # The engine has loaded all buckets; it samples nothing before the commit.
     LOADED = "loaded"
     # The engine samples; trajectories wait for the verdict on the probe.
     PROBING = "probing"

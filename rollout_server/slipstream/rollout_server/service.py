@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _WELCOME_LIMIT_S = 20.0
-# The controller is there and says no: trying again would not help.
+# Status codes with which a controller refuses a server: another attempt would not help.
 _REFUSALS = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -55,7 +55,7 @@ class _Joined:
 
 
 class RolloutServer:
-    """Joins the controller, again and again; every time with an epoch of its own."""
+    """Joins the controller, again after every lost stream, each time in a new epoch."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RolloutServer:
         renderer: Renderer,
         gateway: WorkerGateway,
     ) -> None:
-        """ConfigError when the address or the secrets cannot work."""
+        """Loads the secrets; ConfigError when they cannot work."""
         self._config = config
         self._address = address
         self._server_id = server_id
@@ -79,8 +79,8 @@ class RolloutServer:
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller says so, then drains.
 
-        ConfigError when the controller refuses the server, RunFailed when it stays away for too
-        long.
+        ConfigError when the address and the secrets do not fit or the controller refuses the
+        server, RunFailed when no controller answers for `controller.fleet_timeout_s`.
         """
         async with AsyncExitStack() as stack:
             channel = open_channel(self._address, self._credentials)
@@ -114,9 +114,9 @@ class RolloutServer:
         stop: asyncio.Event,
         group: asyncio.TaskGroup,
     ) -> None:
-        """One session after another, until one of them was drained."""
+        """Runs one session after another, until one is drained or `stop` ends the joining."""
         following: _Joined | None = joined
-        # Their last trajectories wait for room in the queue, which a controller may still make.
+        # Sessions whose last trajectories wait for room in the queue: a controller may make some.
         waiting: list[Session] = []
         while following is not None:
             if following.welcome.run_id != joined.welcome.run_id:
@@ -145,12 +145,12 @@ class RolloutServer:
             session.abandon()
 
     async def _join(self, channel: grpc.aio.Channel, stop: asyncio.Event) -> _Joined | None:
-        """A stream that was welcomed, in a new epoch; None when told to stop meanwhile."""
+        """Returns a stream that was welcomed, in a new epoch; None when `stop` is set meanwhile."""
         deadline_s = time.monotonic() + self._config.controller.fleet_timeout_s
         cause = ""
         while not stop.is_set():
             if time.monotonic() > deadline_s:
-                raise RunFailed(f"the controller at {self._address} stayed away: {cause}")
+                raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
             epoch = secrets.randbits(63)
             self._outbox = Outbox()
             greeting = hello(self._server_id, epoch, self._config, self._engine)

@@ -1,4 +1,4 @@
-"""One epoch of a server at its controller: the stream, the leases, the publishes, the heartbeats.
+"""One epoch of a server at its controller: its stream, leases, publishes and heartbeats.
 
 Consumes: the controller's orders. Produces: heartbeats and reports on one stream.
 Waits for: orders, until the stream ends or the server is told to stop.
@@ -58,22 +58,22 @@ class Outbox:
         self._queue: asyncio.Queue[fleet_pb2.ServerMessage | None] = asyncio.Queue(_MAX_OUTGOING)
 
     def put(self, message: fleet_pb2.ServerMessage) -> None:
-        """Sends one message."""
+        """Puts a message behind those before it."""
         self._queue.put_nowait(message)
 
     def close(self) -> None:
-        """Ends the stream after what was put."""
+        """Ends the stream behind the messages that were put."""
         self._queue.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
-        """What the stream takes."""
+        """Yields the messages in order, until `close`."""
         while (message := await self._queue.get()) is not None:
             yield message
 
 
 @dataclass(frozen=True)
 class SessionServices:
-    """What a session needs and does not own."""
+    """The parts of a server that a session uses and does not own."""
 
     config: Config
     engine: Engine
@@ -83,7 +83,11 @@ class SessionServices:
 
 
 class Session:
-    """Serves one epoch, from the welcome to the end of the stream."""
+    """Serves one epoch, from the welcome to the end of the stream.
+
+    serving --`stop` or a drain order--> draining: what runs may end --> DRAINED
+            --the stream ends--> what runs may end within the heartbeat's limit --> LOST
+    """
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class Session:
         services: SessionServices,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Runs its tasks in `group`. The engine is paused and has no request."""
+        """Runs its tasks in `group`; the engine must be paused, with no open request."""
         self._welcome = welcome
         self._outbox = outbox
         self._services = services
@@ -111,12 +115,15 @@ class Session:
         self._orders = WeightOrders(services.engine, self._dispatcher, self._publish_report)
         self._group = group
         self._drain_ordered = asyncio.Event()
-        # Nothing that runs is waited for.
+        # Set by a drain order that leaves running episodes no time.
         self._leave_at_once = asyncio.Event()
         self._reason = "it was told to stop"
 
     async def serve(self, call: JoinCall, stop: asyncio.Event) -> End:
-        """Serves until the stream ends or `stop` is set; then no episode runs any more."""
+        """Serves until the stream ends, `stop` is set or a drain order comes.
+
+        When it returns, no episode runs any more.
+        """
         publishing = self._group.create_task(self._orders.run())
         heart = self._group.create_task(self._beat())
         reader = self._group.create_task(self._read(call))
@@ -126,7 +133,7 @@ class Session:
         if not reader.done():
             await self._let_finish(reader)
         if reader.done():
-            log.warning("lost the controller; what runs may end within the heartbeat's limit")
+            log.warning("lost the controller; running episodes may end within its heartbeat limit")
             await _within(self._dispatcher.wait_idle(), self._welcome.heartbeat_timeout_s)
             await self._end_episodes(publishing, carry_out=False)
             heart.cancel()
@@ -142,15 +149,19 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that it ran is in the queue."""
+        """Whether all trajectories of this epoch are in the queue."""
         return self._dispatcher.is_idle
 
     def abandon(self) -> None:
-        """Gives up what still waits for room in the queue: it is lost with this server."""
+        """Drops trajectories that still wait for room in the queue: they are lost."""
         self._dispatcher.abandon()
 
     async def _let_finish(self, reader: asyncio.Task[None]) -> None:
-        """Tells the controller; then what runs may end, within the limit."""
+        """Tells the controller that the server drains; then lets running episodes end.
+
+        Returns after `rollout_server.drain_timeout_s` at the latest, at once when `reader` ends or
+        the controller gives them no time.
+        """
         draining = fleet_pb2.Draining(reason=self._reason)
         self._outbox.put(fleet_pb2.ServerMessage(draining=draining))
         self._dispatcher.drain()
@@ -168,7 +179,7 @@ class Session:
                 wait.cancel()
 
     async def _read(self, call: JoinCall) -> None:
-        """Takes orders until the stream ends, however it ends."""
+        """Reads and takes orders until the stream ends, however it ends."""
         try:
             while isinstance(message := await call.read(), fleet_pb2.ControllerMessage):
                 await self._take(message)
@@ -224,7 +235,7 @@ class Session:
 
 
 def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fleet_pb2.ServerHello:
-    """How a server introduces itself."""
+    """Returns the first message of a server on its stream."""
     return fleet_pb2.ServerHello(
         server_id=server_id,
         server_epoch=epoch,
@@ -251,7 +262,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 async def _within(wait: Awaitable[object], limit_s: float) -> None:
-    """Waits no longer than the limit; going on without is what the callers want."""
+    """Awaits `wait` for at most `limit_s`; its callers go on when the time is over."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await wait

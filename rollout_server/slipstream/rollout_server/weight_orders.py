@@ -32,19 +32,19 @@ log = logging.getLogger(__name__)
 
 _MAX_ORDERS = 1024
 _VERDICT_LIMIT_S = 60.0
-# The engine scores a few short sequences; one that takes longer hangs.
+# Seconds after which an engine that scores the few short sequences of a probe counts as hung.
 _PROBE_LIMIT_S = 120.0
-# Aborts whose publish may still wait in the queue: there is one at a time.
+# Aborted publish ids that are remembered: the controller runs one publish at a time.
 _MAX_ABORTED = 16
 
 
 @dataclass
 class _Publish:
-    """The newest publish that this server was told of."""
+    """A publish that this server was told of."""
 
     publish_id: str
     phase: Phase = Phase.RECEIVING
-    # Digests of the buckets that the engine loaded.
+    # The digests of the buckets that the engine loaded.
     digests: list[bytes] = field(default_factory=list)
     stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
 
@@ -75,10 +75,10 @@ class WeightOrders:
         self._publish: _Publish | None = None
         # The version that the engine served last.
         self.version: PolicyVersion | None = None
-        # What orders that still wait in the queue say: aborted publishes, the newest commit.
+        # Publish ids of orders that may still wait in the queue: aborts, unprobed commit.
         self._aborted = deque[str](maxlen=_MAX_ABORTED)
         self._committed = ""
-        # Ends the wait of `_prepare` for the other members of its publish.
+        # Set by an abort: ends `_prepare`, which waits for the other members of its publish.
         self._abandoned: asyncio.Future[None] | None = None
         self._paused_s = 0.0
         self._paused_at_s: float | None = None
@@ -95,7 +95,7 @@ class WeightOrders:
         return self._paused_s + running
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
-        """Takes an order; it is carried out after those before it."""
+        """Queues an order; `run` carries it out after those before it."""
         kind = order.WhichOneof("message")
         if kind == "abort":
             self._aborted.append(order.abort.publish_id)
@@ -106,9 +106,9 @@ class WeightOrders:
         self._orders.put_nowait(order)
 
     def close(self, *, carry_out: bool) -> None:
-        """Ends `run` after what is being done now; with `carry_out` after all orders that came.
+        """Ends `run` after its current order, or with `carry_out` after all queued orders.
 
-        Other members wait for a server that was told to receive.
+        A draining server carries them out: the other members of a publish wait for it.
         """
         if not carry_out:
             self._abandon_preparing()
@@ -160,7 +160,7 @@ class WeightOrders:
         publish.digests = list(loaded.bucket_digests)
         publish.stages = _stages(loaded, prepare_s=prepared_s - begun_s)
         if loaded.already_resumed and self._committed == publish.publish_id:
-            # Its commit is next and waits for nothing: one report says both.
+            # The commit of this publish came already: its report says that the weights are loaded.
             return
         self._answer(
             publish.publish_id,
@@ -169,7 +169,10 @@ class WeightOrders:
         )
 
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
-        """Makes ready while old weights serve: waiting for other members costs no pause."""
+        """Prepares the engine while old weights serve: waiting for other members costs no pause.
+
+        WeightSyncError when preparing fails or the publish is aborted meanwhile.
+        """
         if order.order.publish_id in self._aborted:
             raise WeightSyncError("the publish was abandoned")
         abandoned = self._abandoned = asyncio.get_running_loop().create_future()
@@ -198,12 +201,12 @@ class WeightOrders:
             # The commit was on its way before the failure was reported.
             return
         if publish_id in self._aborted:
-            # The controller gave the publish up; its abort may lie behind this order in the queue.
+            # The controller abandoned the publish; its abort may lie behind this order.
             await self._discard(publish_id, "the publish was abandoned")
             return
         if publish is None or not is_known or publish.phase is not Phase.LOADED:
             loaded = publish.publish_id if publish and publish.phase is Phase.LOADED else ""
-            await self._discard(publish_id, f"commit of {publish_id!r}, loaded is {loaded!r}")
+            await self._discard(publish_id, f"commit of {publish_id!r}, but {loaded!r} is loaded")
             return
         if list(order.bucket_digests) != publish.digests:
             cause = "the digests of the loaded buckets are not those that were sent"
@@ -236,7 +239,7 @@ class WeightOrders:
         log.warning("publish %s was aborted: %s", order.publish_id, order.reason)
         if self.phase is Phase.PROBING:
             await self._reject(order.reason)
-        # No publish is under way; a commit that still comes is refused by its id.
+        # No publish is under way; a commit that comes later is refused by its id.
         self._publish = _Publish("", Phase.FAILED)
         await self._pause()
 
@@ -249,7 +252,7 @@ class WeightOrders:
         )
         if publish is None or not is_expected:
             if verdict.passed:
-                # The controller takes this server for one that serves.
+                # The controller believes that this server serves.
                 self._fail(verdict.publish_id, "the verdict on its probe came too late")
         elif verdict.passed:
             publish.move(PublishEvent.PASSED)
@@ -258,12 +261,12 @@ class WeightOrders:
             await self._reject(verdict.message)
 
     async def _reject(self, reason: str) -> None:
-        """Takes weights that failed their probe out of use: nothing they sampled may be trained."""
+        """Takes rejected weights out of use: no token that they sampled may be trained."""
         log.error("the new weights are rejected: %s", reason)
         if self._publish is not None:
             self._publish.move(PublishEvent.FAILED)
         await self._pause()
-        # First the running ones, then the gate opens: nothing slips through between.
+        # In this order: an episode that ended after `settle` would be delivered as good.
         await self._dispatcher.cancel_all()
         self._dispatcher.settle(passed=False)
 

@@ -469,4 +469,4 @@ async def test_a_controller_that_does_not_listen_yet_is_waited_for(
             await served.wait()
             with pytest.raises(ConfigError, match="no controller of this version"):
                 await serving
-    assert f"no controller answers at {address} yet; it is waited for, up to 60 s" in caplog.text
+    assert f"no controller answers at {address} yet; waiting for up to 60 s" in caplog.text

@@ -91,7 +91,7 @@ def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:
 
 def test_the_table_says_that_publishes_are_those_since_the_last_start(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path))
-    assert "publishes            3 since the last start, 1 of them proved by a probe\n" in text
+    assert "publishes            3 since the last start, 1 of them passed a probe\n" in text
 
 
 def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:

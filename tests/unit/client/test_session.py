@@ -14,7 +14,7 @@ from slipstream.client.children import Child
 from slipstream.client.placement import Placement
 from slipstream.client.preflight import free_port
 from slipstream.client.run_calls import RunCalls
-from slipstream.client.session import Session, end_in_order
+from slipstream.client.session import RunProcesses, end_in_order
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
@@ -48,9 +48,9 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
     there = config.controller.model_copy(update={"address": f"127.0.0.1:{port}"})
     config = config.model_copy(update={"controller": there})
     try:
-        async with Session(config, OPEN, Placement()) as session:
+        async with RunProcesses(config, OPEN, Placement()) as processes:
             monkeypatch.setattr(sys, "executable", "/missing/python")
-            session.keep_rollout_server(0)
+            processes.keep_rollout_server(0)
             async with asyncio.timeout(20):
                 request = await controller.stopped.get()
     finally:
@@ -68,22 +68,25 @@ def deaf_config(tmp_path: Path) -> Config:
     return config.model_copy(update={"controller": there, "model": model})
 
 
-async def run_with_a_deaf_controller(tmp_path: Path, session: Session) -> int:
+async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) -> int:
     """Starts a controller that listens where nobody asks, and waits for its end."""
     path = tmp_path / "test" / "config.toml"
     asked = tomllib.loads(path.read_text())["controller"]["address"]
     path.write_text(path.read_text().replace(asked, f"127.0.0.1:{free_port('127.0.0.1')}"))
-    session.start_controller(num_servers=0)
-    return await session.wait()
+    processes.start_controller(num_servers=0)
+    return await processes.wait()
 
 
 async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = deaf_config(tmp_path)
-    async with asyncio.timeout(60), Session(config, OPEN, Placement(), stop_limit_s=0.5) as session:
+    async with (
+        asyncio.timeout(60),
+        RunProcesses(config, OPEN, Placement(), stop_limit_s=0.5) as processes,
+    ):
         os.kill(os.getpid(), signal.SIGINT)
-        assert await run_with_a_deaf_controller(tmp_path, session) == 128 + signal.SIGINT
+        assert await run_with_a_deaf_controller(tmp_path, processes) == 128 + signal.SIGINT
     out = capsys.readouterr().out
     assert "! the controller does not answer, DEADLINE_EXCEEDED; it is ended" in out
 
@@ -92,13 +95,16 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = deaf_config(tmp_path)
-    async with asyncio.timeout(60), Session(config, OPEN, Placement(), stop_limit_s=0.5) as session:
-        running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, session))
+    async with (
+        asyncio.timeout(60),
+        RunProcesses(config, OPEN, Placement(), stop_limit_s=0.5) as processes,
+    ):
+        running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         # Its process is there before the executable is not.
         while not (tmp_path / "test" / "logs" / "controller.log").exists():
             await asyncio.sleep(0.01)
         monkeypatch.setattr(sys, "executable", "/missing/python")
-        session.keep_rollout_server(0)
+        processes.keep_rollout_server(0)
         with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
             await running
 

@@ -871,7 +871,7 @@ async def test_a_server_that_cannot_write_what_its_workers_print_ends(start_serv
         end_writing(server.gateway.logs)
         with pytest.raises(ExceptionGroup) as caught:
             await asyncio.wait_for(server.task, 30.0)
-    assert caught.group_contains(RunFailed, match="what environment workers print")
+    assert caught.group_contains(RunFailed, match="the output of environment workers")
 
 
 async def test_a_refusal_is_final(start_server) -> None:

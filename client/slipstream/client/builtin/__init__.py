@@ -1,1 +1,1 @@
-"""Environments that come with Slipstream and lean on no other package."""
+"""Environments that come with Slipstream and import no other package at the top."""

@@ -1,4 +1,4 @@
-"""Sums that can be checked, from easy to hard: for models that can read."""
+"""Sums with an exact check, from easy to hard, for models that can read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.client.environment import Environment, Message, StepResult
 
 OPERATIONS = ("+", "-", "*")
 MAX_DIGITS = 9
-# One in so many tasks is held out.
+# One task in this many is held out.
 HELDOUT_ONE_IN = 10
 
 # A sign belongs to a number unless it follows another one: "12-3" ends in 3.
@@ -46,7 +46,7 @@ class Sum(NamedTuple):
 
     @property
     def is_heldout(self) -> bool:
-        """Depends on the operands alone, whatever the seed; a + b and b + a are never apart."""
+        """Whether the task is held out, by a hash of its operation and operands, in any order."""
         operands = sorted((self.left, self.right))
         key = f"{operands[0]}{self.operation}{operands[1]}".encode()
         return hashlib.blake2b(key, digest_size=8).digest()[0] % HELDOUT_ONE_IN == 0
@@ -77,7 +77,7 @@ class Arithmetic(Environment[Sum]):
         format: Literal["number", "line"] = "number",
         format_credit: float = 0.1,
     ) -> None:
-        """`num_tasks` different tasks, or no end of them; `instruction` contains "{task}"."""
+        """`num_tasks`: different tasks; None: without end. `instruction` contains "{task}"."""
         self._min_digits = digits if min_digits is None else min_digits
         if not 1 <= self._min_digits <= digits <= MAX_DIGITS:
             raise ValueError(
@@ -105,16 +105,16 @@ class Arithmetic(Environment[Sum]):
         self._task = Sum(0, "+", 0)
 
     def tasks(self) -> list[Sum] | Iterator[Sum]:
-        """A list, or a seeded iterator without end."""
+        """Returns a list of `num_tasks` tasks, or a seeded iterator without end."""
         return self._draw() if self._tasks is None else self._tasks
 
     def reset(self, task: Sum) -> list[Message]:
-        """Asks."""
+        """Asks for the result of the task."""
         self._task = task
         return [Message("user", self._instruction.replace("{task}", str(task)))]
 
     def step(self, reply: str) -> StepResult:
-        """Checks."""
+        """Checks the answer of the reply."""
         answer = find_answer(reply, self._format)
         is_right = answer == self._task.answer
         reward = 1.0 if is_right else self._format_credit if answer is not None else 0.0
@@ -147,7 +147,7 @@ class Arithmetic(Environment[Sum]):
 
 
 def find_answer(reply: str, format: Literal["number", "line"]) -> float | None:
-    """The number that a reply gives as its answer; None when it gives none."""
+    """Returns the number that a reply gives as its answer; None when it gives none."""
     text = reply
     if format == "line":
         last = reply.strip().rsplit("\n", 1)[-1].strip()
@@ -156,7 +156,7 @@ def find_answer(reply: str, format: Literal["number", "line"]) -> float | None:
             return None
         text = match[1]
     numbers = NUMBER.findall(text)
-    # No task has an answer of so many digits, and reading it would take long.
+    # No task has an answer of more than 40 characters, and converting one would take long.
     if not numbers or len(numbers[-1]) > 40:
         return None
     number = numbers[-1].replace(",", "")

@@ -1,4 +1,4 @@
-"""Name two letters: the smallest task that a model must read its prompt for."""
+"""Name two letters: the smallest task for which a model must read its prompt."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ HELDOUT_SHARE = 0.2
 
 
 class Echo(Environment[Pair]):
-    """The prompt is two letters, the right reply names both of them, and nothing else.
+    """The prompt is two letters; the right reply names both of them, and nothing else.
 
-    Of the first `reply_length` words, half of the reward is the share that are letters of the
-    prompt (a missing word is a wrong one), the other half the share of the prompt's letters that
-    are among them. Of all ordered pairs of different letters about a fifth is held out, chosen by
-    `seed`, so that every letter still occurs in training in both places.
+    The first `reply_length` words of a reply are judged. Half of the reward is the share of these
+    words that are letters of the prompt; a missing word is a wrong one. The other half is the share
+    of the prompt's letters that are among these words. About a fifth of all ordered pairs of
+    different letters is held out, chosen by `seed`. Every letter still occurs in training in both
+    places.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Echo(Environment[Pair]):
         self._letters: Pair = ("", "")
 
     def tasks(self) -> list[Pair]:
-        """Ordered pairs of letters."""
+        """Returns the ordered pairs of letters of the split."""
         return self._pairs
 
     def reset(self, task: Pair) -> list[Message]:
@@ -51,7 +52,7 @@ class Echo(Environment[Pair]):
         return [Message("user", " ".join(task))]
 
     def step(self, reply: str) -> StepResult:
-        """Judges the first words."""
+        """Judges the first words of a reply."""
         words = reply.split()[: self._reply_length]
         right = sum(word in self._letters for word in words) / self._reply_length
         named = sum(letter in words for letter in self._letters) / len(self._letters)
@@ -59,10 +60,10 @@ class Echo(Environment[Pair]):
 
 
 def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """All ordered pairs of different letters in a random order, as training and held-out ones.
+    """Returns all ordered pairs of different letters, shuffled: for training, and held out.
 
-    The pairs (x, successor of x in a random circle) stay in training: so each letter is seen first
-    and second there.
+    The pairs (x, successor of x in a random circle) stay in training. Each letter thus occurs there
+    in the first and in the second place.
     """
     letters = list(string.ascii_lowercase[:num_symbols])
     generator = random.Random(seed)

@@ -28,7 +28,7 @@ class GuessNumber(Environment[int]):
         self._guesses = 0
 
     def tasks(self) -> list[int]:
-        """The numbers in a random order."""
+        """Returns the numbers from 1 to `high` in a random order."""
         return self._numbers
 
     def reset(self, task: int) -> list[Message]:

@@ -1,7 +1,7 @@
-"""Compares two answers as mathematics, in a process of its own that a hard one cannot hold up.
+"""Compares two answers as mathematics in another process, so that a hard one holds up nobody.
 
-Waits for: the other process. Unblocked by: its answer, or the limit; then it is killed and the next
-comparison starts another one. One comparison at a time.
+Waits for: the other process. Unblocked by: its answer, or the limit, at which it is killed; the
+next comparison then starts another one. One comparison runs at a time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import sys
 from dataclasses import dataclass
 
 PROGRAM = "slipstream.client.builtin.math_program"
-# Importing sympy on a busy machine.
+# Seconds for importing sympy on a busy machine.
 START_LIMIT_S = 60.0
-# Of a reply only its end is read: parsing takes long, and the answer comes last.
+# Characters at the end of a reply that are read: parsing takes long, and the answer comes last.
 MAX_CHARACTERS = 4000
 LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class MathVerdict:
-    """`readable`: an expression was found in the reply; `timed_out`: it was given up."""
+    """The result of a comparison.
+
+    `readable`: an expression was found in the reply. `timed_out`: the comparison was abandoned.
+    """
 
     right: bool
     readable: bool
@@ -29,7 +32,7 @@ class MathVerdict:
 
 
 class MathJudge:
-    """math-verify behind a pipe; the process starts with the first comparison."""
+    """Runs math-verify behind a pipe; the first comparison starts the process."""
 
     def __init__(self, *, timeout_s: float) -> None:
         """`timeout_s` is the limit of one comparison."""
@@ -49,11 +52,11 @@ class MathJudge:
                 await self._kill()
                 return MathVerdict(right=False, readable=False, timed_out=True)
             except asyncio.CancelledError:
-                # The answer that is still to come would be taken for the next one's.
+                # The late answer would be taken for that of the next comparison.
                 await asyncio.shield(self._kill())
                 raise
             if said is None:
-                # It ran out of memory, most likely.
+                # The process has ended: most likely it ran out of memory.
                 await self._kill()
                 return MathVerdict(right=False, readable=False)
         if not said["known"]:
@@ -70,7 +73,7 @@ class MathJudge:
             )
             try:
                 async with asyncio.timeout(START_LIMIT_S):
-                    # The first comparison pays for what is compiled lazily.
+                    # This first comparison pays for what the packages compile lazily.
                     await _ask(self._process, {"answer": "1", "reply": "1"})
             except (TimeoutError, asyncio.CancelledError):
                 await asyncio.shield(self._kill())
@@ -87,7 +90,7 @@ class MathJudge:
 async def _ask(
     process: asyncio.subprocess.Process, request: dict[str, str]
 ) -> dict[str, bool] | None:
-    """The answer; None when the process has ended."""
+    """Returns the process's answer; None when the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

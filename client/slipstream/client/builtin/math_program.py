@@ -14,7 +14,7 @@ import sys
 
 from slipstream.protocol.process import die_with_parent
 
-# Enough for sympy; 9^9^9 shall end this process and no other.
+# Memory limit of this process, enough for sympy: 9^9^9 must end this process and no other.
 MAX_MEMORY_BYTES = 4 << 30
 
 
@@ -22,9 +22,9 @@ def main() -> None:
     """Answers until stdin ends."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    # It warns of the missing limit at the first call.
+    # math-verify warns of the missing time limit at the first call.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # What the packages print must not come between the answers.
+    # Output of the packages goes to stderr, so that it does not come between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -33,12 +33,15 @@ def main() -> None:
 
 
 def compare(answer: str, reply: str) -> dict[str, bool]:
-    """`known`: the answer is mathematics; `readable`: the reply has some; `right`: it is that."""
+    """Returns whether `answer` is mathematics, whether `reply` has some, and whether they agree.
+
+    These are `known`, `readable` and `right`.
+    """
     from math_verify import parse, verify
 
-    # The caller has a limit of its own, and threads would be needed for this one.
+    # The caller limits the time; math-verify's own limit would need threads.
     no_limit = {"parsing_timeout": None}
-    # The right answer is one formula as a whole: of "x^2 + 1" as plain text only the 1 is read.
+    # The right answer is parsed as one formula: in the plain text "x^2 + 1" only the 1 is found.
     is_marked = "$" in answer or "\\boxed" in answer
     gold = [] if is_marked else parse(f"${answer}$", **no_limit)
     gold = gold or parse(answer, **no_limit)

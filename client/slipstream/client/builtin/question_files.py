@@ -1,4 +1,4 @@
-"""Questions and answers from parquet and JSON-lines files, and what is wrong with such a file."""
+"""Reads questions and answers from parquet and JSON-lines files, and says what is wrong in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from slipstream.client.environment import Message
 from slipstream.protocol.errors import ConfigError
 
-# A cell: text, or what JSON knows.
+# A cell: text, or any value of JSON.
 Cell: TypeAlias = Any
 Row: TypeAlias = Mapping[str, Cell]
 
@@ -27,11 +27,11 @@ class Question(NamedTuple):
 def read_questions(
     path: Path, question: str, answer: str, *, duplicates: Literal["refuse", "drop"]
 ) -> list[Question]:
-    """The questions of a file in its order, each once.
+    """Returns the questions of a file in its order, each once.
 
     `question` and `answer` name columns; a dot leads into a column of objects. A question is a
-    text, or a list of messages with role and content. ConfigError, with the row or with the columns
-    that there are, for a file that cannot be used.
+    text, or a list of messages with role and content. ConfigError names the row, or the columns
+    that exist, when the file cannot be used.
     """
     found: dict[tuple[Message, ...], tuple[int, Question]] = {}
     for number, row in enumerate(_rows(path), start=1):

@@ -21,10 +21,10 @@ DUPLICATES = ("refuse", "drop")
 class Questions(Environment[Question]):
     """Asks the questions of a parquet or JSON-lines file; one reply each, reward 1 or 0.
 
-    `judge`: "math_verify" compares as mathematics (1/2 is 0.5; the last or boxed expression of the
-    reply counts), "exact" as text, "contains" looks for the answer in the reply. With `split`
-    "train" and "heldout" one in `heldout_one_in` questions is held out, by a hash of its text:
-    no seed and no other order brings it into training.
+    `judge`: "math_verify" compares as mathematics: 1/2 is 0.5, and the last or boxed expression of
+    the reply counts. "exact" compares as text; "contains" looks for the answer in the reply. With
+    `split` "train" and "heldout" one in `heldout_one_in` questions is held out, by a hash of its
+    text: no seed and no other order brings it into training.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Questions(Environment[Question]):
     ) -> None:
         """`question` and `answer` are columns; a dot leads into a column of objects.
 
-        `instruction` is put around a question that is a text. Of answer and reply only what follows
-        the last `answer_after` counts, where it occurs. `limit` takes the first questions of the
-        split, after shuffling. ConfigError names what cannot work.
+        `instruction` is put around a question that is a text. Where the text `answer_after` occurs
+        in an answer or a reply, only what follows its last occurrence counts. `limit` takes the
+        first questions of the split, after shuffling. ConfigError names what cannot work.
         """
         _check("judge", judge, JUDGES)
         _check("split", split, SPLITS)
@@ -82,11 +82,11 @@ class Questions(Environment[Question]):
         self._question = self._questions[0]
 
     def tasks(self) -> list[Question]:
-        """The questions of the split."""
+        """Returns the questions of the split."""
         return self._questions
 
     def reset(self, task: Question) -> list[Message]:
-        """Asks."""
+        """Asks the question."""
         self._question = task
         *before, last = task.messages
         if not before:
@@ -95,7 +95,7 @@ class Questions(Environment[Question]):
         return [*system, *before, last]
 
     async def step(self, reply: str) -> StepResult:
-        """Judges."""
+        """Judges the reply as `judge` says."""
         answer, given = self._tail(self._question.answer), self._tail(reply)
         metrics: dict[str, float] = {}
         if self._judge == "math_verify":
@@ -113,7 +113,7 @@ class Questions(Environment[Question]):
 
 
 def is_heldout(question: Question, one_in: int) -> bool:
-    """Whether a question is held out: by its text alone."""
+    """Whether a question is held out, which its text alone decides."""
     text = "\0".join(f"{message.role}\0{message.content}" for message in question.messages)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % one_in == 0

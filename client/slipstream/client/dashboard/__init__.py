@@ -1,1 +1,1 @@
-"""A page of what runs wrote into their folders, for a browser on this machine; read-only."""
+"""The dashboard: a read-only page about the folders of runs, for a browser on this machine."""

@@ -1,4 +1,4 @@
-"""What the folders of runs hold, read while the runs may still be writing."""
+"""Reads the folders of runs, into which the runs may still be writing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of one answer; the page asks again from where it ended.
+# Largest part of a file in one answer; the page asks again from where it ended.
 MOST_BYTES = 4 << 20
 MOST_TRAJECTORIES = 256
 _TAIL_BYTES = 64 << 10
@@ -22,7 +22,10 @@ class UnknownRun(LookupError):
 
 @dataclass(frozen=True)
 class Part:
-    """Complete lines of a file of JSON lines from some byte on, and the byte after them."""
+    """Complete lines of a JSON-lines file from some byte on, and `end`, the byte after them.
+
+    `is_all`: the file had no more bytes to read.
+    """
 
     rows: list[dict[str, Any]]
     end: int
@@ -36,15 +39,15 @@ class RunFolders:
         self._folder = folder
 
     def names(self) -> list[str]:
-        """Those of which something was written, the newest first."""
+        """Returns the names of runs that have written metrics, the newest first."""
         found = [self._folder] if _is_run(self._folder) else self._children()
         found.sort(key=_written_s, reverse=True)
         return [folder.name for folder in found]
 
     def overview(self) -> list[dict[str, Any]]:
-        """One line for each run: its name, when it last wrote, and its summary if it has ended.
+        """Returns a table for each run: its name, when it last wrote, and its summary if it ended.
 
-        While it goes on, only what the summary will say of suspended environments is there.
+        While a run lasts, its suspended environments alone take the place of the summary.
         """
         lines = []
         for name in self.names():
@@ -55,11 +58,11 @@ class RunFolders:
         return lines
 
     def metrics(self, name: str, begin: int) -> Part:
-        """Rows of metrics.jsonl from byte `begin` on; UnknownRun."""
+        """Returns rows of metrics.jsonl from byte `begin` on; UnknownRun."""
         return _lines(self._of(name) / _METRICS, begin)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
-        """The steps of which trajectories were kept, and those of one: default the newest."""
+        """Returns the steps with kept trajectories, and those of `step` (None: the newest step)."""
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
         path, begin, is_all = self._of(name) / _TRAJECTORIES, 0, False
@@ -84,7 +87,7 @@ class RunFolders:
         return {"steps": sorted(set(steps)), "step": shown, "trajectories": rows}
 
     def about(self, name: str) -> dict[str, Any]:
-        """The summary of a run that has ended, and the end of the controller's log."""
+        """Returns the summary of a run that has ended, and the end of the controller's log."""
         folder = self._of(name)
         return {
             "summary": _table(folder / _SUMMARY),

@@ -1,8 +1,8 @@
-"""Answers a browser on this machine, and nobody else.
+"""The web server of the dashboard, for browsers on this machine alone.
 
-It listens on loopback only and wants to be called by a name of loopback, so that no page of the web
+It listens on loopback only and answers only requests to a loopback name, so that no web page
 reaches it through a name of its own (DNS rebinding). It reads files of runs and changes nothing.
-What a model or an environment wrote travels as JSON and is shown as text.
+Text of a model or an environment travels as JSON and is shown as text.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|about)")
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Listens already; ConfigError when the port is taken or the folder is not there.
+    """Returns a server that listens already; ConfigError for a taken port or a missing folder.
 
-    `port`: 0 chooses a free one.
+    `port` 0 chooses a free port.
     """
     if not folder.is_dir():
         raise ConfigError(f"the dashboard needs a folder of runs, or a run's own, got {folder}")
@@ -65,7 +65,7 @@ def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
 
 
 def serve_dashboard(folder: Path, port: int) -> int:
-    """Until Ctrl-C."""
+    """Serves the dashboard until Ctrl-C; returns the exit code."""
     with open_dashboard(folder, port) as server:
         number = len(RunFolders(folder.resolve()).names())
         what = f"{number} run{'s' * (number != 1)} in {folder}"
@@ -80,11 +80,11 @@ def serve_dashboard(folder: Path, port: int) -> int:
 class _Handler(BaseHTTPRequestHandler):
     folders: RunFolders
     server_version, sys_version = "slipstream", ""
-    # A client that says nothing does not keep its thread.
+    # Seconds after which a client that sends nothing loses its thread.
     timeout = 20.0
 
     def do_GET(self) -> None:
-        """One of our files, or an answer in JSON."""
+        """Answers with one of our files, or with JSON."""
         if self.headers.get("Host", "").rsplit(":", 1)[0] not in _NAMES:
             self._answer(HTTPStatus.FORBIDDEN, b"ask for 127.0.0.1", "text/plain")
             return
@@ -135,13 +135,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, ANN401 - its signature
-        """Only what went wrong here; a browser's requests are nobody's news."""
+        """Logs only errors of this server, not every request of a browser."""
         if args and str(args[1] if len(args) > 1 else "").startswith("5"):
             print(f"dashboard: {format % args}", file=sys.stderr)
 
 
 def _number(query: dict[str, list[str]], name: str, default: Any) -> Any:  # noqa: ANN401
-    """A whole number of the query that is not negative; ValueError."""
+    """Returns a whole number, not negative, of the query, or `default`; ValueError."""
     if name not in query:
         return default
     text = query[name][-1]

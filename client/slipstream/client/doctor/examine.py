@@ -1,4 +1,4 @@
-"""The whole examination: this process looks at the machine, programs at what they alone import."""
+"""The whole examination: this process checks the machine, other programs what they must import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAM_LIMIT_S = 120.0
 
 
 async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Prints all findings; 1 when one of them is a problem. ConfigError for a wrong file."""
+    """Prints all findings; returns 1 if one of them is a problem. ConfigError for a wrong file."""
     config = load_config(path, overrides) if path is not None else None
     findings = await examine(config)
     if as_json:
@@ -36,7 +36,7 @@ async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bo
 
 
 async def examine(config: Config | None) -> list[Finding]:
-    """What there is to say of this machine, and of a configuration on it."""
+    """Returns the findings about this machine, and about a configuration on it."""
     gpus = list_gpus()
     has_gpu = bool(gpus)
     run_dir = config.run.dir if config is not None else Path("runs")
@@ -52,7 +52,7 @@ async def examine(config: Config | None) -> list[Finding]:
 
 
 async def ask_program(module: str, *, limit_s: float = PROGRAM_LIMIT_S) -> list[Finding]:
-    """The findings that a module prints; one problem when it fails or does not end in time."""
+    """Returns the findings that a module prints; one problem if it fails or misses `limit_s`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -75,7 +75,7 @@ async def ask_program(module: str, *, limit_s: float = PROGRAM_LIMIT_S) -> list[
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    """The last line."""
+    """Returns the last line: how many problems and hints there are."""
     problems = sum(found.verdict is Verdict.PROBLEM for found in findings)
     hints = sum(found.verdict is Verdict.ADVICE for found in findings)
     what = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing"

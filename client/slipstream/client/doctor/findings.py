@@ -1,4 +1,4 @@
-"""What the doctor finds: facts with a verdict, and what to change."""
+"""The doctor's findings: facts, each with a verdict and a remedy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """Whether something stands in the way."""
+    """Whether something stands in the way of a run."""
 
     OK = "ok"
-    # It works, but slower or with less safety than it could.
+    # A run works, but slower or with less safety than it could.
     ADVICE = "advice"
     # A run cannot work like this.
     PROBLEM = "problem"
@@ -20,43 +20,43 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     area: str
     verdict: Verdict
-    # What was seen.
+    # The fact that was seen.
     seen: str
-    # What to do; empty when there is nothing to do.
+    # The change to make; empty when there is nothing to do.
     remedy: str = ""
 
     @classmethod
     def read(cls, line: str) -> Finding:
-        """From a line of `write`; ValueError for anything else."""
+        """Returns the finding in a line of `write`; ValueError for anything else."""
         values = json.loads(line)
         return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
 
     def write(self) -> str:
-        """One line of JSON."""
+        """Returns the finding as one line of JSON."""
         return json.dumps(asdict(self) | {"verdict": self.verdict.value})
 
 
 def ok(area: str, seen: str) -> Finding:
-    """Nothing to do."""
+    """Returns a finding with nothing to do."""
     return Finding(area, Verdict.OK, seen)
 
 
 def advice(area: str, seen: str, remedy: str) -> Finding:
-    """It works; the remedy makes it better."""
+    """Returns a finding that lets a run work; the remedy makes it better."""
     return Finding(area, Verdict.ADVICE, seen, remedy)
 
 
 def problem(area: str, seen: str, remedy: str = "") -> Finding:
-    """It cannot work without the remedy; none where `seen` says what must be."""
+    """Returns a finding that stops a run; no remedy where `seen` itself says what must be."""
     return Finding(area, Verdict.PROBLEM, seen, remedy)
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """For a terminal: a line for each finding, remedies below theirs."""
+    """Returns the text for a terminal: a line for each finding, its remedy below it."""
     width = max((len(found.area) for found in findings), default=0)
     lines = []
     for found in findings:

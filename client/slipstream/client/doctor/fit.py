@@ -1,4 +1,4 @@
-"""One configuration against the GPUs of this machine: who gets which, and whether it is enough."""
+"""Checks a configuration against this machine: which process gets which GPU, and enough memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from slipstream.protocol.settings.roles import role_settings
 from slipstream.protocol.settings.sections import ParallelSection
 
 GIB = 1 << 30
-# What torch, Megatron and vLLM hold by themselves: in a rank, in all processes of an engine.
+# GiB that torch, Megatron and vLLM take by themselves: in a rank, in all processes of an engine.
 RANK_GIB, ENGINE_GIB = 0.6, 1.5
 # Bytes of optimizer state for a parameter: two moments, and the fp32 master of a bf16 weight.
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
 GRADIENT_BYTES = 4
-# What is left of a card beside parameters, gradients and optimizer for activations and logits.
+# Share of a GPU that activations and logits need beside parameters, gradients and optimizer.
 ACTIVATION_SHARE = 0.15
-# Of an engine's share: weights beyond it leave no room for a KV cache worth its name.
+# Largest part of an engine's share for weights: beyond it the KV cache is too small to be useful.
 WEIGHT_SHARE = 0.7
 
 
@@ -38,14 +38,14 @@ class Needs:
     parameters: int
     rank_bytes: float
     worker_bytes: float
-    # Of a checkpoint: every parameter once, with its optimizer state.
+    # Bytes of a checkpoint: every parameter once, with its optimizer state.
     saved_bytes: float
-    # Of these, those of experts.
+    # The part of `saved_bytes` that belongs to experts.
     saved_expert_bytes: float = 0.0
 
 
 def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Placement, transport and memory of `slipstream run` on this machine."""
+    """Checks placement, transport and memory of `slipstream run` on this machine."""
     needs = needs_of(config)
     if needs is not None:
         others = " and ".join(["activations", *role_settings(config)])
@@ -79,7 +79,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
 
 
 def needs_of(config: Config) -> Needs | None:
-    """From the headers of the model's files; None without any."""
+    """Computes the needs from the headers of the model's files; None if there are no files."""
     parameters, experts = _parameters(config.model.path)
     if not parameters:
         return None
@@ -87,7 +87,7 @@ def needs_of(config: Config) -> Needs | None:
     is_bf16 = config.model.dtype == "bfloat16"
     weight_bytes = 2 if is_bf16 else 4
     state = MOMENT_BYTES + (MASTER_BYTES if is_bf16 else 0)
-    # What the distributed optimizer's state has of float32 weights is saved beside them.
+    # The distributed optimizer's own float32 weights are saved beside the model's.
     saved = MOMENT_BYTES + (MASTER_BYTES if is_bf16 or learner.use_distributed_optimizer else 0)
     saved_bytes = weight_bytes + (0 if config.lora.rank else saved)
     rank_bytes = 0.0
@@ -97,7 +97,7 @@ def needs_of(config: Config) -> Needs | None:
     ):
         replicas = learner.world_size / split if learner.use_distributed_optimizer else 1
         trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
-        # Adapters are small beside what they stand by, which has neither gradients nor moments.
+        # Adapters are small beside the weights, which then have neither gradients nor moments.
         rank_bytes += number / split * (weight_bytes + (0 if config.lora.rank else trained))
     return Needs(
         parameters=parameters,
@@ -109,12 +109,12 @@ def needs_of(config: Config) -> Needs | None:
 
 
 def expert_split(parallel: ParallelSection) -> int:
-    """Over how many ranks of a pipeline stage the experts are spread."""
+    """Returns the number of ranks of a pipeline stage over which the experts are spread."""
     return parallel.ep * (parallel.etp or parallel.tp)
 
 
 def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Of a machine where everything computes on the CPU."""
+    """Checks the main memory of a machine where everything computes on the CPU."""
     server = config.rollout_server
     engine = server.kv_cache_gib + server.tensor_parallel_size * needs.worker_bytes / GIB
     needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + server.count * (engine + ENGINE_GIB)
@@ -131,7 +131,10 @@ def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
 
 
 def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Of the ranks here: the first of those that hold the same parameters copy them to it."""
+    """Checks main memory for a checkpoint's copy.
+
+    Of the ranks that hold the same parameters the first one copies them into main memory.
+    """
     parallel, size = config.learner.parallel, config.learner.world_size
     stages = range(0, size, max(1, size // parallel.pp))
     on_node = Counter[int]()
@@ -159,10 +162,10 @@ def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
 def _memory(
     config: Config, placement: Placement, needs: Needs, gpus: Sequence[Gpu]
 ) -> Iterator[Finding]:
-    cards = [find_gpu(name, gpus) for name in placement.learner]
+    own = [find_gpu(name, gpus) for name in placement.learner]
     share = config.rollout_server.gpu_memory_utilization
     sharing = max(placement.shared.values(), default=0)
-    known = [card.memory_bytes for card in cards if card is not None]
+    known = [gpu.memory_bytes for gpu in own if gpu is not None]
     if not known:
         return
     room = min(known) * min(1 - sharing * share, config.learner.gpu_memory_fraction or 1.0)
@@ -197,7 +200,7 @@ def _memory(
 
 
 def short(number: float) -> str:
-    """With a decimal prefix."""
+    """Returns `number` with a decimal prefix."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -205,7 +208,7 @@ def short(number: float) -> str:
 
 
 def _parameters(folder: Path) -> tuple[int, int]:
-    """Elements of the safetensors files, and of these those of experts, from their headers."""
+    """Returns the elements in all safetensors files, and those of experts, from the headers."""
     total = experts = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:

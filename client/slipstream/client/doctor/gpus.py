@@ -1,4 +1,4 @@
-"""The GPUs as the driver shows them: how many, how full, and how they reach each other."""
+"""Checks the GPUs as the driver shows them: their number, their memory and their links."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slipstream.protocol.gpus import VISIBLE, Gpu, Nvml, visible_ids
 from slipstream.protocol.weights.nccl_environment import NCCL_ENVIRONMENT
 
 GIB = 1 << 30
-# Indices of nvmlDeviceGetP2PStatus, whose answer 0 is yes.
+# Indices of nvmlDeviceGetP2PStatus, for which the answer 0 means yes.
 _READ, _NVLINK = 0, 2
-# nvmlDeviceGetTopologyCommonAncestor.
+# The answers of nvmlDeviceGetTopologyCommonAncestor.
 _PATHS = {
     10: "one PCIe switch",
     20: "several PCIe switches",
@@ -25,7 +25,7 @@ _PATHS = {
 
 
 def check_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Of a machine with a driver; nothing without one."""
+    """Yields the findings about the GPUs of this machine; nothing if it has none."""
     if not gpus:
         return
     with Nvml() as nvml:
@@ -90,7 +90,7 @@ def _can(
 
 
 def _environment(environ: Mapping[str, str]) -> Finding:
-    """What both ends of a communicator must be told the same."""
+    """Checks the variables that both ends of a communicator must have alike."""
     others = [
         f"{name}={environ[name]}"
         for name, value in NCCL_ENVIRONMENT.items()

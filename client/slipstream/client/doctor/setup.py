@@ -1,4 +1,4 @@
-"""One configuration against this machine: files, addresses, ports, memory."""
+"""Checks a configuration against this machine: files, addresses, ports, memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONNECT_LIMIT_S = 3.0
 
 
 def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
-    """What the configuration asks of this machine."""
+    """Yields the findings about what the configuration asks of this machine."""
     yield from _model(config)
     yield _security(config)
     yield _controller(config)
@@ -36,9 +36,9 @@ def check_setup(config: Config, gpus: Sequence[Gpu] = ()) -> Iterator[Finding]:
 
 
 async def check_passed(config: Config) -> list[Finding]:
-    """What is passed through to vLLM and Megatron, by those of them that are installed here.
+    """Checks the settings that are passed through to vLLM and Megatron, if these are installed.
 
-    Megatron is asked with the model, so not where that is missing: `check_setup` says so.
+    Megatron needs the model to check them; `check_setup` reports a missing model.
     """
     findings = []
     has_model = (config.model.path / "config.json").is_file()
@@ -77,7 +77,7 @@ def _model(config: Config) -> Iterator[Finding]:
 
 
 def _engine(config: Config) -> Finding:
-    """How an engine would start here; one on another machine may differ."""
+    """Reports how an engine would start here; on another machine that may differ."""
     try:
         check_compiler(config)
         if (config.model.path / "config.json").is_file():

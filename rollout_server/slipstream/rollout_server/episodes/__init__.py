@@ -1,1 +1,1 @@
-"""Episodes: environments and their workers, turns, and what became of them."""
+"""Episodes: environments and their workers, turns, and the trajectories that result."""

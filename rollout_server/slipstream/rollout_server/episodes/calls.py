@@ -22,7 +22,7 @@ _MAX_MESSAGE_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an environment says to a reply; `messages` come next unless it is `done`."""
+    """An environment's answer to a reply; `messages` follow unless the episode is `done`."""
 
     reward: float
     done: bool
@@ -32,21 +32,21 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Opening:
-    """How an environment begins an episode; `max_reply_tokens` 0: the run's own limit."""
+    """The first messages of an episode; `max_reply_tokens` 0 stands for the run's own limit."""
 
     messages: list[ChatMessage]
     max_reply_tokens: int = 0
 
 
 class EnvironmentSession(Protocol):
-    """One episode, as its environment sees it. All calls raise EnvironmentFailed."""
+    """One episode at its environment. `reset` and `step` raise EnvironmentFailed."""
 
     async def reset(self, task_index: int, seed: int) -> Opening:
-        """Starts the task; what the model reads first."""
+        """Starts the task; returns what the model reads first."""
         ...
 
     async def step(self, reply: str, *, truncated: bool) -> Verdict:
-        """The verdict on a reply; `truncated`: it ended at a length limit."""
+        """Returns the verdict on a reply; `truncated`: the reply ended at a length limit."""
         ...
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class EnvironmentSession(Protocol):
 
 
 class CallTable:
-    """The open calls of one stream."""
+    """The open calls of one stream, until `end`; afterwards every call fails."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class CallTable:
         return message
 
     def notify(self, command: environment_pb2.WorkerCommand) -> int:
-        """Sends `command` without waiting for its answer; its number."""
+        """Sends `command` without waiting for its answer; returns the number of the call."""
         if self._end is not None:
             raise EnvironmentFailed(self._end.kind, str(self._end))
         command.call_id = next(self._numbers)
@@ -107,13 +107,13 @@ class CallTable:
         return command.call_id
 
     def answered(self, message: environment_pb2.WorkerMessage) -> None:
-        """Takes an answer from the stream; one that nobody waits for is dropped."""
+        """Takes an answer from the stream; drops it if its caller no longer waits."""
         answer = self._open.get(message.call_id)
         if answer is not None and not answer.done():
             answer.set_result(message)
 
     def end(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
-        """The stream is over: every open and every later call fails."""
+        """Fails every open and every later call: the stream is over."""
         if self._end is not None:
             return
         self._end = EnvironmentFailed(kind, message)
@@ -134,9 +134,9 @@ class StreamSession:
         on_timeout: Callable[[EnvironmentFailed], Awaitable[EnvironmentFailed]],
         on_close: Callable[[bool], None],
     ) -> None:
-        """`on_timeout` says more of a call without an answer: what it returns is raised.
+        """`on_timeout` examines a call without an answer: the error that it returns is raised.
 
-        `on_close` takes whether the environment has answered a step.
+        `on_close` is told whether the environment has answered a step.
         """
         self._table = table
         self._key = episode_key
@@ -162,7 +162,7 @@ class StreamSession:
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
         self._was_judged = True
         verdict = answer.verdict
-        # What a client serves need not be written with our package.
+        # An environment that a client serves need not be written with our package.
         numbers = {"the reward": verdict.reward} | {
             f"the metric {name!r}": value for name, value in verdict.metrics.items()
         }
@@ -208,7 +208,7 @@ class StreamSession:
 
 
 def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:
-    """Who does not say it, or says what nobody knows, has only the environment to blame."""
+    """Returns the kind of `failure`; ENVIRONMENT where the message has none or an unknown one."""
     if failure.kind and failure.kind in trajectory_pb2.FailureKind.values():
         return failure.kind
     return trajectory_pb2.FAILURE_KIND_ENVIRONMENT

@@ -1,8 +1,8 @@
-"""Runs leases: all members of a group side by side, failed ones again, every attempt delivered.
+"""Runs leases: members of a group side by side, failed ones again; delivers every attempt.
 
 Consumes: leases. Produces: trajectories in the queue, one report when a lease is over.
 Waits for: a free slot, the episode, a verdict on the weights, room in the queue. Unblocked by: an
-episode's end, the publisher, an acknowledgement from the controller.
+episode's end, `WeightOrders`, an acknowledgement from the controller.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _RECONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class Identity:
-    """Who delivers: one epoch of one server of one run."""
+    """The sender of deliveries: one epoch of one server of one run."""
 
     run_id: str
     server_id: ServerId
     server_epoch: int
-    # Seals what it delivers.
+    # The key that seals the deliveries.
     delivery_key: bytes
 
 
@@ -65,7 +65,7 @@ class Lease:
     sampling: Sampling
     first_attempt: int
     max_attempts: int
-    # Limit of one answer of the environment.
+    # Seconds within which the environment must answer one call.
     timeout_s: float
 
     @classmethod
@@ -107,7 +107,7 @@ class Lease:
 @dataclass(eq=False)
 class _Group:
     lease: Lease
-    # Members that nobody has judged yet.
+    # Members without a last trajectory; a cancelled one does not count.
     unfinished: set[int]
     # The first attempt that no member has begun.
     next_attempt: int
@@ -116,7 +116,12 @@ class _Group:
 
 
 class Dispatcher:
-    """The leases of one server epoch."""
+    """The leases of one server epoch.
+
+    A lease: `start` -> its episodes run, wait in the queue -> `closed(report)`; `cancel` ends them.
+    New weights: `hold` -> trajectories wait -> `settle(passed=...)`.
+    The end: `drain` -> `wait_idle`, or `cancel_all` and, if the queue stays full, `abandon`.
+    """
 
     def __init__(
         self,
@@ -128,7 +133,7 @@ class Dispatcher:
         max_episodes: int,
         closed: Callable[[fleet_pb2.LeaseReport], None],
     ) -> None:
-        """Runs its tasks in `group`. `closed` takes the report on each lease that is over."""
+        """Runs its tasks in `group`; `closed` takes the report on each lease that is over."""
         self._tasks = group
         self._identity = identity
         self._services = services
@@ -140,11 +145,11 @@ class Dispatcher:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        # Set while new weights wait for their verdict: whether they passed.
+        # Set while new weights wait for their verdict; its result is whether they passed.
         self._verdict: asyncio.Future[bool] | None = None
 
     def start(self, lease: Lease) -> None:
-        """Starts a lease; one that runs already goes on as it is."""
+        """Starts a lease; a group that is leased already continues unchanged."""
         if lease.group_id in self._groups:
             log.warning("group %s is leased twice", lease.group_id)
             return
@@ -165,7 +170,7 @@ class Dispatcher:
             await episode.cancel()
 
     def drain(self) -> None:
-        """Starts no more attempts: what runs may end, the rest is handed back."""
+        """Starts no more attempts: running episodes may end, other members are handed back."""
         self._draining = True
 
     async def cancel_all(self) -> None:
@@ -179,23 +184,23 @@ class Dispatcher:
         return self._idle.is_set()
 
     def abandon(self) -> None:
-        """Ends what still waits for room in the queue: it is lost."""
+        """Drops trajectories that still wait for room in the queue: they are lost."""
         for task in self._running:
             task.cancel()
         if self._running:
             log.warning("trajectories of %d groups found no room and are lost", len(self._running))
 
     async def wait_idle(self) -> None:
-        """Returns when no lease is open: all of its trajectories are in the queue."""
+        """Waits until no lease is open: then all trajectories are in the queue."""
         await self._idle.wait()
 
     def hold(self) -> None:
-        """New weights are not proved yet: from now on trajectories wait for `settle`."""
+        """Makes later trajectories wait for `settle`: new weights have no verdict yet."""
         if self._verdict is None:
             self._verdict = asyncio.get_running_loop().create_future()
 
     def settle(self, *, passed: bool) -> None:
-        """The verdict: what waited is delivered, as cancelled where it is bad."""
+        """Delivers the trajectories that waited, as cancelled unless the weights `passed`."""
         if self._verdict is not None:
             self._verdict.set_result(passed)
             self._verdict = None
@@ -243,11 +248,11 @@ class Dispatcher:
                     async with asyncio.timeout(_RECONNECT_S):
                         await group.cancelled.wait()
             if group.cancelled.is_set() or self._draining:
-                # Another server tries it again.
+                # Another server makes the next attempt.
                 return
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
-        """One attempt; None when the lease was cancelled, or the server drains, before it began."""
+        """Runs one attempt; returns None when a cancel or a drain came before it began."""
         ledger, lease = self._services.ledger, group.lease
         ledger.waiting_episodes += 1
         try:
@@ -282,7 +287,7 @@ class Dispatcher:
             self._slots.release()
 
     async def _deliver(self, trajectory: Trajectory) -> Status:
-        """Puts it into the queue; as what."""
+        """Puts a trajectory into the queue; returns the status under which it was delivered."""
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
                 trajectory,

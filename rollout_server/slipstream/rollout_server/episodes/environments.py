@@ -1,8 +1,7 @@
-"""The environments of this server: those beside it, and those that a client serves.
+"""The environments of this server: those in its own workers, and those that clients serve.
 
-Consumes: environment orders, episodes that want a session. Produces: sessions, reports on what was
-loaded. Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the
-environment.
+Consumes: environment orders, episodes that want a session. Produces: sessions, reports on loading.
+Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the environment.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ class HostedEnvironment:
         )
         self._ready: set[EnvironmentWorker] = set()
         self._changed = asyncio.Event()
-        self._given_up = 0
+        # Workers that are not started again.
+        self._num_abandoned = 0
         self._last_failure: EnvironmentFailed | None = None
         self._outcome: fleet_pb2.EnvironmentReport | None = None
 
@@ -62,23 +62,23 @@ class HostedEnvironment:
                 group.create_task(self._keep(index))
 
     def report_again(self) -> None:
-        """Tells a controller that does not know yet how loading went."""
+        """Reports again how loading went, to a controller that does not know it yet."""
         if self._outcome is not None:
             self._report(self._outcome)
 
     async def open(
         self, episode_key: str, task_index: int, attempt: int, timeout_s: float
     ) -> EnvironmentSession:
-        """Opens a session on the worker with the fewest; EnvironmentFailed when none starts.
+        """Opens a session on the worker with the fewest; EnvironmentFailed when no worker starts.
 
-        A task that may end its worker gets one of its own. The time that workers take to start is
-        not the episode's: it waits for as long as they are tried.
+        A task that may end its worker gets a worker of its own. The start of workers does not count
+        against `timeout_s`: the episode waits for as long as they are started.
         """
         if self._suspects.runs_alone(task_index):
             worker, turn = await self._alone.turn(attempt)
             return worker.open(episode_key, task_index, timeout_s, closed=turn.end)
         while not (ready := [w for w in self._ready if w.table.is_open]):
-            if self._given_up >= self._num_workers:
+            if self._num_abandoned >= self._num_workers:
                 assert self._last_failure is not None
                 raise self._last_failure
             self._changed.clear()
@@ -110,14 +110,14 @@ class HostedEnvironment:
             )
             never_loaded = self._outcome is None or self._outcome.HasField("failure")
             if never_loaded or failures > _MAX_RESTARTS_IN_A_ROW:
-                self._give_up()
+                self._abandon()
                 return
             await asyncio.sleep(min(backoff_s, _MAX_BACKOFF_S))
 
-    def _give_up(self) -> None:
-        self._given_up += 1
+    def _abandon(self) -> None:
+        self._num_abandoned += 1
         self._changed.set()
-        if self._given_up < self._num_workers:
+        if self._num_abandoned < self._num_workers:
             return
         failure = trajectory_pb2.Failure(
             kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message=str(self._last_failure)
@@ -132,7 +132,7 @@ class HostedEnvironment:
 
 
 class ClientEnvironments:
-    """The environments that clients serve: all calls over one stream through the controller."""
+    """The environments that clients serve; one stream through the controller takes all calls."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
         self._stub = fleet_pb2_grpc.FleetServiceStub(channel)
@@ -143,7 +143,7 @@ class ClientEnvironments:
         self._wanted = asyncio.Event()
 
     def open(self, environment: str, episode_key: str, timeout_s: float) -> EnvironmentSession:
-        """A session with the client that serves `environment`."""
+        """Opens a session with the client that serves `environment`."""
         table = self._tables.get(environment)
         if table is None:
             table = self._tables[environment] = CallTable(self._sender(environment), self._numbers)
@@ -153,7 +153,7 @@ class ClientEnvironments:
         )
 
     async def run(self) -> None:
-        """Keeps the stream open once it is wanted; when it breaks, the open calls fail."""
+        """Opens the stream when a session wants it; when the stream breaks, its calls fail."""
         while True:
             await self._wanted.wait()
             stream = self._stub.CallEnvironments(self._outgoing(), metadata=self._metadata)
@@ -194,7 +194,7 @@ class ClientEnvironments:
 
 
 class Environments:
-    """All environments by name."""
+    """All environments of this server, by name."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Environments:
             task.cancel()
 
     def order(self, order: fleet_pb2.EnvironmentOrder) -> None:
-        """Loads or unloads an environment; one that a client serves needs neither."""
+        """Loads or unloads an environment; does nothing for one that a client serves."""
         spec = order.spec
         known = self._hosted.get(spec.name)
         if known is not None and (order.unload or known[0].spec != spec):
@@ -236,7 +236,7 @@ class Environments:
     async def open(
         self, environment: str, episode_key: str, task_index: int, attempt: int, timeout_s: float
     ) -> EnvironmentSession:
-        """Opens a session for one episode; EnvironmentFailed when none is to be had."""
+        """Opens a session for one episode; EnvironmentFailed when there is none."""
         hosted = self._hosted.get(environment)
         if hosted is None:
             return self._clients.open(environment, episode_key, timeout_s)

@@ -1,4 +1,4 @@
-"""One episode: the environment speaks, the model replies, until one of them is done.
+"""One episode: the environment speaks, the model replies, until it ends or reaches a limit.
 
 Consumes: a session of an environment, an engine. Produces: one trajectory, whatever happens.
 Waits for: the environment and the engine in turn. Unblocked by: their answers, the environment's
@@ -59,18 +59,18 @@ class EpisodeTask:
     seed: int
     purpose: Purpose
     sampling: Sampling
-    # Limit of one answer of the environment.
+    # Seconds within which the environment must answer one call.
     timeout_s: float
 
     @property
     def key(self) -> str:
-        """Names the episode to its environment; no other episode of the run has it."""
+        """The episode's name at its environment, unique in the run."""
         return f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}"
 
 
 @dataclass(frozen=True)
 class EpisodeServices:
-    """What episodes share."""
+    """The parts of a server that its episodes share."""
 
     engine: Engine
     environments: Environments
@@ -87,7 +87,7 @@ class _PromptTooLong(Exception):
 
 
 class Episode:
-    """Runs once. `cancel` ends it early, from another task."""
+    """One attempt: `run` it once; `cancel` ends it early, from another task."""
 
     def __init__(self, task: EpisodeTask, services: EpisodeServices) -> None:
         self._task = task
@@ -99,7 +99,10 @@ class Episode:
         self._generating = False
 
     async def run(self) -> Trajectory:
-        """Runs to the end; a failure is data. Only EngineDied is raised: it ends the server."""
+        """Runs to the end and returns its trajectory, which also says how it failed.
+
+        Only EngineDied is raised: it ends the server.
+        """
         ledger = self._services.ledger
         ledger.opened()
         session: EnvironmentSession | None = None
@@ -132,7 +135,7 @@ class Episode:
         return self._trajectory(status, failure)
 
     async def cancel(self) -> None:
-        """Makes `run` return soon, with what was sampled, unless it has ended already."""
+        """Makes `run` return soon, with the tokens sampled so far, unless it has ended already."""
         self._cancelled = True
         if self._waiting is not None:
             self._waiting.cancel()
@@ -157,7 +160,7 @@ class Episode:
         while True:
             room = task.sampling.max_episode_tokens - len(recording.token_ids) - len(context)
             if room < 1:
-                # The environment has judged what there was.
+                # The environment has judged all replies so far.
                 return Status.TRUNCATED
             recording.add_context(context)
             generation = await self._generate(min(room, reply_limit))
@@ -217,7 +220,7 @@ class Episode:
         if self._cancelled:
             raise _Cancelled
         if generation.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED):
-            raise GenerationFailed(f"the engine gave the request up: {generation.finish_reason}")
+            raise GenerationFailed(f"the engine abandoned the request: {generation.finish_reason}")
         return generation
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer:
@@ -273,7 +276,7 @@ class Episode:
         )
 
     def _routed_experts(self, status: Status) -> RoutedExperts | None:
-        """Where they may be replayed: they cost more bytes than all the rest."""
+        """Returns the experts if training may replay them: they take more bytes than all else."""
         recording = self._recording
         has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
         is_trained = self._task.purpose is Purpose.TRAINING and has_reward

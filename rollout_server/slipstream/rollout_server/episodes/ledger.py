@@ -1,4 +1,4 @@
-"""Where the tokens of this server's episodes are, and how long generation stood still."""
+"""Counts the tokens of this server's episodes, open and ended, for its reports."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slipstream.v1 import fleet_pb2
 class TokenLedger:
     """The counters of one server epoch.
 
-    At any quiet moment the tokens that the engine counted equal those of ended and of open
-    episodes.
+    Whenever no token is on its way, the tokens that the engine counted equal those of ended and
+    open episodes together.
     """
 
     def __init__(self, use: EngineUse) -> None:
-        """`use` of the engine at the start of the epoch, with no request open."""
+        """`use`: the engine's counters at the start of the epoch, with no request open."""
         self._start = use
         self._started_s = time.monotonic()
         self.ended_tokens = 0
@@ -28,15 +28,15 @@ class TokenLedger:
         self._memory = ProcessMemory()
 
     def opened(self) -> None:
-        """An episode began."""
+        """Notes that an episode began."""
         self.open_episodes += 1
 
     def sampled(self, num_tokens: int) -> None:
-        """A generation of an open episode returned this many tokens."""
+        """Notes that a generation of an open episode returned `num_tokens`."""
         self.recorded_tokens += num_tokens
 
     def ended(self, num_tokens: int) -> None:
-        """An episode ended with this many sampled tokens, whatever became of it."""
+        """Notes that an episode ended, however it did, with `num_tokens` sampled."""
         self.open_episodes -= 1
         self.recorded_tokens -= num_tokens
         self.ended_tokens += num_tokens
@@ -44,8 +44,9 @@ class TokenLedger:
     def report(
         self, use: EngineUse, *, queued_bytes: int, paused_s: float
     ) -> fleet_pb2.ServerReport:
-        """The counters as they travel; `paused_s` of this epoch."""
-        # Tokens inside the engine belong to open requests. Without any, a difference must show.
+        """Returns the counters as a message; `paused_s` is that of this epoch."""
+        # Tokens inside the engine belong to open requests. Without open requests a difference of
+        # the counters is an error, which must show.
         inside = use.generated_tokens - use.returned_tokens
         inside -= self._start.generated_tokens - self._start.returned_tokens
         if not use.open_requests:

@@ -1,7 +1,7 @@
 """Workers with one episode at a time, for tasks that may end their worker.
 
 Consumes: turns of episodes. Produces: a worker for each turn. Waits for: a turn, its worker, the
-end of its episode. Unblocked by: an episode that asks, the worker's own limits, the episode.
+end of its episode. Unblocked by: a new turn, the worker's own limits, the episode.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 
 @dataclass(order=True)
 class Turn:
-    """One episode that waits; of two the one with more attempts behind it goes first.
+    """One episode that waits for a worker; those with more attempts behind them go first.
 
-    So the culprit among several suspects is set aside after as few ends of a worker as possible.
+    In this order the culprit among suspects is set aside after the fewest ends of a worker.
     """
 
     rank: tuple[int, int]
@@ -27,16 +27,16 @@ class Turn:
     has_passed: bool = field(default=False, compare=False)
 
     def end(self, has_passed: bool) -> None:
-        """The episode is over; it leaves a worker that can be used again if it `has_passed`."""
+        """Ends the turn; after an episode that `has_passed` the worker can be used again."""
         self.has_passed = has_passed
         self.over.set()
 
 
 class LoneWorkers:
-    """Gives each episode a worker of its own; none runs while nobody waits."""
+    """Gives each episode a worker of its own; no worker runs while no episode waits."""
 
     def __init__(self, make: Callable[[], EnvironmentWorker], *, first: int, count: int) -> None:
-        """At most `count` workers at one time, their logs numbered from `first` on."""
+        """Runs at most `count` workers at one time, their logs numbered from `first` on."""
         self._make = make
         self._indices = range(first, first + count)
         self._turns: asyncio.PriorityQueue[Turn] = asyncio.PriorityQueue()
@@ -49,14 +49,14 @@ class LoneWorkers:
                 group.create_task(self._keep(index))
 
     async def turn(self, attempt: int) -> tuple[EnvironmentWorker, Turn]:
-        """Waits for a worker that has no other episode; EnvironmentFailed when it cannot load."""
+        """Waits for a worker without other episodes; EnvironmentFailed when it cannot load."""
         worker = asyncio.get_running_loop().create_future()
         turn = Turn((-attempt, next(self._numbers)), worker)
         self._turns.put_nowait(turn)
         try:
             return await worker, turn
         except asyncio.CancelledError:
-            # The worker may have been given to it at this very moment.
+            # The turn may have been given a worker at this very moment.
             turn.over.set()
             raise
 
@@ -80,7 +80,7 @@ class LoneWorkers:
                 running.cancel()
 
     async def _serve(self, worker: EnvironmentWorker, loaded: asyncio.Event, first: Turn) -> None:
-        """Gives the worker to one episode after the other, as long as each leaves it in order."""
+        """Gives the worker to one episode after another, as long as each leaves it usable."""
         await loaded.wait()
         turn = first
         while True:

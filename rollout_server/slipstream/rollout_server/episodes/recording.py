@@ -1,4 +1,4 @@
-"""What an episode has so far."""
+"""The record of an episode while it runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import LogprobArray, VersionSpan
 from slipstream.rollout_server.inference.generation import Generation
 
-# Metrics that a trajectory carries, and characters of their names.
+# Largest number of metrics that a trajectory carries, and of characters in their names.
 _MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
 
 
 @dataclass
 class Recording:
-    """Tokens, log-probabilities and what the environment said, one turn after the other."""
+    """Tokens, log-probabilities and the environment's answers, appended turn by turn."""
 
     token_ids: list[int] = field(default_factory=list)
     run_lengths: list[int] = field(default_factory=list)
     logprobs: list[LogprobArray] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    # One after the other, from the first token on.
+    # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
     prompt_tokens: int = 0
     last_reply: list[int] = field(default_factory=list)
-    # Text of `last_reply`; None until it was made.
+    # Text of `last_reply`; None until it is decoded.
     last_text: str | None = None
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -47,29 +47,29 @@ class Recording:
 
     @property
     def behavior_logprobs(self) -> LogprobArray:
-        """Of all sampled tokens."""
+        """The log-probabilities of all sampled tokens, in order."""
         empty = np.zeros(0, dtype=np.float32)
         return np.concatenate(self.logprobs) if self.logprobs else empty
 
     @property
     def short_metrics(self) -> dict[str, float]:
-        """As many metrics, with names as long, as a trajectory may carry."""
+        """The metrics, cut to the number and to the names that a trajectory may carry."""
         names = list(self.metrics)[:_MAX_METRICS]
         return {name[:_MAX_METRIC_NAME]: self.metrics[name] for name in names}
 
     def clip(self, text: str) -> str:
-        """As much of a text as a trajectory of these tokens may carry."""
+        """Returns `text`, cut to the bytes that a trajectory of these tokens may carry."""
         data = text.encode()
         limit = max_text_bytes(len(self.token_ids))
         return text if len(data) <= limit else data[:limit].decode(errors="ignore")
 
     def add_context(self, token_ids: list[int]) -> None:
-        """Appends what the model is to read."""
+        """Appends tokens for the model to read."""
         self.token_ids += token_ids
         self.run_lengths.append(len(token_ids))
 
     def add_reply(self, generation: Generation) -> None:
-        """Appends what it sampled, exactly."""
+        """Appends the tokens of a reply exactly as they were sampled."""
         self.last_reply, self.last_text = generation.token_ids.tolist(), None
         self.token_ids += self.last_reply
         self.run_lengths.append(len(self.last_reply))

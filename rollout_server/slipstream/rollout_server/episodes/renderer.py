@@ -1,7 +1,7 @@
-"""Chat messages to token ids, through the chat template of the model's tokenizer.
+"""Turns chat messages into token ids, through the chat template of the model's tokenizer.
 
-A conversation is tokenised once: what the model sampled stays as it was sampled, later messages are
-appended to it.
+A conversation is tokenised once: sampled tokens stay as they were sampled, and later messages are
+appended to them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from slipstream.protocol.errors import ConfigError
 
 _PLACEHOLDER = "slipstreamreplyplaceholder"
-# The members of a group begin at one time; of a long prompt each costs a megabyte.
+# Prompts that are cached, since the members of a group begin together. A long one takes a megabyte.
 _CACHED_PROMPTS = 128
-# Longer texts between two replies are hardly said twice: what tools found, mostly.
+# Longest text between two replies that is cached: longer ones, mostly tool results, hardly recur.
 _CACHED_CHARACTERS = 1000
-# A token that stands for more characters than this is in no vocabulary that is not longer itself.
+# Characters that a token may stand for even where no entry of the vocabulary is as long.
 _LONG_TOKEN = 128
 
 
@@ -30,7 +30,7 @@ class ChatMessage(NamedTuple):
     content: str
 
 
-# Stands in a history for a reply whose tokens are known; no template may change it.
+# The stand-in for a reply whose tokens are known, in a history; no template may change its text.
 REPLY = ChatMessage("assistant", _PLACEHOLDER)
 
 
@@ -49,7 +49,7 @@ class Renderer:
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path: the tokenizer in {folder} has no chat template")
         self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
-        # The members of a group begin alike.
+        # The members of a group have the same prompt.
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
         self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
         self._prompt_text = lru_cache(_CACHED_PROMPTS)(self.decode_all)
@@ -61,7 +61,7 @@ class Renderer:
             ) from error
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """The tokens before the first reply; RenderingFailed when the template refuses them."""
+        """Returns the tokens before the first reply; RenderingFailed if the template refuses."""
         return list(self._prompt(tuple(messages)))
 
     def continuation(
@@ -70,11 +70,11 @@ class Renderer:
         messages: Sequence[ChatMessage],
         last_token: int | None,
     ) -> list[int]:
-        """The tokens between a sampled reply and the next one.
+        """Returns the tokens between a sampled reply and the next one.
 
-        `history` ends with that reply (`REPLY`), `messages` follow it. Where the template ends a
-        reply with the token that the model sampled last, that token is not repeated; where the
-        reply was cut off, it is put in.
+        `history` ends with the sampled reply (`REPLY`), `messages` follow it. The token with which
+        the template ends a reply is left out where the model sampled it last, and put in where the
+        reply was cut off.
         """
         _, found, tail = self._text((*history, *messages)).rpartition(_PLACEHOLDER)
         if not found:
@@ -84,27 +84,27 @@ class Renderer:
         return tokens[1:] if tokens[:1] == [last_token] else tokens
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
-        """Whether they surely have more than `num_tokens` tokens: too many characters for them.
+        """Whether `messages` have more characters than `num_tokens` tokens can stand for.
 
-        Costs next to nothing, while tokenizing so long a text would hold up all other episodes.
+        The check costs next to nothing; tokenising so long a text would delay all other episodes.
         """
         characters = sum(len(message.content) for message in messages)
         return characters > num_tokens * self._longest_token
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a reply, without special tokens."""
+        """Returns the text of a reply, without special tokens."""
         return self._decode(token_ids, skip_special_tokens=True)
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        """As `decode_all`, of tokens with which many episodes begin."""
+        """Returns the text as `decode_all` does, cached: many episodes begin with these tokens."""
         return self._prompt_text(tuple(token_ids))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text of any tokens, special ones too, for people who read along."""
+        """Returns the text of any tokens, special ones too, for people to read."""
         return self._decode(token_ids, skip_special_tokens=False)
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        # Of a list the tokenizer looks at each element first.
+        # An array is faster: the tokenizer first checks each element of a list.
         ids = np.asarray(token_ids, dtype=np.int64)
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
@@ -120,7 +120,7 @@ class Renderer:
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:
-            # A template is a program; the last is transformers' own, for no messages at all.
+            # A template is a program; transformers itself raises ValueError for no messages at all.
             raise RenderingFailed(f"{type(error).__name__}: {error}") from error
 
     def _render(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:

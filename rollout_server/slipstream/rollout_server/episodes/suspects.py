@@ -1,9 +1,9 @@
-"""Which tasks of an environment run alone in a worker, since workers ended while they ran.
+"""The tasks of an environment that run alone in a worker, because workers ended while they ran.
 
-A worker that ends takes all its episodes with it, and one of them may be to blame. Nobody's attempt
-counts then, but the tasks whose calls were being answered are suspects: from then on their episodes
-have a worker of their own, where a second end is their own doing. Tasks that only lost their worker
-become suspects when that happens to them repeatedly: what ends a worker need not be in a call.
+A worker that ends takes all its episodes with it, and one of them may be to blame. None of their
+attempts counts then, but tasks whose calls were being answered become suspects. Their episodes get
+a worker of their own from then on, and a second end there is their own fault. A task that only lost
+its worker becomes a suspect when that happens repeatedly: the cause need not be in a call.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-# So many workers may end under a task before it is a suspect without having been in a call.
+# Ends of workers in a row after which a task is a suspect, even if it was in no call then.
 MAX_LOST_WORKERS = 2
 
 
 class Suspects:
-    """The suspects of one environment; pure state.
+    """The suspects of one environment; pure state without I/O.
 
     A task that was in a call when its worker ended is a suspect until an episode of it has passed:
 
@@ -32,12 +32,12 @@ class Suspects:
         return task in self._suspected
 
     def lost(self, tasks: Iterable[int], *, in_call: Iterable[int]) -> None:
-        """A worker ended with episodes of `tasks`; it was answering calls of those `in_call`."""
+        """Notes the end of a worker with episodes of `tasks`, which answered calls of `in_call`."""
         self._lost.update(set(tasks))
         often = {task for task, times in self._lost.items() if times >= MAX_LOST_WORKERS}
         self._suspected |= often | set(in_call)
 
     def passed(self, task: int) -> None:
-        """An episode of this task was judged, and its worker went on."""
+        """Notes that an episode of this task was judged and its worker did not end."""
         self._suspected.discard(task)
         self._lost.pop(task, None)

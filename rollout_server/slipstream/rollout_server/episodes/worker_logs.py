@@ -1,8 +1,8 @@
-"""What environment workers print, in files that do not grow without end.
+"""The output of environment workers, in log files of limited size.
 
 Consumes: pipes, each the output of one worker and of all that it has started. Produces: files.
 Waits for: output, on a thread, so that a worker that prints never waits for the server's loop.
-Unblocked by: output, the ends of the pipes, `close`. Its owner sees in `watch` when it fails.
+Unblocked by: output, the ends of the pipes, `close`. `watch` raises when the thread has failed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from slipstream.protocol.errors import RunFailed
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 65536
-# The longest pipe that Linux gives to anybody: so much may wait when the logs are closed.
+# Bytes in the longest pipe that Linux grants: as many may wait when the logs are closed.
 _MAX_PIPE_BYTES = 1 << 20
 _HEALTH_PERIOD_S = 0.5
-# What a full pipe of each worker takes on any disk that works.
+# Seconds within which any working disk takes a full pipe of each worker.
 _CLOSE_LIMIT_S = 10.0
 
 
 class BoundedLog:
-    """A file of at most half of `max_bytes`, and the one before it, `PATH.1`, of as much.
+    """A log in two files, each of at most half of `max_bytes`: `path`, and before it `PATH.1`.
 
-    So the last half is always there. A file begins with a whole line, unless one line alone is
-    longer than a file. Goes on with the files that are there.
+    The last half of `max_bytes` is thus always there. A file begins with a whole line, unless one
+    line alone is longer than a file. A log continues files that exist already.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -42,11 +42,11 @@ class BoundedLog:
         self._max_bytes = max_bytes
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
-        # Of what stands at the head of a file beside output.
+        # Bytes of the note at the head of the file, which is no output.
         self._note_bytes = 0
 
     def write(self, output: bytes) -> None:
-        """Appends; OSError as of a file."""
+        """Appends `output`; OSError when the file cannot be written."""
         while output:
             room = max(0, self._max_bytes // 2 - self._size)
             part = output
@@ -79,7 +79,7 @@ class BoundedLog:
 
 
 class WorkerLogs:
-    """The logs of all workers of a server, written by a thread of its own."""
+    """Writes the logs of all workers of a server, in its own thread, until `close`."""
 
     def __init__(
         self, folder: Path, max_bytes: int, *, close_limit_s: float = _CLOSE_LIMIT_S
@@ -97,7 +97,7 @@ class WorkerLogs:
 
     @contextlib.contextmanager
     def output(self, name: str) -> Iterator[int]:
-        """The end of a pipe for a process that is started in the block; its log has this name."""
+        """Yields a pipe's writing end for a process that the block starts; its log is `name`."""
         if name not in self._logs:
             self._logs[name] = BoundedLog(self._folder / name, self._max_bytes)
         read, write = os.pipe()
@@ -110,15 +110,15 @@ class WorkerLogs:
             os.close(write)
 
     async def watch(self) -> None:
-        """RunFailed when nothing is written any more: workers would wait for their full pipes."""
+        """Raises RunFailed when the thread has ended: workers would wait for their full pipes."""
         while self._thread.is_alive():
             await asyncio.sleep(_HEALTH_PERIOD_S)
-        raise RunFailed("what environment workers print is written no more; the cause stands above")
+        raise RunFailed("the output of environment workers is not logged any more: see above")
 
     def close(self) -> None:
-        """Writes what was printed until now; for a server whose workers have ended.
+        """Writes all output printed so far; for a server whose workers have ended.
 
-        A disk that does not answer keeps it for no longer than the limit.
+        Waits no longer than the limit for a disk that does not answer.
         """
         os.close(self._wake_write)
         self._thread.join(self._close_limit_s)
@@ -154,7 +154,7 @@ class WorkerLogs:
                 self._close_pipe(key.fd, key.data)
 
     def _close_pipe(self, pipe: int, own: BoundedLog | None) -> None:
-        """Takes what a pipe holds now: what a worker left behind may print for ever."""
+        """Reads what a pipe holds now, no more: a process left behind may print for ever."""
         left = _MAX_PIPE_BYTES if own is not None else 0
         with contextlib.suppress(BlockingIOError):
             while left > 0 and own is not None and (copied := self._copy(pipe, own)):
@@ -162,7 +162,7 @@ class WorkerLogs:
         os.close(pipe)
 
     def _copy(self, pipe: int, own: BoundedLog) -> int:
-        """Bytes that were read; 0 at the end of the pipe."""
+        """Copies a piece of output; returns the bytes that were read, 0 at the end of the pipe."""
         output = os.read(pipe, _READ_BYTES)
         try:
             own.write(output)

@@ -1,7 +1,7 @@
-"""One environment worker as a process: its start, what it was doing, its end and the cause of that.
+"""One environment worker as a process: its start, its calls, its end and the cause of the end.
 
-The process that the server starts is a keeper (`slipstream.protocol.keeper`), with the worker below
-it: with the keeper ends whatever the environment has started, also when the server is killed.
+The server starts a keeper (`slipstream.protocol.keeper`), which runs the worker below it. When the
+keeper ends, all that the environment has started ends too, also when the server is killed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Self
 from slipstream.protocol.call_record import CallRecord
 from slipstream.rollout_server.process import worker_environment
 
-# What a keeper needs to end all that is below it, on a machine that is busy with just that.
+# Seconds that a keeper needs, on a busy machine, to end all processes below it.
 _STOP_LIMIT_S = 30.0
 _MAX_CAUSE_BYTES = 1000
 
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Bounds of a worker with all that it has started; 0: none."""
+    """Limits of a worker together with all that it has started; 0 stands for no limit."""
 
     memory_bytes: int = 0
     processes: int = 0
 
     def arguments(self) -> list[str]:
-        """The limits as a keeper takes them."""
+        """Returns the limits as arguments of a keeper."""
         return [
             *("--memory-bytes", str(self.memory_bytes)),
             *("--memory-setting", "rollout_server.environment_memory_gib"),
@@ -55,7 +55,7 @@ class WorkerProcess:
     async def start(
         cls, command: Sequence[str], *, limits: WorkerLimits, token: str, log: int
     ) -> Self:
-        """Starts `command` with `--record`; OSError when there can be no more processes."""
+        """Starts `command` with `--record`; OSError when no process can be started."""
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)
         try:
@@ -77,11 +77,11 @@ class WorkerProcess:
         return cls(process, record, cause)
 
     def calls(self) -> CallRecord:
-        """What the worker answers at this moment, or answered when it ended."""
+        """Returns the calls that the worker answers at this moment, or answered when it ended."""
         return CallRecord.read(self._record)
 
     async def wait(self) -> str:
-        """Waits for the end of the worker; the cause in words."""
+        """Waits for the end of the worker; returns the cause in words."""
         code = await self._process.wait()
         said = os.pread(self._cause, _MAX_CAUSE_BYTES, 0).decode(errors="replace").strip()
         if said:
@@ -96,7 +96,7 @@ class WorkerProcess:
             self._process.send_signal(signal.SIGTERM)
 
     async def close(self) -> None:
-        """Returns when the worker and all that it has started are gone."""
+        """Ends the worker; returns when it and all that it has started are gone."""
         if self._process.returncode is None:
             self.end()
             try:

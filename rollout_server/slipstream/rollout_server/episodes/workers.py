@@ -39,7 +39,7 @@ _STOP_LIMIT_S = 2.0
 
 
 class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
-    """The local service: a unix socket in a folder of mode 0700, a token for each worker."""
+    """The service to which workers attach: a unix socket in a folder of mode 0700, with tokens."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         log_bytes: int,
         limits: WorkerLimits = NO_LIMITS,
     ) -> None:
-        """`server`: the id under which a killed one starts again; it removes what that left.
+        """`server`: id of this server. One that starts again after a kill removes its old socket.
 
-        `log_bytes`: limit of what is kept of one worker's output; `limits` hold for each worker.
+        `log_bytes`: limit of the output kept of one worker; `limits` hold for each worker.
         """
         self.limits = limits
         self.log_dir = log_dir
@@ -63,12 +63,12 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         self.logs: WorkerLogs
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self._folder = Path()
-        # Workers that were started and did not attach yet.
+        # Workers that were started and have not attached yet, by token.
         self._expected: dict[str, EnvironmentWorker] = {}
 
     @property
     def address(self) -> str:
-        """Where workers attach."""
+        """The address to which workers attach."""
         return f"unix:{self._folder / 'workers.sock'}"
 
     async def __aenter__(self) -> Self:
@@ -91,13 +91,13 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         remove_socket_folder(self._socket_note)
 
     def expect(self, worker: EnvironmentWorker) -> str:
-        """The token with which this worker will attach."""
+        """Returns the token with which this worker will attach."""
         token = secrets.token_urlsafe(32)
         self._expected[token] = worker
         return token
 
     def forget(self, worker: EnvironmentWorker) -> None:
-        """The worker is gone: its token opens nothing any more."""
+        """Revokes the token of a worker that is gone."""
         self._expected = {t: w for t, w in self._expected.items() if w is not worker}
 
     async def Attach(  # noqa: N802 - the name of the service's method
@@ -107,7 +107,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
             environment_pb2.WorkerMessage, environment_pb2.WorkerCommand
         ],
     ) -> None:
-        """One worker, from its hello to its end."""
+        """Serves one worker, from its hello to its end."""
         shown = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
         worker = self._expected.pop(str(shown).removeprefix("Bearer "), None)
         if worker is None:
@@ -149,7 +149,7 @@ class EnvironmentWorker:
     ) -> None:
         """`try_reset`: the first task must answer `reset` before the worker counts as loaded.
 
-        `suspects` are told whose tasks were lost with the worker, and which have passed.
+        `suspects` is told which tasks were lost with the worker, and which have passed.
         """
         self._gateway = gateway
         self._spec = spec
@@ -160,22 +160,22 @@ class EnvironmentWorker:
         self._process: WorkerProcess
         # Open episodes by key, and the task of each.
         self.episodes: dict[str, int] = {}
-        # Why the server ended it, and the episode that held it up, "" if unknown.
+        # Why the server ended the worker, and the episode that blocked it, "" if unknown.
         self._hang: EnvironmentFailed | None = None
         self._culprit = ""
 
     @property
     def table(self) -> CallTable:
-        """Its calls; only once it is loaded."""
+        """The calls to this worker; only after it has attached."""
         return self._attached.result()
 
     def attached(self, table: CallTable) -> None:
-        """The gateway has the worker's stream."""
+        """Takes the calls on the worker's stream from the gateway."""
         if not self._attached.done():
             self._attached.set_result(table)
 
     def detached(self) -> None:
-        """The worker's stream is over."""
+        """Notes that the worker's stream is over."""
         self._left.set()
 
     def open(
@@ -186,7 +186,7 @@ class EnvironmentWorker:
         *,
         closed: Callable[[bool], None] = lambda _: None,
     ) -> StreamSession:
-        """Opens a session; `closed` takes whether the episode was judged and did no harm."""
+        """Opens a session; `closed` is told whether the episode was judged and did no harm."""
 
         def on_close(was_judged: bool) -> None:
             self.episodes.pop(episode_key, None)
@@ -205,14 +205,14 @@ class EnvironmentWorker:
         )
 
     async def run(self, index: int, loaded: Callable[[int], None]) -> EnvironmentFailed:
-        """Runs until the worker is gone, and says why; `loaded` takes the number of tasks.
+        """Runs until the worker is gone, and returns why; `loaded` takes the number of tasks.
 
-        Open calls fail with the same cause. When cancelled, the process is gone as well.
+        Open calls fail with the same cause. The process is gone after a cancellation too.
         """
         try:
             self._process = await self._start(index)
         except OSError as error:
-            # Of processes, for one: environments may use up what the machine has.
+            # Environments may use up the processes that the machine can have, for one.
             self._gateway.forget(self)
             cause = f"no worker could be started: {error.strerror}"
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
@@ -237,7 +237,7 @@ class EnvironmentWorker:
     async def _start(self, index: int) -> WorkerProcess:
         token = self._gateway.expect(self)
         name = re.sub(r"[^\w.-]", "_", self._spec.name)
-        # Servers of one machine write into the same folder.
+        # The servers of one machine write into the same folder.
         log_name = f"{self._gateway.server}-environment-{name}-{index}.log"
         command = [*self._gateway.program, "--connect", self._gateway.address]
         with self._gateway.logs.output(log_name) as log:
@@ -249,14 +249,14 @@ class EnvironmentWorker:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
         try:
             async with asyncio.timeout(_START_LIMIT_S):
-                # A wait that is given up would cancel what it waits for.
+                # A wait that ends at its limit would cancel the future.
                 table = await asyncio.shield(self._attached)
             answer = await table.call(load, timeout_s=max(self._spec.timeout_s, _START_LIMIT_S))
             if self._try_reset:
                 await self._reset_once()
             loaded(answer.loaded.num_tasks)
             await self._gone.wait()
-            # Fails with the cause.
+            # Raises the cause, since the worker is gone.
             table.notify(environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand()))
         except EnvironmentFailed as error:
             return error
@@ -284,7 +284,7 @@ class EnvironmentWorker:
         self._gone.set()
 
     def _lose(self, cause: str, in_call: Collection[str]) -> None:
-        """Fails all calls; nobody's attempt counts where several episodes shared the worker."""
+        """Fails all calls; no attempt counts where several episodes shared the worker."""
         tasks = self.episodes
         self._suspects.lost(tasks.values(), in_call=[tasks[key] for key in in_call if key in tasks])
         kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
@@ -295,18 +295,18 @@ class EnvironmentWorker:
 
     async def _watch_stream(self) -> None:
         await self._left.wait()
-        # It is about to exit; its code says more than the end of its stream.
+        # The worker is about to exit; its code says more than the end of its stream.
         await asyncio.sleep(_STOP_LIMIT_S)
         self._process.end()
 
     async def _examine(self, key: str, late: EnvironmentFailed) -> EnvironmentFailed:
-        """Says where an episode hangs; a worker that cannot answer any more is ended."""
+        """Returns an error that says where an episode hangs; ends a worker that does not answer."""
         ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand(episode_key=key))
         try:
             answer = await self.table.call(ping, timeout_s=_PING_LIMIT_S)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
-                # It ended meanwhile, perhaps since another episode found out that this one hangs.
+                # The worker ended meanwhile, perhaps because another episode found this one hang.
                 return self._hang if self._hang and key == self._culprit else error
         else:
             return _at(late, answer.pong.place)

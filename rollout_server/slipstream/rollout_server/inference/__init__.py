@@ -1,1 +1,1 @@
-"""The vLLM engine: how it is started, what is asked of it, and where it is made to do less work."""
+"""The vLLM engine: its start, the calls to it, and the places where it is made to do less work."""

@@ -1,6 +1,6 @@
-"""The one adapter of an engine: how vLLM is told to make room for it, to hold it, to use it.
+"""The only adapter of an engine: vLLM's arguments for it, its tensors and its activation.
 
-It is handed over as tensors, between two steps of the engine; requests name it by its id.
+Its tensors are handed over between two steps of the engine; requests name it by its id.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.interfaces import supports_lora
 
 _ID = 1
-# vLLM loads an adapter that it does not hold from the path of a request: it fails there, and never
-# computes without it.
+# vLLM loads an adapter that it does not hold from `lora_path`. There is nothing at this path: the
+# request fails, and is never computed without the adapter.
 REQUEST = LoRARequest(lora_name="policy", lora_int_id=_ID, lora_path="/sent by the learner")
 
 
 def lora_arguments(lora: LoraSection) -> dict[str, object]:
-    """Arguments of vLLM for the adapters of `lora`, if servers get them apart."""
+    """Returns vLLM's arguments for the adapters of `lora`; none unless servers get them apart."""
     if not lora.publishes_adapters:
         return {}
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
-        # Other layers would compute with an adapter of zeros.
+        # Without this list the other layers would compute with an adapter of zeros.
         "lora_target_modules": [part for name in lora.modules for part in FUSED[name]],
     }
 
 
 def check_adapted(settings: VllmConfig) -> None:
-    """ConfigError when vLLM's model takes no adapters; it would say so after loading it."""
+    """Raises ConfigError when vLLM's model takes no adapters; vLLM says so only after loading."""
     model = settings.model_config
     found, name = model.registry.resolve_model_cls(model.architectures, model)
     if not supports_lora(found):
@@ -49,32 +49,32 @@ def check_adapted(settings: VllmConfig) -> None:
 
 
 class Arriving:
-    """The adapters of one layout, on their way into an engine."""
+    """The adapters of one layout while they arrive: `keep` for each bucket, then `put_on`."""
 
     def __init__(self, buckets: tuple[Bucket, ...] = (), scale: float = 0.0) -> None:
-        """`scale`: what they add is multiplied by it. Without buckets there are none."""
+        """`scale` multiplies what the adapters add; without `buckets` there are no adapters."""
         self.buckets, self._scale = buckets, scale
         self._tensors: dict[str, torch.Tensor] = {}
 
     def keep(self, place: int, buffer: torch.Tensor) -> None:
-        """Takes a bucket; its memory may be used again."""
+        """Copies the tensors of bucket `place`; the memory of `buffer` may be used again."""
         tensors = cut(buffer, self.buckets[place])
         self._tensors |= {name: tensor.clone() for name, tensor in tensors}
 
     def put_on(self, model: torch.nn.Module) -> None:
-        """Puts what arrived in the place of the engine's adapter; the engine stands still.
+        """Replaces the engine's adapter by the one that arrived; call it between two steps.
 
-        WeightSyncError, and then the engine has none.
+        After a WeightSyncError the engine has no adapter.
         """
         tensors, self._tensors = self._tensors, {}
         _put_on(model, tensors, self._scale)
 
 
 def _put_on(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
-    """`tensors` by PEFT's names; they are changed.
+    """Activates the adapter made of `tensors`, which have PEFT's names and are changed.
 
-    WeightSyncError when the engine has no room for adapters, or when they are not of exactly the
-    layers that the engine computes with one.
+    WeightSyncError when the engine has no room for adapters, or when the tensors do not belong to
+    exactly the layers that it computes with an adapter.
     """
     manager: LoRAModelManager | None = vars(model).get("lora_manager")
     if manager is None:
@@ -95,7 +95,7 @@ def _put_on(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], scale: 
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
-    # vLLM would compute without what is missing.
+    # vLLM would compute the missing layers without an adapter.
     expected = {
         part for name in manager.modules for part in manager.packed_modules.get(name, [name])
     }
@@ -106,8 +106,8 @@ def _put_on(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], scale: 
     }
     if different := sorted(expected ^ whole):
         raise WeightSyncError(
-            f"{len(different)} layers and the adapters that arrived do not fit, "
-            f"{different[0]} for one: lora must be set alike for learner and rollout servers"
+            f"the adapters that arrived and {len(different)} layers do not fit, "
+            f"{different[0]} for one: set lora alike for learner and rollout servers"
         )
     for layer in adapter.loras.values():
         layer.scaling = scale

@@ -1,13 +1,13 @@
-"""vLLM's scheduler, handing the tokens of a reply out in chunks instead of one by one.
+"""vLLM's scheduler, which hands the tokens of a reply out in chunks instead of one by one.
 
 vLLM makes, encodes, sends and decodes an object for each request and step. With the sampled
 token's log-probability it holds three small arrays more, which costs a fifth to a third of the
-throughput of a small model. Nobody here looks at a reply before its end, so the tokens and
-log-probabilities of a request are kept together in the engine's process and leave it as one object
-for every `CHUNK_TOKENS`. The values are those of the sampler, untouched.
+throughput of a small model. No caller here reads a reply before its end. The tokens and
+log-probabilities of a request are therefore kept together in the engine's process, and leave it as
+one object for every `CHUNK_TOKENS`. The values are those of the sampler, untouched.
 
-A chunk never holds tokens of two versions: a pause hands out all that is held, before vLLM calls it
-complete. What is held of a request that is cancelled is dropped.
+A chunk never holds tokens of two versions: a pause hands out all held tokens, before vLLM calls the
+pause complete. The held tokens of a cancelled request are dropped.
 """
 
 from __future__ import annotations
@@ -41,52 +41,53 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 CHUNK_TOKENS = 16
-# Whose experts only this scheduler asks for: vLLM's takes the worker for one that has none.
+# The worker whose experts only this scheduler asks for: vLLM's own believes that it has none.
 CPU_WORKER = "slipstream.rollout_server.inference.cpu_worker.RoutingWorker"
 
-# How the outputs of several steps become one is decided for each field below, so a vLLM with other
-# fields is refused.
+# The fields of an output, by how the outputs of several steps become one. A vLLM with other fields
+# is refused.
 _FIELDS = {
     # Added up.
     *("new_token_ids", "new_logprobs", "routed_experts", "events"),
-    # Of the first step.
+    # Taken from the first step.
     *("prefill_stats", "new_prompt_logprobs_tensors"),
-    # Of the last step.
+    # Taken from the last step.
     *("request_id", "finish_reason", "stop_reason", "trace_headers", "num_nans_in_logits"),
     *("kv_transfer_params", "ec_transfer_params"),
-    # Never there: of pooling, images, speculation, scoring and sampling masks.
+    # Never set: fields of pooling, images, speculation, scoring and sampling masks.
     *("pooling_output", "mm_cache_miss_hashes", "new_sampling_mask", "spec_decode_metrics"),
     "prompt_token_id_logprobs",
 }
 
 
 def check_outputs(fields: Iterable[str]) -> None:
-    """ConfigError when these fields of vLLM's outputs are not those that can be joined here."""
+    """Raises ConfigError when `fields` of vLLM's outputs are not those that can be joined here."""
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
 
 
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Blocks of the KV cache that requests can fill: all at full length, and as much of prefixes.
+    """Returns the number of blocks in the KV cache that requests can fill.
 
-    Of a small model there are millions, and vLLM makes an object of each.
+    That is all requests at full length, and as much again for prefixes. A small model leaves room
+    for millions of blocks, and vLLM makes an object of each.
     """
     longest = int(vllm_config.model_config.max_model_len)
     groups = kv_cache_config.kv_cache_groups
     of_one = sum(-(-longest // int(group.kv_cache_spec.block_size)) for group in groups)
-    # One block is nobody's.
+    # Plus vLLM's null block.
     return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """What was sampled for a request and not handed out yet."""
+    """The outputs that were sampled for a request and not handed out yet."""
 
     client_index: int
     limit: int
     with_logprobs: bool
-    # None: every step of this request is vLLM's.
+    # None: vLLM handles every step of this request.
     steady: SteadyRequest | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -96,7 +97,7 @@ class _Chunk:
     prompt_logprobs: Any = None
 
     def keep(self, output: EngineCoreOutput) -> None:
-        """Takes what comes beside tokens: in a request's first step, and with recorded experts."""
+        """Takes the fields beside tokens: those of a request's first step, and recorded experts."""
         if output.routed_experts is not None:
             self.routed_experts.append(output.routed_experts)
         if output.events:
@@ -107,7 +108,7 @@ class _Chunk:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors
 
     def pour(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Everything that is held, in `output`; nothing is held any more."""
+        """Moves everything that is held into `output`, and returns it."""
         if self.with_logprobs and len(self.logprobs) != len(self.token_ids):
             raise RuntimeError(
                 f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} sampled tokens"
@@ -117,7 +118,7 @@ class _Chunk:
             output.new_logprobs = LogprobsLists(
                 np.asarray(self.token_ids, dtype=np.int32)[:, None],
                 np.asarray(self.logprobs, dtype=np.float32)[:, None],
-                # Of the sampled token; nobody asks for it.
+                # The rank of the sampled token, which no caller asks for.
                 np.zeros(len(self.token_ids), dtype=np.int32),
             )
         if self.routed_experts:
@@ -133,7 +134,7 @@ class _Chunk:
 
 
 class _Chunking(PausingScheduler):
-    """Requests that want only their final output are handed out in chunks, others as ever."""
+    """Hands out requests that want only their final output in chunks, others as vLLM does."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class _Chunking(PausingScheduler):
         if self.vllm_config.parallel_config.worker_cls == CPU_WORKER:
             self.aux_output_connector = AuxOutputSchedulerConnector()
         self._chunks: dict[str, _Chunk] = {}
-        # Requests beside them whose log-probabilities vLLM cuts out itself.
+        # Other requests, whose log-probabilities vLLM cuts out itself.
         self._streamed: set[str] = set()
         self._num_added = 0
         self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
@@ -160,7 +161,7 @@ class _Chunking(PausingScheduler):
         self._planner = SteadyPlanner(self) if plans else None
 
     def add_request(self, request: Request) -> None:
-        """Opens the request's chunk."""
+        """See vLLM; opens the request's chunk."""
         super().add_request(request)
         parameters = request.sampling_params
         if parameters is None:
@@ -183,7 +184,7 @@ class _Chunking(PausingScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """Drops what is held of them: whoever cancelled them has built their last output."""
+        """See vLLM; drops the held tokens: the canceller has built the last output already."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._forget(request.request_id)
@@ -208,18 +209,18 @@ class _Chunking(PausingScheduler):
         return chunk is not None and chunk.steady is not None
 
     def has_requests(self) -> bool:
-        """Also when a pause has still to hand out what is held."""
+        """See vLLM; also true while a pause has still to hand out held tokens."""
         return bool(super().has_requests()) or (
             self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
         )
 
     def make_stats(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
-        """None: a message for every step that nobody reads."""
+        """See vLLM; returns None, since no program reads these messages of every step."""
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See vLLM; without the outputs of requests whose chunk is not full."""
+        """See vLLM; leaves out the outputs of requests whose chunk is not full."""
         logprobs = model_runner_output.logprobs
         if logprobs is not None and not self._streamed:
             model_runner_output.logprobs = None
@@ -229,7 +230,7 @@ class _Chunking(PausingScheduler):
         if starts is None and not model_runner_output.num_nans_in_logits:
             num_scheduled = scheduler_output.num_scheduled_tokens
             others, full = self._decode(num_scheduled, model_runner_output, values)
-            # What is done already is not vLLM's to do.
+            # vLLM gets only the requests that `_decode` has not handled.
             scheduler_output = dataclasses.replace(scheduler_output, num_scheduled_tokens=others)
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         rows = model_runner_output.req_id_to_index
@@ -261,7 +262,7 @@ class _Chunking(PausingScheduler):
         chunks, ahead = self._chunks, self._plans_ahead
         manager, block_size = self.kv_cache_manager, self.hash_block_size
         rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
-        # Once for each request and step: as little as can be.
+        # This runs once for each request and step, so it does as little as possible.
         for request_id, num_tokens in num_scheduled.items():
             chunk = chunks.get(request_id)
             if (
@@ -292,7 +293,7 @@ class _Chunking(PausingScheduler):
         logprobs: list[float] | None,
         starts: list[int] | None,
     ) -> list[EngineCoreOutput]:
-        """Puts outputs into their chunks; returns those to hand out."""
+        """Puts outputs into their chunks; returns the outputs to hand out now."""
         ready = []
         for output in outputs:
             request_id, token_ids = output.request_id, output.new_token_ids
@@ -329,14 +330,14 @@ class _Chunking(PausingScheduler):
 
 
 class ChunkingScheduler(_Chunking):
-    """Over vLLM's scheduler."""
+    """Chunks over vLLM's scheduler."""
 
 
 class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
-    """Over vLLM's scheduler that plans a step while the one before it runs."""
+    """Chunks over vLLM's scheduler that plans a step while the one before it runs."""
 
 
 def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
-    """The class for vLLM's `scheduler_cls`; ConfigError where it does not fit this vLLM."""
+    """Returns the class for vLLM's `scheduler_cls`; ConfigError if it does not fit this vLLM."""
     check_outputs(EngineCoreOutput.__struct_fields__)
     return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler

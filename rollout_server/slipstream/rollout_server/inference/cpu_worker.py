@@ -1,8 +1,8 @@
 """vLLM's worker for CPUs, with the experts that each token was sent to.
 
-vLLM (0.32.0) returns them from its second model runner, which needs Triton. On CPUs runs the first:
-here it feeds the same connector, so that scheduler, cached prefixes and outputs are vLLM's own.
-Import it on CPUs only: what it imports changes torch.
+vLLM (0.32.0) returns them from its second model runner, which needs Triton. CPUs run the first one:
+this worker feeds the same connector, so that scheduler, cached prefixes and outputs are vLLM's own.
+Import this module on CPUs only: its imports change torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 @dataclass(frozen=True)
 class _Step:
-    """What the connector asks of a step's batch: request n has tokens `starts[n]` to `[n + 1]`."""
+    """The batch of a step, by the names that the connector reads.
+
+    Request n has the tokens from `query_start_loc_np[n]` up to `query_start_loc_np[n + 1]`.
+    """
 
     req_ids: list[str]
     query_start_loc_np: npt.NDArray[np.int64]
-    # Of each request, before this step.
+    # Tokens of each request that were computed before this step.
     num_computed_tokens_np: npt.NDArray[np.int32]
 
 
@@ -35,14 +38,14 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
     _pending: PendingAuxOutput | None = None
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
-        """As vLLM's; from now on the routers say what they choose."""
+        """See vLLM; afterwards the routers report the experts that they choose."""
         super().initialize_from_config(kv_cache_config)
         self._connector = get_aux_output_connector(
             self.model_runner.get_model(), self.vllm_config, kv_cache_config
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """As vLLM's: None when `sample_tokens` is to follow."""
+        """See vLLM; returns None when `sample_tokens` is to follow."""
         self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
         output = super().execute_model(scheduler_output)
         if output is None:
@@ -50,7 +53,7 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """As vLLM's, with the experts of the tokens that `execute_model` computed."""
+        """See vLLM; adds the experts of the tokens that `execute_model` computed."""
         output = super().sample_tokens(grammar_output)
         pending, self._pending = self._pending, None
         if pending is not None:

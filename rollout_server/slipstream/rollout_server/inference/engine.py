@@ -44,14 +44,14 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
-# An engine that does not answer an order to pause or resume for so long hangs: a step or two, and
-# the calls before it, take less.
+# Seconds after which an engine that has not answered an order to pause or resume counts as hung. A
+# step or two, and the calls before the order, take less.
 _ANSWER_LIMIT_S = 120.0
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class VllmEngine:
-    """See `generation.Engine`. vLLM forks: `start` it before there is any gRPC channel."""
+    """See `generation.Engine`; vLLM forks, so call `start` before any gRPC channel is opened."""
 
     def __init__(
         self,
@@ -80,19 +80,19 @@ class VllmEngine:
             self._workers.call_all, self._pauses.pause_for_update, stage=stage
         )
         self._returned_tokens = 0
-        # Open requests; True: to be cancelled, also before the engine knows them.
+        # Open requests; True marks one to be cancelled, also before the engine knows it.
         self._open: dict[str, bool] = {}
 
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
-        """Starts the engine processes, paused; blocks the loop for as long as that takes."""
+        """Starts the engine processes and pauses the engine; blocks the event loop meanwhile."""
         before = set(psutil.Process().children(recursive=True))
         settings = engine_config(config, seed)
-        # On CPU the line above chose "spawn" for the sake of thread binding, which is off: forked
+        # On CPU the line above chose "spawn" for the sake of thread binding, which is off. Forked
         # processes start in 3 s instead of 13 and inherit the hook of `process.bind_children`.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        # What is frozen is never collected in the forked processes: a finaliser there would wait
-        # for a thread that did not come along.
+        # Frozen objects are never collected in the forked processes: a finaliser there would wait
+        # for a thread that the fork did not copy.
         gc.collect()
         gc.freeze()
         line = DirectLine(config.rollout_server.tensor_parallel_size)
@@ -109,7 +109,7 @@ class VllmEngine:
         )
         line.listen()
         await engine.pause()
-        # What is there now stays: collections need not look through all of vLLM's modules again.
+        # Objects that exist now stay: collections need not look through vLLM's modules again.
         gc.collect()
         gc.freeze()
         return engine
@@ -155,9 +155,9 @@ class VllmEngine:
             top_k=sampling.top_k,
             max_tokens=max_tokens,
             ignore_eos=sampling.ignore_eos,
-            # The engine's process ends the reply there, before anything is handed out.
+            # The engine's process ends the reply at these, before it hands the tokens out.
             stop_token_ids=list(sampling.stop_token_ids),
-            # vLLM looks for these when it has the text of a chunk, and drops the tokens behind.
+            # vLLM looks for these in the text of each chunk, and drops the tokens behind.
             stop=list(sampling.stop),
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,
@@ -181,7 +181,7 @@ class VllmEngine:
         num_tokens = len(completion.token_ids)
         self._returned_tokens += num_tokens
         if sampling.stop:
-            # Those that were counted, and dropped behind the text.
+            # Tokens that vLLM dropped behind a stop text were counted.
             self._counter.generated_tokens -= output.metrics.num_generation_tokens - num_tokens
         return _generation(output)
 
@@ -210,8 +210,7 @@ class VllmEngine:
         """See `Engine`."""
         if self._open:
             return await self._updates.receive(publish_id)
-        # Nothing runs, and no request is let in before the verdict on the update: no pause is
-        # needed, and one call to the engine does for everything.
+        # Nothing runs, and requests are held until `resume`: the update needs no pause.
         self._pauses.hold_requests()
         return await self._updates.receive(publish_id, self._pauses.resume_idle)
 
@@ -258,13 +257,13 @@ class VllmEngine:
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for process in alive:
             process.kill()
-        # Its finalisers log errors when they run after those of its modules.
+        # The finalisers of vLLM's client log errors when they run after those of vLLM's modules.
         gc.unfreeze()
         del self._llm
         gc.collect()
 
     async def refresh_kept_linears(self, *, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off: a test shows that the probe notices."""
+        """Turns the repacking of tied heads on or off; a test shows that the probe notices."""
         await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
 
     async def _request(
@@ -293,7 +292,7 @@ class VllmEngine:
 def _generation(output: RequestOutput) -> Generation:
     (completion,) = output.outputs
     token_ids = np.asarray(completion.token_ids, dtype=np.uint32)
-    # One for each position: that of the sampled token.
+    # Each position has one log-probability, that of the sampled token.
     values = completion.logprobs.logprobs if completion.logprobs is not None else []
     spans = []
     for span in completion.weight_versions or ():

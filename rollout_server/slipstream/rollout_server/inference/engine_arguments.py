@@ -1,4 +1,4 @@
-"""What vLLM is started with: our own settings, and `rollout_server.engine` by vLLM's names."""
+"""vLLM's configuration: our own settings, and those of `rollout_server.engine` by vLLM's names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
         # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
         values |= {"worker_cls": CPU_WORKER} if on_cpu else {"enable_return_routed_experts": True}
     try:
-        # In the context of offline use a step takes as many tokens of prompts as the GPU likes.
+        # In vLLM's context of offline use a step takes as many prompt tokens as suit the GPU.
         settings = AsyncEngineArgs(**values).create_engine_config(UsageContext.LLM_CLASS)
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
@@ -47,9 +47,9 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
 
 
 def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
-    """The values of `rollout_server.engine`.
+    """Returns the values of `rollout_server.engine`.
 
-    ConfigError for a name that vLLM's arguments do not have, with the nearest one.
+    ConfigError for a name that vLLM's arguments do not have; it gives the nearest one.
     """
     names = [field.name for field in dataclasses.fields(AsyncEngineArgs) if field.init]
     for name in table:
@@ -59,7 +59,7 @@ def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
 
 
 def own_values(config: Config, seed: int) -> dict[str, object]:
-    """What our own settings say in vLLM's names."""
+    """Returns the values of our own settings under vLLM's names."""
     settings, sampling = config.rollout_server, config.sampling
     sizes = json.loads((config.model.path / "config.json").read_text())
     longest = sizes.get("max_position_embeddings", math.inf)
@@ -68,11 +68,11 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "dtype": config.model.dtype,
         "hf_overrides": {"head_dtype": config.model.head_dtype},
         "seed": seed,
-        # One more than an episode: a probe of full length samples one token.
+        # One token more than an episode: a probe of full length samples one token.
         "max_model_len": min(sampling.max_episode_tokens + 1, longest),
         "max_num_seqs": settings.max_episodes,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        # One worker lives in the engine's process: between two processes vLLM waits by spinning.
+        # A single worker runs in the engine's process: between processes vLLM waits by spinning.
         "distributed_executor_backend": (
             UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
         ),

@@ -1,8 +1,8 @@
 """The pauses of vLLM's engine, and the requests that are held meanwhile.
 
 Consumes: orders to pause and to resume. Waits for: the engine's answers; held requests wait to be
-let in. Unblocked by: the answers, or their limit: then the engine hangs; `resume`, `pause` or
-`release`.
+let in. Unblocked by: the answers, or their limit, after which the engine counts as hung. A held
+request is unblocked by `resume`, `pause` or `release`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EnginePause:
         self._llm, self._answer_limit_s = llm, answer_limit_s
         self._recompute = recompute_context
         self._version: PolicyVersion | None = None
-        # From the order to pause, or to hold requests, to the answer of `resume`.
+        # True from the order to pause, or to hold requests, to the answer of `resume`.
         self.is_paused = False
         self._lets_in = True
         # Requests that are held, in the order in which they came.
@@ -41,18 +41,18 @@ class EnginePause:
 
     @property
     def salt(self) -> str | None:
-        """What a request's cached prefixes must have been computed with; None: with anything.
+        """The `cache_salt` of vLLM for new requests; None: they may use any cached prefix.
 
-        For vLLM's `cache_salt`.
+        A request uses only prefixes that were cached under its own salt.
         """
         if self._recompute or self._version is None:
             return None
         return _stamp(self._version)
 
     async def pause(self) -> None:
-        """See `Engine`; requests that were held wait in the engine then.
+        """See `Engine`; held requests are let in, and wait in the engine.
 
-        The engine forgets whatever it computed: its weights may not be used.
+        The engine forgets all cached prefixes: the weights that computed them may not be used.
         """
         await self._pause(0.0, clear_cache=True)
         self._let_all_in()
@@ -65,39 +65,40 @@ class EnginePause:
         self._let_all_in()
 
     async def pause_for_update(self, update_limit_s: float) -> None:
-        """Pauses what runs; its context is forgotten if the new weights shall compute it anew.
+        """Pauses all requests; forgets their context if the new weights are to compute it anew.
 
-        `update_limit_s`: the limit of an update ordered with it, which the engine may take first.
+        `update_limit_s`: the limit of an update that is ordered at the same time, since the engine
+        may carry that out first.
         """
         if not self._recompute:
-            # Requests from now on belong to the new weights: the old ones' salt is not for them.
+            # Later requests belong to the new weights and must not get the salt of the old ones.
             self._lets_in = False
         await self._pause(update_limit_s, clear_cache=self._recompute)
 
     async def _pause(self, update_limit_s: float, *, clear_cache: bool) -> None:
-        # What `pause_generation` does, without its 20 ms of sleep for the look of things: late
-        # tokens carry the version that the engine process stamped on them.
+        # Does what vLLM's `pause_generation` does, without its sleep of 20 ms: late tokens carry
+        # the version that the engine process stamped on them.
         self._ahead, self.is_paused = None, True
         core = self._llm.engine_core
         pausing = core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         await self._call(pausing, update_limit_s)
 
     def hold_requests(self) -> None:
-        """Lets no request in any more; for an engine in which nothing runs."""
+        """Holds every new request; only for an engine in which nothing runs."""
         self.is_paused = True
         self._lets_in = False
 
     async def resume_idle(self, version: PolicyVersion, update_limit_s: float) -> None:
         """Gives an idle engine its new version at once; requests stay held until `resume`.
 
-        The engine need not be paused, which would wait for all that the device was given, buckets
-        too. Its scheduler forgets cached prefixes. For `update_limit_s` see `pause_for_update`.
+        The engine need not be paused: a pause would wait for all work on the device, buckets too.
+        Its scheduler forgets cached prefixes. For `update_limit_s` see `pause_for_update`.
         """
         self._ahead = version
         await self._call(asyncio.gather(*self._resuming(version)), update_limit_s)
 
     async def let_in(self, request_id: str) -> None:
-        """Returns when a request may be handed to the engine, or is released."""
+        """Waits until a request may be handed to the engine, or is released."""
         if self._lets_in:
             return
         held = self._held[request_id] = asyncio.get_running_loop().create_future()
@@ -118,7 +119,10 @@ class EnginePause:
             self.release(request_id)
 
     def _resuming(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[None]]:
-        """The two calls in the order in which the engine takes them, both under way at once."""
+        """Returns the two calls to resume, in the order in which the engine takes them.
+
+        Await both at once.
+        """
         stamping = self._llm.update_weight_version(_stamp(version))
         return stamping, self._llm.resume_generation()
 

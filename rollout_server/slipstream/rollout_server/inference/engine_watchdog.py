@@ -1,4 +1,4 @@
-"""A watchdog for an engine that is alive, has requests and makes no step."""
+"""The watchdog for an engine that is alive, has requests and makes no step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 from slipstream.rollout_server.inference.generation import EngineDied
 
-# An engine with requests that makes no step for so long hangs. Longer than compiling kernels takes,
-# shorter than the run waits for a batch.
+# Seconds without a step after which an engine with requests counts as hung. The limit is longer
+# than compiling kernels takes, and shorter than the run waits for a batch.
 SILENCE_LIMIT_S = 300.0
 
 
@@ -16,7 +16,7 @@ class EngineWatchdog:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        # The last check at which the engine had nothing to do.
+        # time.monotonic of the last check at which the engine had nothing to do.
         self._idle_s = time.monotonic()
 
     def check(self, *, heard_s: float, num_requests: int) -> None:
@@ -29,6 +29,6 @@ class EngineWatchdog:
             self._idle_s = now_s
         elif now_s - max(self._idle_s, heard_s) > self._limit_s:
             raise EngineDied(
-                f"vLLM's engine did no step for {self._limit_s:g} s, "
+                f"vLLM's engine made no step for {self._limit_s:g} s, "
                 f"with {num_requests} open requests"
             )

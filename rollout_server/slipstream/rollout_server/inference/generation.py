@@ -1,4 +1,4 @@
-"""What the rollout server asks of an inference engine, whichever it is."""
+"""The interface between the rollout server and its inference engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "abort"
-    # The engine gave the request up.
+    # The engine abandoned the request.
     FAILED = "error"
 
 
@@ -37,10 +37,10 @@ class Sampling:
     """How replies are sampled, and the limits of an episode.
 
     `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
-    counts context and sampled tokens, `max_turns` the replies; `ignore_eos` goes on after the
-    end-of-text token. `max_prompt_tokens` is the limit of the context before the first reply; 0:
-    what leaves room for one token of it. A reply ends with the first of `stop_token_ids`, too,
-    and with the token that completes the first of the texts in `stop`.
+    counts context and sampled tokens, `max_turns` the replies; with `ignore_eos` a reply does not
+    end at the end-of-text token. `max_prompt_tokens` limits the context before the first reply;
+    with 0 it need only leave room for one token of that reply. A reply also ends with the first of
+    `stop_token_ids`, and with the token that completes the first of the texts in `stop`.
     """
 
     temperature: float
@@ -57,13 +57,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """One reply, or as much of it as there was when it was cancelled or failed.
+    """One reply, or the part of it that was sampled before it was cancelled or failed.
 
     `logprobs` are natural logarithms after temperature and truncation of the distribution, one for
     each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` of
-    the prompt were not computed. `expert_ids` is [tokens, layers, experts per token]: which experts
-    the tokens from `experts_from` on went to when each was first computed, the last one that was
-    sampled left out, which never was; None from an engine that does not record them.
+    the prompt were not computed. `expert_ids` is [tokens, layers, experts per token]; None: the
+    engine does not record experts. It holds the experts of each token from `experts_from` on, as
+    the token was first computed. The last sampled token was never computed and is left out.
     """
 
     token_ids: TokenArray
@@ -75,18 +75,18 @@ class Generation:
 
     @classmethod
     def unbegun(cls) -> Generation:
-        """Of a request that was cancelled before the engine knew it."""
+        """Returns the empty reply to a request that was cancelled before the engine knew it."""
         nothing = np.empty(0, dtype=np.float32)
         return cls(nothing.astype(np.uint32), nothing, (), FinishReason.CANCELLED)
 
 
 @dataclass(frozen=True)
 class EngineUse:
-    """What an engine did since it was started.
+    """The counters of an engine since its start.
 
     `generated_tokens` is counted where the engine hands out tokens, without those of probes. Of
     them `returned_tokens` belong to generations that ended. `busy_intervals` (Unix clock) are those
-    since the last look; one that goes on is cut.
+    since the last call of `use`; an interval that is still open is cut there.
     """
 
     generated_tokens: int
@@ -98,14 +98,14 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """How an engine took new weights.
+    """How an engine loaded new weights, and the seconds that it took.
 
-    `by_plan`: copied as they came, not through vLLM's loader; then they came while the engine was
-    still finishing what was under way, for `pause_s`. Of the time that a worker took, `receive_s`
-    went by until the last bucket had come, as far as nothing was loaded meanwhile; `load_s` is the
-    rest. `wire_s`: from the first broadcast's start on the worker that came last to the end of the
-    last one; 0 where that cannot be timed. `already_resumed`: nothing ran, and the engine
-    has taken the new version; `resume` takes no time.
+    `by_plan`: the weights were copied as they arrived, not through vLLM's loader. They then arrived
+    while the engine finished its steps under way, which took `pause_s`. A worker spent `receive_s`
+    waiting for buckets, as far as it loaded nothing meanwhile, and `load_s` on the rest. `wire_s`
+    runs from the first broadcast's start on the worker that joined last to the end of the last
+    broadcast; 0 where it cannot be timed. `already_resumed`: nothing ran, and the engine has
+    taken the new version already; `resume` takes no time.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -125,21 +125,21 @@ class Engine(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Ranks that it occupies in a communicator."""
+        """The number of ranks that the engine occupies in a communicator."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
+        """The tokens of the longest sequence, context and reply together."""
         ...
 
     def use(self) -> EngineUse:
-        """The counters; it starts a new list of busy intervals."""
+        """Returns the counters and starts a new list of busy intervals."""
         ...
 
     @property
     def num_experts(self) -> int:
-        """Of each layer of a mixture of experts; 0: there are none."""
+        """The experts in each layer of a mixture of experts; 0: the model has none."""
         ...
 
     async def generate(
@@ -153,47 +153,47 @@ class Engine(Protocol):
     ) -> Generation:
         """Samples at most `max_tokens` tokens; waits while the engine is paused.
 
-        Experts, if it records them, are returned of the tokens from `experts_from` on.
-        GenerationFailed when the request cannot be served, EngineDied when none can.
+        An engine that records experts returns those of the tokens from `experts_from` on.
+        GenerationFailed when this request cannot be served, EngineDied when no request can.
         """
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a generation, paused or not: it returns what was handed out, if it is still open."""
+        """Ends an open generation, paused or not; `generate` returns the tokens handed out."""
         ...
 
     async def pause(self) -> None:
-        """Freezes all requests between two tokens and forgets every cached prefix."""
+        """Pauses all requests between two tokens and forgets every cached prefix."""
         ...
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
-        """Joins the communicator and makes ready for a whole set of weights; need not be paused.
+        """Joins the communicator and prepares for a whole set of weights; need not be paused.
 
-        An empty layout is that of the publish before. WeightSyncError when it failed: the weights
-        are what they were.
+        An empty `layout` stands for that of the publish before. After a WeightSyncError the weights
+        are unchanged.
         """
         ...
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
-        """Pauses, and loads what `prepare_weights` announced; nothing is sampled until `resume`.
+        """Pauses and loads the weights of `prepare_weights`; samples nothing until `resume`.
 
-        Weights that nobody vouches for are given back by `pause`. WeightSyncError when it failed:
-        the weights are then unusable, but the next publish may try again.
+        Call `pause` instead of `resume` where these weights may not be used. After a
+        WeightSyncError the weights are unusable, but the next publish may try again.
         """
         ...
 
     async def resume(self, version: PolicyVersion) -> None:
-        """Goes on; tokens sampled from now on carry `version`."""
+        """Resumes generation; tokens sampled from now on carry `version`."""
         ...
 
     async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
-        """Log-probability of every token but the first of each sequence, all in one array."""
+        """Returns the log-probability of every token but each sequence's first, in one array."""
         ...
 
     async def watch(self) -> None:
-        """Never returns; raises EngineDied."""
+        """Raises EngineDied when the engine is gone or hangs; never returns."""
         ...
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with short pauses: an engine stands still at every publish."""
+"""vLLM's scheduler with shorter pauses: an engine pauses at every publish."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-# What another thread needs to send a short message.
+# Seconds that another thread needs to send a short message.
 ANSWER_S = 0.0002
 
 
 class PausingScheduler(Scheduler):  # type: ignore[misc]
-    """See vLLM's, also for which plans it makes."""
+    """Plans steps as vLLM's scheduler does; pauses and resumes faster."""
 
     _has_resumed = False
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - vLLM's own
-        """See vLLM, which goes through every block while the engine stands still.
+        """See vLLM, which goes through every block while the engine is paused.
 
-        Only those that are cached have anything to be reset.
+        Only cached blocks have anything to reset: vLLM is shown no others.
         """
         pool = self.kv_cache_manager.block_pool
         every = pool.blocks
@@ -38,7 +38,8 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Notes the end of a pause for the next `schedule`.
 
-        Who goes on without a pause, which forgets cached prefixes, has new weights too.
+        An engine that is resumed without a pause has new weights too: cached prefixes, which a
+        pause would have forgotten, are forgotten here.
         """
         self._has_resumed = pause_state is PauseState.UNPAUSED
         if self._has_resumed and self.pause_state is PauseState.UNPAUSED:
@@ -46,10 +47,10 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         super().set_pause_state(pause_state)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own
-        """See vLLM; the first plan after a pause lets the answer to who ended the pause go first.
+        """See vLLM; the first plan after a pause lets the answer to `resume` leave first.
 
-        A plan for all requests anew may take longer than Python lets another thread wait for its
-        turn, 5 ms: so long the answer would lie there, and the pause seem longer than it was.
+        Python lets another thread wait 5 ms for its turn, and a plan for all requests may take
+        longer. The answer would lie there meanwhile, and the pause would seem longer than it was.
         """
         if self._has_resumed:
             self._has_resumed = False

@@ -1,9 +1,9 @@
-"""Less work for requests in the middle of a reply, of which a step computes one token.
+"""Reduces the scheduler's work for requests in the middle of a reply, which get one token a step.
 
 vLLM's scheduler is ready for much more: drafts, grammars, images, connectors, windows. It asks for
-all of that once for each request and step, and with a small model and hundreds of requests this is
-what limits an engine. Here the answers are known beforehand, and the requests' state changes as
-vLLM would change it; the first and the last step of a reply, and whatever is unusual, stay vLLM's.
+all of that once for each request and step. With a small model and hundreds of requests this is what
+limits an engine. Here the answers are known beforehand, and the requests' state changes as vLLM
+would change it. vLLM still handles the first and the last step of a reply, and all unusual steps.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from vllm.v1.request import Request, RequestStatus
 log = logging.getLogger(__name__)
 
 _RUNNING = RequestStatus.RUNNING
-# Whose scheduler this follows; it is no public interface.
+# The version of vLLM whose scheduler this module follows; it is no public interface.
 _FOLLOWED = "0.32.0"
 
 
 def decodes_plainly(scheduler: Scheduler, version: str = vllm.__version__) -> bool:
-    """Whether requests of this scheduler can be in the middle of a reply as it is meant here."""
+    """Whether this module can handle requests of `scheduler` in the middle of a reply."""
     if version.partition("+")[0] != _FOLLOWED:
         log.warning("all steps are vLLM's: it is %s, not %s", version, _FOLLOWED)
         return False
-    # Full attention forgets no block, and one that fills up is the next one to be looked up.
+    # Full attention frees no block, and each block that fills up is one unit of prefix lookup.
     simple_cache = all(
         type(manager) is FullAttentionManager and manager.block_size == scheduler.hash_block_size
         for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -51,13 +51,13 @@ def decodes_plainly(scheduler: Scheduler, version: str = vllm.__version__) -> bo
 
 
 class KnownSlots:
-    """`KVCacheManager.allocate_slots`, which need not be asked inside of a block.
+    """Replaces `KVCacheManager.allocate_slots`, whose answer is known inside of a block.
 
-    A token that is neither the first of a block nor the last one finds its slot, and fills none.
+    A token that is neither the first nor the last of a block needs no new block, and fills none.
     """
 
     def __init__(self, manager: KVCacheManager, block_size: int) -> None:
-        """Of a manager of which `decodes_plainly` is true."""
+        """`manager` belongs to a scheduler for which `decodes_plainly` is true."""
         self._allocate: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
         self._none = manager.empty_kv_cache_blocks
         self._block_size = block_size
@@ -70,7 +70,7 @@ class KnownSlots:
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> KVCacheBlocks | None:
-        """New blocks for the tokens; None when there are not enough."""
+        """Returns new blocks for the tokens; None when there are not enough."""
         if (
             num_new_tokens == 1
             and 0 < request.num_computed_tokens % self._block_size < self._last
@@ -81,7 +81,7 @@ class KnownSlots:
 
 
 class SteadyRequest:
-    """A request that takes nothing but tokens."""
+    """A request that gets nothing but tokens in the middle of its reply."""
 
     __slots__ = ("_ends_at", "_request", "_stops")
 
@@ -92,7 +92,7 @@ class SteadyRequest:
 
     @staticmethod
     def fits(request: Request, parameters: SamplingParams) -> bool:
-        """Whether it is such a request."""
+        """Whether `request` gets nothing but tokens."""
         return not (
             request.use_structured_output
             or request.has_encoder_inputs
@@ -101,7 +101,7 @@ class SteadyRequest:
         )
 
     def is_between(self, token_ids: list[int]) -> bool:
-        """Whether these tokens, sampled in one step, are one that neither starts nor ends it."""
+        """Whether the tokens of a step are a single one that neither starts nor ends the reply."""
         request = self._request
         return (
             len(token_ids) == 1
@@ -114,13 +114,13 @@ class SteadyRequest:
         )
 
     def append(self, token_id: int) -> None:
-        """Takes a token that `is_between`."""
+        """Appends a token for which `is_between` is true."""
         request = self._request
         request.num_in_flight_tokens -= 1
         request.append_output_token_ids(token_id)
 
     def append_ahead(self, token_id: int, manager: KVCacheManager, block_size: int) -> None:
-        """The same where steps are planned before the token is known, see `AsyncScheduler`."""
+        """Appends a token where steps are planned before it is known, see `AsyncScheduler`."""
         self.append(token_id)
         request = self._request
         request.num_output_placeholders -= 1
@@ -130,5 +130,5 @@ class SteadyRequest:
 
 
 def plans_ahead(scheduler: Scheduler) -> bool:
-    """Whether it plans steps before it knows the tokens of those before."""
+    """Whether `scheduler` plans a step before it knows the tokens of the step before."""
     return isinstance(scheduler, AsyncScheduler)

@@ -1,4 +1,4 @@
-"""How many tokens vLLM hands out, and when it was heard of last."""
+"""Counts the tokens that vLLM hands out, and notes the time of the engine's last step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-# Requests whose names begin so are no episodes'.
+# Prefix of the ids of requests that score a probe and belong to no episode.
 PROBE_PREFIX = "probe/"
 
 
@@ -16,7 +16,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     """Counts the tokens that vLLM hands out, in place of its Prometheus metrics."""
 
     generated_tokens = 0
-    # When the engine told of a step last; of time.monotonic.
+    # time.monotonic of the engine's last report of a step.
     heard_s = 0.0
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
@@ -29,7 +29,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
-        """See vLLM: what one step of the engine gave."""
+        """See vLLM; counts the tokens of one step of the engine, without those of probes."""
         self.heard_s = time.monotonic()
         if iteration_stats is None:
             return
@@ -39,7 +39,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
                 self.generated_tokens -= request.num_generation_tokens
 
     def log_engine_initialized(self) -> None:
-        """Nothing to be said."""
+        """See vLLM; logs nothing."""
 
     def log(self) -> None:
-        """Nothing to be said."""
+        """See vLLM; logs nothing."""

@@ -1,15 +1,16 @@
-"""When an engine had work."""
+"""The times at which an engine had work."""
 
 from __future__ import annotations
 
 import time
 
-# More than a heartbeat's worth; beyond it the oldest intervals are joined.
+# Intervals kept between two heartbeats, more than these need. At this number a new interval is
+# joined with the one before it.
 _MAX_INTERVALS = 256
 
 
 class UseClock:
-    """Seconds with at least one open request, and their intervals of the Unix clock."""
+    """Measures the time with at least one open request: seconds and intervals (Unix clock)."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -19,23 +20,23 @@ class UseClock:
 
     @property
     def busy_s(self) -> float:
-        """The sum of all intervals, the one that goes on included."""
+        """The seconds of all intervals, the open one included."""
         return self._busy_s + (time.time() - self._started_s if self._open else 0.0)
 
     def enter(self) -> None:
-        """One more request is open."""
+        """Notes that a request was opened."""
         if not self._open:
             self._started_s = time.time()
         self._open += 1
 
     def leave(self) -> None:
-        """One request ended."""
+        """Notes that a request ended."""
         self._open -= 1
         if not self._open:
             self._cut(time.time())
 
     def take_intervals(self) -> tuple[tuple[float, float], ...]:
-        """The intervals since the last call; one that goes on is cut here."""
+        """Returns the intervals since the last call; an open interval is cut here."""
         if self._open:
             self._cut(time.time())
         taken, self._intervals = tuple(self._intervals), []

@@ -1,4 +1,4 @@
-"""How buckets reach an engine worker: what every transport offers."""
+"""The receiving side of a transport: how buckets reach an engine worker."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Membership:
 
 @dataclass(frozen=True)
 class Incoming:
-    """One update, as its transport sees it.
+    """The facts of one update that its transport needs.
 
-    `own_buffers`: every bucket lies in memory that is never written again. Otherwise a bucket is
-    valid until the next one is asked for.
+    `own_buffers`: every bucket gets memory that is never written again. Otherwise a bucket is valid
+    until the next one is asked for.
     """
 
     buckets: tuple[Bucket, ...]
@@ -37,18 +37,18 @@ class Incoming:
 class BucketReceiver(Protocol):
     """One member of a communicator, on the receiving side."""
 
-    # `receive` only enqueues on the device: who iterates over it waits for nothing.
+    # Whether `receive` only enqueues on the device: iterating over it then waits for nothing.
     enqueues: bool
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """Makes everything ready while generation still goes on.
+        """Prepares to receive while generation continues.
 
-        Returns the memory of each bucket in order, as far as it is known beforehand.
+        Returns the memory of each bucket in order, or nothing where it is not known beforehand.
         """
         ...
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """Each bucket in order, in a uint8 tensor of its size, valid on the current stream.
+        """Yields each bucket in order, in a uint8 tensor of its size, valid on the current stream.
 
         Work that the caller puts on the current stream before it asks for the next bucket is done
         before the memory is written again. WeightSyncError when a bucket misses its deadline; a
@@ -57,11 +57,11 @@ class BucketReceiver(Protocol):
         ...
 
     def digests(self) -> list[bytes]:
-        """Of the buckets of the last `receive`, after its end; waits until all have arrived."""
+        """Returns the digests of the last `receive`, after its end; waits for all its buckets."""
         ...
 
     def take_wire(self) -> Wire:
-        """Of the last `receive`, after `digests`; of no time where broadcasts cannot be timed."""
+        """Returns the wire time of the last `receive`, after `digests`; 0 where it is not timed."""
         ...
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 `record` runs `load_weights` over buckets without changing anything and notes every copy from a
 bucket into a parameter: fused and sharded ones are slices. A plan is good only if its copies write
-every element of every parameter exactly once; `Proof` shows, on the bits, that the loader's
-finished work is what these copies would have made; `Replay` makes them.
+every element of every parameter exactly once. `PlanCheck` compares, bit by bit, the loader's
+finished work with what these copies would have made; `Replay` makes them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Parameters = Mapping[str, torch.Tensor]
 
-# A copy that writes more stretches of memory than this is not worth a plan.
+# Most stretches of memory that one copy of a plan may write; beyond it a plan is not worth it.
 _MAX_RUNS = 1 << 24
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NotCopied(Exception):  # noqa: N818 - says why a plan is impossible
-    """The loader does more than to copy; the message names what and where."""
+    """The loader does more than copy; the message names the parameter or layer and the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """Where `tensor` lies in its storage."""
+        """Returns the part of its storage that `tensor` covers."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def within(self, tensor: torch.Tensor, base: int = 0) -> torch.Tensor:
-        """This part of `tensor`'s storage, counted from element `base` on."""
+        """Returns this part of `tensor`'s storage, counted from element `base` on."""
         return torch.as_strided(tensor, self.shape, self.strides, base + self.offset)
 
     def runs(self) -> NDArray[np.int64]:
-        """(start, end) of every stretch of adjacent elements."""
+        """Returns the (start, end) of every stretch of adjacent elements: [stretches, 2]."""
         dims = [d for d in zip(self.shape, self.strides, strict=True) if d[0] != 1]
         dims.sort(key=lambda dim: dim[1])
         length = 1
@@ -76,14 +76,14 @@ class Copy:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """All copies of an update, those of one bucket together; good for these buckets only."""
+    """All copies of an update, grouped by bucket; valid for these buckets only."""
 
     buckets: tuple[Bucket, ...]
     copies: tuple[tuple[Copy, ...], ...]
 
 
 def cut(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and view of every tensor in a bucket's bytes."""
+    """Yields the name and the view of every tensor in a bucket's bytes."""
     for span in bucket.spans:
         tensor = span.tensor
         data = buffer[span.offset_bytes : span.offset_bytes + tensor.num_bytes]
@@ -96,10 +96,10 @@ def record(
     buckets: Sequence[Bucket],
     device: torch.device,
 ) -> CopyPlan:
-    """The copies that `load_weights` makes into `parameters`; nothing is written.
+    """Returns the copies that `load_weights` makes into `parameters`; writes nothing.
 
-    Needs memory of the largest bucket on `device`. NotCopied when the loader does anything else to
-    a parameter, or does not write each of its elements exactly once.
+    Allocates as much memory on `device` as the largest bucket has. NotCopied when the loader does
+    anything else to a parameter, or does not write each of its elements exactly once.
     """
     empty = [name for name, tensor in parameters.items() if not tensor.numel()]
     if empty:
@@ -117,7 +117,7 @@ def record(
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what would be written into parameters, and does not write it."""
+    """Notes the writes into parameters instead of making them."""
 
     def __init__(self, parameters: Parameters, room: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,11 +125,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._room = _storage(room)
         self._place = 0
         self.copies: list[Copy] = []
-        # Parts that the loader fills with a constant, at every load the same: padding.
+        # Parts that the loader fills with the same constant at every load: padding.
         self.constants: list[tuple[str, View]] = []
 
     def begin(self, place: int) -> None:
-        """What follows comes from this bucket."""
+        """Starts bucket `place`: the copies that follow come from it."""
         self._place, self.copies = place, []
 
     def __torch_dispatch__(
@@ -141,12 +141,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         """Sees every operation below autograd."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-            # What is written with it would look like a constant.
+            # A parameter that is written with this value would look like a constant.
             raise NotCopied("the loader reads the value of an element")
         written = self._written(func, args, kwargs or {})
         if written is None:
             if func is torch.ops.aten.copy_.default and _storage(args[1]) == self._room:
-                raise NotCopied("what arrived is copied to something that is no parameter")
+                raise NotCopied("a bucket is copied to a tensor that is no parameter")
             return func(*args, **kwargs or {})
         name = self._names[_storage(written)]
         if func is torch.ops.aten.copy_.default:
@@ -169,14 +169,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             if info is not None and info.is_write and isinstance(value, torch.Tensor):
                 if _storage(value) == self._room:
-                    raise NotCopied(f"the loader changes what arrived by {func}")
+                    raise NotCopied(f"the loader changes a bucket by {func}")
                 if _storage(value) in self._names:
                     return value
         return None
 
     def _note_copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
         if _storage(source) != self._room:
-            raise NotCopied(f"{name} is not written with what arrived but with a result of it")
+            raise NotCopied(f"{name} is not written with a bucket's data but with a result of them")
         if destination.numel() == 0:
             return
         self.copies.append(
@@ -197,7 +197,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _check_coverage(
     parameters: Parameters, copies: Sequence[Copy], constants: Sequence[tuple[str, View]]
 ) -> None:
-    """NotCopied unless every element of every parameter is written exactly once."""
+    """Raises NotCopied unless every element of every parameter is written exactly once."""
     names = {_storage(tensor): name for name, tensor in parameters.items()}
     wanted: dict[str, set[View]] = {name: set() for name in names.values()}
     for tensor in parameters.values():
@@ -218,7 +218,7 @@ def _check_coverage(
 
 
 def _merge(views: Iterable[View]) -> tuple[NDArray[np.int64], bool]:
-    """The sorted union of their runs, adjacent ones joined; whether no two overlap."""
+    """Returns the sorted union of all runs, adjacent ones joined, and whether no two overlap."""
     runs = np.concatenate([view.runs() for view in views])
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     ends = np.maximum.accumulate(runs[:, 1])
@@ -228,8 +228,12 @@ def _merge(views: Iterable[View]) -> tuple[NDArray[np.int64], bool]:
     return np.stack([starts, ends[np.concatenate([apart, [True]])]], axis=1), once
 
 
-class Proof:
+class PlanCheck:
     """Compares what the loader made of each bucket with what a plan would have made of it.
+
+    check = PlanCheck(plan, parameters)
+    check.add(place, buffer)  # for each bucket, after the loader was given it
+    check.failure()  # after the loader has finished
 
     The loader may finish a parameter several buckets later: a bucket's memory is held until all
     that the plan takes from it has been found in the parameters.
@@ -241,12 +245,12 @@ class Proof:
         self._open: list[tuple[Copy, torch.Tensor]] = []
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
-        """The loader was given this bucket; `buffer` must not be written any more."""
+        """Takes a bucket that the loader was given; `buffer` must not be written any more."""
         self._open += [(copy, buffer) for copy in self._plan.copies[place]]
         self._settle()
 
     def failure(self) -> str | None:
-        """After the loader has finished: the first parameter that differs, None without one."""
+        """Returns a parameter that the plan gets wrong, or None; call it after the loader's end."""
         self._settle()
         return self._open[0][0].parameter if self._open else None
 
@@ -261,7 +265,7 @@ class Proof:
 def _pair(
     copy: Copy, buffer: torch.Tensor, parameters: Parameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Destination and source of a copy."""
+    """Returns the destination and the source of a copy."""
     destination = copy.destination.within(parameters[copy.parameter].data)
     typed = buffer.view(copy.dtype)
     return destination, copy.source.within(typed, int(typed.storage_offset()))
@@ -274,7 +278,7 @@ def _equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class Replay:
-    """A plan made ready for the memory in which its buckets arrive."""
+    """Makes the copies of a plan out of the memory in which its buckets arrive."""
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
         self._plan = plan
@@ -306,7 +310,7 @@ class Replay:
             torch._foreach_copy_(batch.destinations, batch.sources)
 
     def forget_buffers(self) -> None:
-        """The memory of `prepare` will not be used again."""
+        """Drops the views of `prepare`: their memory will not be used again."""
         self._batches.clear()
 
 

@@ -1,4 +1,4 @@
-"""One update that is copied by a plan, in two calls: what waits for nothing, then the rest.
+"""One update that is copied by a plan, in two calls: the part that never waits, then the rest.
 
 Consumes: the buckets of a receiver, or staged ones. Produces: copies, one digest for each bucket.
 Waits for: the device, in `finish` alone where the receiver enqueues. Unblocked by: the bytes, or
@@ -14,30 +14,30 @@ import torch
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 from slipstream.rollout_server.weights.staging import Staging
 
-# Copies the bucket of this number to where it belongs, on the current stream.
+# Copies the bucket of this number to its destination, on the current stream.
 Take = Callable[[int, torch.Tensor], None]
 
 
 class Copying:
-    """Of one update."""
+    """Copies one update: `begin`, which may be left out, then `finish`."""
 
     def __init__(
         self, take: Take, receiver: BucketReceiver, incoming: Incoming, staging: Staging | None
     ) -> None:
-        """`staging`: all buckets lie there already."""
+        """`staging`: holds all buckets already; None: they come from `receiver`."""
         self._take, self._receiver, self._incoming = take, receiver, incoming
         self._staging = staging
         self._started_s: float | None = None
-        # Until all had arrived; what is staged is not waited for.
+        # Seconds until all buckets had arrived; 0 for staged ones, which are not waited for.
         self.receive_s = 0.0
 
     def begin(self) -> None:
-        """Does what waits for nobody; WeightSyncError as `BucketReceiver.receive`."""
+        """Makes copies that wait for nothing; WeightSyncError as in `BucketReceiver.receive`."""
         if self._staging is not None or self._receiver.enqueues:
             self._copy()
 
     def finish(self) -> list[bytes]:
-        """The digests, when all has arrived; WeightSyncError after a missed deadline."""
+        """Returns the digests when all has arrived; WeightSyncError after a missed deadline."""
         if self._started_s is None:
             self._copy()
         if self._staging is not None:
@@ -47,7 +47,7 @@ class Copying:
         return digests
 
     def seconds(self) -> float:
-        """Since the first copy was begun."""
+        """Returns the seconds since the first copy began."""
         assert self._started_s is not None
         return time.perf_counter() - self._started_s
 

@@ -1,13 +1,14 @@
 """A line between the server and its engine's workers that does not go through vLLM.
 
-vLLM takes a call, and its answer, through two queues and three threads, each of which must wake up:
-half a millisecond there and more back, at an update that is 3 ms on the wire. Its processes are
-forked from the server's, and each worker inherits the end of a pair of sockets. All calls but one
-go through vLLM, and are answered both ways. The beginning of an update of an engine in which
-nothing runs need not wait for its turn: a thread of the worker hears of it on the line.
+vLLM takes a call, and its answer, through two queues and three threads, each of which must wake up.
+That is half a millisecond there and more back, for an update that is 3 ms on the wire. vLLM's
+processes are forked from the server's, and each worker inherits one end of a pair of sockets.
 
-Consumes: calls to all workers. Produces: their answers, from whichever way is faster.
-Waits for: the answers. Unblocked by: them, what vLLM says of its engine, or the end of the line.
+All calls but one go through vLLM, and their answers come both ways. The exception begins an update
+of an engine in which nothing runs: a thread of the worker reads this call from the line.
+
+Consumes: calls to all workers. Produces: their answers, from the way that is faster.
+Waits for: the answers. Unblocked by: the answers, vLLM's errors, or the end of the line.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ from slipstream.rollout_server.inference.generation import EngineDied
 
 _MAX_BYTES = 1 << 20
 
-# The workers' ends, in the server until its engine has started and in all that is forked from it.
+# The workers' ends of the sockets. The server holds them until its engine has started; every
+# process forked meanwhile inherits them.
 _inherited: list[socket.socket] = []
 
 
 class WorkerEnd:
-    """The end of this rank's worker, in its process; without a line it does nothing."""
+    """The worker's end of the line, in the process of `rank`; without a line it does nothing."""
 
     def __init__(self, rank: int) -> None:
         self._socket = _inherited[rank] if rank < len(_inherited) else None
         self._thread: threading.Thread | None = None
 
     def answer(self, call: int, answer: dict[str, Any]) -> None:
-        """Sends the answer to the server, if that can hear it."""
+        """Sends the answer to the server, if the line can take it."""
         if self._socket is not None:
-            # Too long, or nobody reads any more: vLLM brings it too.
+            # The answer is too long, or the server has closed the line: vLLM carries it too.
             with contextlib.suppress(OSError):
                 self._socket.send(json.dumps([call, answer]).encode(), socket.MSG_DONTWAIT)
 
     def serve(self, begin: Callable[[int], object]) -> None:
-        """From now on `begin` is called in a thread, with the number of each call on the line."""
+        """Starts a thread that calls `begin` with the number of each call on the line."""
         if self._socket is None or self._thread is not None:
             return
         arguments = (self._socket, begin)
@@ -60,7 +62,14 @@ def _serve(line: socket.socket, begin: Callable[[int], object]) -> None:
 
 
 class DirectLine:
-    """The server's end. Make it before the engine's processes, `listen` when they are there."""
+    """The server's end of the line.
+
+    line = DirectLine(num_workers)  # before the engine's processes start
+    line.listen()  # when they have started
+    await line.answers(call)  # through vLLM; afterwards the line `is_up`
+    await line.begin()  # through the line alone
+    line.close()
+    """
 
     def __init__(self, num_workers: int) -> None:
         pairs = [
@@ -71,16 +80,16 @@ class DirectLine:
         for ours in self._sockets:
             ours.setblocking(False)
         self._num_calls = 0
-        # For each call under way, by its number: the answers so far, and the future of them all.
+        # The answers so far and the future of all answers, by the number of each call under way.
         self._heard: dict[int, tuple[list[Any], asyncio.Future[list[Any]]]] = {}
         # Whether all workers have answered here.
         self.is_up = False
-        # The call on the line that was begun last.
+        # The future of the newest call that went through the line alone.
         self._beginning: asyncio.Future[list[Any]] | None = None
 
     def listen(self) -> None:
-        """From now on answers are heard, in the loop that runs."""
-        # Only the engine's processes hold them now: a line ends with these.
+        """Starts to receive answers, in the running event loop."""
+        # The engine's processes hold the only other copies: the line ends when they do.
         for theirs in _inherited:
             theirs.close()
         _inherited.clear()
@@ -90,8 +99,8 @@ class DirectLine:
     async def answers(self, call: Callable[[int], Awaitable[list[Any]]]) -> list[Any]:
         """Returns all workers' answers to `call`, which is given the number of the call.
 
-        The answers come in any order. Raises what `call` raises, unless the workers were faster. A
-        call that was made is made to its end, also when nobody waits for it any more.
+        The answers come in any order. Raises what `call` raises, unless the workers answered
+        first. A call once made runs to its end, also when its caller no longer waits.
         """
         with self._open() as (number, found):
             through_vllm = asyncio.ensure_future(call(number))
@@ -99,9 +108,9 @@ class DirectLine:
             return await found
 
     async def begin(self) -> list[Any]:
-        """Returns all workers' answers to a call on the line; EngineDied when that ends.
+        """Returns all workers' answers to a call on the line; EngineDied when the line ends.
 
-        For a line that `is_up`.
+        Call it only on a line that `is_up`.
         """
         with self._open() as (number, found):
             self._beginning = found
@@ -113,7 +122,7 @@ class DirectLine:
             return await found
 
     def close(self) -> None:
-        """Hears nothing any more."""
+        """Closes the line: no further answer is received through it."""
         self.is_up = False
         for ours in self._sockets:
             if ours.fileno() >= 0:
@@ -140,14 +149,14 @@ class DirectLine:
                 if found is not None and len(answers) == len(self._sockets) and not found.done():
                     self.is_up = True
                     found.set_result(answers)
-            # All that held the other end are gone; vLLM tells those that called through it.
+            # Every process that held the other end is gone; callers through vLLM learn it there.
             self.close()
             if self._beginning is not None and not self._beginning.done():
                 self._beginning.set_exception(EngineDied("the engine is gone"))
 
 
 def _pass_on(found: asyncio.Future[list[Any]], through_vllm: asyncio.Future[list[Any]]) -> None:
-    """What vLLM brought, unless it is late: then its errors are of no interest either."""
+    """Passes on vLLM's answers or error, unless the line was faster: then both are dropped."""
     if through_vllm.cancelled():
         found.cancel()
         return

@@ -1,4 +1,4 @@
-"""Buckets over TCP into main memory."""
+"""The gloo transport: buckets arrive over TCP in main memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch._C import _distributed_c10d as c10d
 
 
 class GlooReceiver:
-    """See `BucketReceiver`: broadcast from their senders; every wait is within a call."""
+    """See `BucketReceiver`: each bucket's sender broadcasts it; all waits are inside the calls."""
 
     enqueues = False
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Joins; WeightSyncError when not all members came within the deadline."""
+        """Joins the communicator; WeightSyncError when a member misses the deadline."""
         communicator = membership.communicator
         timeout = timedelta(seconds=membership.join_deadline_s)
         self._buffers: list[torch.Tensor] = []
@@ -77,14 +77,14 @@ class GlooReceiver:
         return [bucket_digest(tensors) for tensors in self._digests.read()]
 
     def take_wire(self) -> Wire:
-        """See `BucketReceiver`: a bucket is taken when it is wanted."""
+        """See `BucketReceiver`: not timed, since a bucket is received only when it is asked for."""
         return Wire()
 
     def close(self) -> None:
         """See `BucketReceiver`.
 
-        The others notice at once, by their connections. A thread that waits for a bucket goes on to
-        its deadline, and the others with it: gloo has no abort that wakes it.
+        The other members notice at once, by their connections. A thread that waits for a bucket
+        waits until its deadline, and the other members with it: gloo has no abort that wakes it.
         """
         self._group = self._store = None
 

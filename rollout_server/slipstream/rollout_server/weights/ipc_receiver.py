@@ -1,6 +1,6 @@
-"""Buckets read straight out of the learner's own buffers, on one host.
+"""The ipc transport: buckets are read straight out of the learner's buffers, on one host.
 
-By CUDA IPC between GPUs, also on one that both share; in shared memory between CPUs.
+GPUs use CUDA IPC, also where learner and engine share one GPU; CPUs use shared memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class IpcReceiver:
     enqueues = False
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Joins and opens the buffers; WeightSyncError when that fails within the deadline."""
+        """Joins and opens the buffers; WeightSyncError when that fails or misses the deadline."""
         where = membership.communicator
         self._device = device
         if device.type == "cuda":
             from slipstream.protocol.weights.cuda_digests import load_kernel
 
             torch.cuda.set_device(device)
-            # Before the others wait for this member.
+            # It is loaded here, before the other members wait for this one.
             load_kernel(device.index)
         self._link = HandoverReceiver(
             (where.store_host, where.store_port),
@@ -45,16 +45,16 @@ class IpcReceiver:
         )
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)
-            offer, card = self._link.offer, device.index if device.type == "cuda" else None
-            self._buffers = open_buffers(offer.handles, offer.num_bytes, card)
+            offer, gpu = self._link.offer, device.index if device.type == "cuda" else None
+            self._buffers = open_buffers(offer.handles, offer.num_bytes, gpu)
             stack.callback(self._buffers.close)
             self._memory = [torch.as_tensor(each, device=device) for each in self._buffers.arrays]
             self._link.opened()
-            # Both are kept.
+            # The link and the buffers stay open.
             stack.pop_all()
-        # Held by a thread that copies a bucket for itself; `close` may come from another one.
+        # Held while a thread copies a bucket into its own memory: another one may call `close`.
         self._copying = threading.Lock()
-        # Buckets that were read since the communicator was made.
+        # The number of buckets that were read since the communicator was made.
         self._number = 0
         self._digests: BucketDigests | None = None
         self._buckets: tuple[Bucket, ...] = ()
@@ -89,7 +89,7 @@ class IpcReceiver:
                 data = self._place(place, bucket)
                 digests.add(place, data.data_ptr(), self._handle)
                 yield data
-                # What is enqueued so far is the last that looks at the buffer.
+                # The work that is enqueued so far is the last to read the buffer.
                 self._wait_done(incoming.bucket_deadline_s)
             self._link.read(self._number)
             self._number += 1
@@ -102,13 +102,13 @@ class IpcReceiver:
         return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
 
     def take_wire(self) -> Wire:
-        """See `BucketReceiver`: nothing travels."""
+        """See `BucketReceiver`: no bucket travels, so nothing is timed."""
         return Wire()
 
     def close(self) -> None:
-        """See `BucketReceiver`; the engine computes with copies, nothing of it is left here."""
+        """See `BucketReceiver`; the engine computes with copies and needs no buffer any more."""
         self._link.close()
-        # Where it is still read: better mapped for ever than gone under a copy.
+        # Buffers that are still being read stay mapped for ever: unmapping them would break a copy.
         if self._copying.acquire(timeout=_CLOSE_LIMIT_S):
             try:
                 with contextlib.suppress(WeightSyncError):
@@ -136,9 +136,9 @@ class IpcReceiver:
             return CudaDigests(buckets)
 
     def _wait_done(self, deadline_s: float) -> None:
-        """Until the current stream has done what it was given; WeightSyncError after the deadline.
+        """Waits for the current stream's work; WeightSyncError after the deadline.
 
-        It takes a fraction of a millisecond: sleeping would take longer.
+        The work takes a fraction of a millisecond: sleeping would take longer.
         """
         if self._device.type != "cuda":
             return

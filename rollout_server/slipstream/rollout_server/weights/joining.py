@@ -1,4 +1,4 @@
-"""Which transports there are, and how a worker joins a communicator while its engine goes on."""
+"""The transports by name, and how a worker joins a communicator while its engine computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRANSPORTS: dict[str, Callable[[Membership, torch.device], BucketReceiver]] = {
 
 
 class Joining:
-    """Joins a communicator on a thread: the engine goes on meanwhile."""
+    """Joins a communicator on a thread: the engine computes meanwhile."""
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
         self.communicator_id = membership.communicator.communicator_id
@@ -34,14 +34,14 @@ class Joining:
         self._thread.start()
 
     def result(self) -> BucketReceiver | None:
-        """Returns the receiver; None while it joins; WeightSyncError when it could not."""
+        """Returns the receiver, or None while it joins; WeightSyncError when it could not join."""
         with self._lock:
             if self._error is not None:
                 raise WeightSyncError(str(self._error)) from self._error
             return self._receiver
 
     def close(self) -> None:
-        """Leaves, at once or as soon as it has joined."""
+        """Leaves the communicator, at once or as soon as the thread has joined it."""
         with self._lock:
             self._closed = True
             receiver, self._receiver = self._receiver, None

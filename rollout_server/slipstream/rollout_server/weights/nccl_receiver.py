@@ -1,7 +1,7 @@
-"""Buckets over NCCL into the memory of the worker's GPU.
+"""The nccl transport: buckets arrive in the memory of the worker's GPU.
 
-Everything is enqueued ahead on a stream of its own; the watchdog of the communicator keeps the
-deadline of each bucket, the worker's thread waits once, in `digests`.
+All broadcasts are enqueued ahead on a stream of their own. The communicator's watchdog keeps the
+deadline of each bucket; the worker's thread waits once, in `digests`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class NcclReceiver:
     enqueues = True
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Joins; WeightSyncError when not all members came within the deadline."""
+        """Joins the communicator; WeightSyncError when a member misses the deadline."""
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_device(index)
         communicator = membership.communicator
         self._device = torch.device("cuda", index)
         self._backend = CupyNccl(index)
         self._backend.use()
-        # Before the others wait for this member.
+        # It is loaded here, before the other members wait for this one.
         load_kernel(index)
-        # vLLM gives NCCL settings of its own for engines whose results may not depend on the batch;
-        # the trainer has none of them.
+        # vLLM sets NCCL variables for engines whose results may not depend on the batch; the
+        # trainer sets none of them.
         with unpinned_nccl_env():
             self._group = NcclGroup.join(
                 self._backend,
@@ -74,14 +74,14 @@ class NcclReceiver:
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketReceiver`; nothing waits on the host, a missed deadline shows later."""
+        """See `BucketReceiver`; never blocks the host, so `digests` shows a missed deadline."""
         memory, digests = self.prepare(incoming), self._digests
         assert digests is not None
         buckets, consumer = incoming.buckets, torch.cuda.current_stream(self._device)
         arrived = [torch.cuda.Event() for _ in buckets]  # type: ignore[no-untyped-call]
         rooms = dict(enumerate(memory))
 
-        # The first buckets need not wait for the engine's steps under way, only their copies do.
+        # The first buckets need not wait for the engine's steps under way; only their copies wait.
         def enqueue(place: int) -> None:
             if incoming.own_buffers:
                 rooms[place] = self._room(buckets[place].num_bytes)
@@ -103,7 +103,7 @@ class NcclReceiver:
                 enqueue(place + ahead)
             buffer = rooms.pop(place)
             consumer.wait_event(arrived[place])
-            # Not on our stream: the next broadcast would wait for it.
+            # Digests run on the consumer's stream: on ours the next broadcast would wait for them.
             digests.add(place, buffer.data_ptr(), consumer.cuda_stream)
             yield buffer
             # Whatever the caller did with the bucket is done before its memory is written again.
@@ -112,7 +112,7 @@ class NcclReceiver:
     def digests(self) -> list[bytes]:
         """See `BucketReceiver`."""
         assert self._digests is not None
-        # The stream comes here behind the last bucket, or when the communicator is aborted.
+        # The stream gets here after the last bucket, or when the communicator is aborted.
         found = self._digests.read(torch.cuda.current_stream(self._device).cuda_stream)
         self._group.wait()
         return [bucket_digest(tensors) for tensors in found]
@@ -134,19 +134,20 @@ class NcclReceiver:
 
 @functools.cache
 def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Those that transports of this process have received on."""
+    """Returns the list of streams on which receivers of this process have received."""
     return []
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """One that has nothing to do: that of a communicator which could not be aborted is busy.
+    """Returns a stream without pending work, a new one if needed.
 
-    Torch has 32 in all; one for each communicator would sooner or later be somebody else's too.
+    The stream of a communicator that could not be aborted stays busy. Torch has 32 streams in all:
+    with a new one for each communicator, two users would sooner or later share a stream.
     """
     streams = _streams(device)
     for stream in streams:
         if stream.query():
             return stream
-    # Before copies and digests: a broadcast that waits for processors idles the link.
+    # Broadcasts go before copies and digests: one that waits for processors leaves the link idle.
     streams.append(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
     return streams[-1]

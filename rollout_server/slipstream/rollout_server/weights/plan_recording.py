@@ -1,4 +1,4 @@
-"""The copy plan of a worker's model, or why there is none."""
+"""Records the copy plan of a worker's model, or logs why it has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 # vLLM's own logger: the engine's processes have no other handler.
 log = init_logger(f"vllm.{__name__}")
 
-# What models' loaders raise when their layers do not look as they did at the start.
+# Errors of models' loaders when the layers do not look as they did at the start.
 _LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -24,13 +24,13 @@ def recorded_plan(
     device: torch.device,
     vllm_config: VllmConfig,
 ) -> CopyPlan | None:
-    """Of these buckets; None, and a line in the log, for a model that it cannot be made of."""
+    """Returns the copy plan of `buckets`; None, with a line in the log, if the model has none."""
     parameters = dict(model.named_parameters())
     try:
         if vllm_config.parallel_config.enable_eplb:
             raise NotCopied("experts change their places while the engine runs")
         vllm_layers.check_layers(model)
-        # Every model of vLLM has it, its base class has not.
+        # Every model of vLLM has `load_weights`; their base class does not declare it.
         load_weights: Any = model.load_weights
         with set_current_vllm_config(vllm_config):
             return record(load_weights, parameters, buckets, device)
@@ -42,5 +42,5 @@ def recorded_plan(
 
 
 def log_loader(reason: str) -> None:
-    """Says why no plan is used."""
+    """Logs why no plan is used."""
     log.warning("weights go through vLLM's loader at every update: %s", reason)

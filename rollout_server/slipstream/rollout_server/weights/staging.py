@@ -16,14 +16,14 @@ from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, In
 
 
 class Staging:
-    """Receives one update after the other, on one thread at a time."""
+    """Receives one update after another, each on a thread: `begin`, `is_done`, `clear`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        # The engine computes on the default stream, which must not wait for a bucket. One for all
-        # updates: torch's allocator gives a stream's memory to no other.
+        # The engine computes on the default stream, which must not wait for a bucket. All updates
+        # share this stream: torch's allocator gives a stream's memory to no other stream.
         self._stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if device.type == "cuda"
@@ -34,7 +34,7 @@ class Staging:
 
     @property
     def is_begun(self) -> bool:
-        """Whether an update is on its way or here."""
+        """Whether an update is on its way or has arrived."""
         return self._thread is not None
 
     def begin(self, receiver: BucketReceiver, incoming: Incoming) -> None:
@@ -46,7 +46,7 @@ class Staging:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether all has arrived; WeightSyncError when it will not."""
+        """Whether all buckets have arrived; WeightSyncError when they never will."""
         assert self._thread is not None
         if self._thread.is_alive():
             return False
@@ -55,7 +55,7 @@ class Staging:
         return True
 
     def clear(self) -> None:
-        """Forgets the update; one that is still on its way is left to its deadlines."""
+        """Forgets the update; the thread of one that is still on its way ends by its deadlines."""
         self._thread, self.buffers = None, ()
 
     def _receive(self, receiver: BucketReceiver, incoming: Incoming) -> None:
@@ -69,7 +69,7 @@ class Staging:
                 digests += receiver.digests()
         except Exception as error:  # noqa: BLE001 - raised by `is_done`, in the worker's thread
             failure = error
-        # Not of an update that was forgotten meanwhile.
+        # An update that was forgotten meanwhile leaves no result.
         if self._thread is threading.current_thread():
             self.buffers, self.digests, self._error = buffers, digests, failure
 

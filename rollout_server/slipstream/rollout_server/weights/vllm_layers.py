@@ -1,4 +1,4 @@
-"""What vLLM's layers do with their weights after loading: where a copy is not enough."""
+"""The layers of vLLM that change their weights after loading, so that a copy is not enough."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Unquantize
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """NotCopied when a layer keeps its weights in another form, or computes others from them."""
+    """Raises NotCopied when a layer keeps its weights in another form or derives others."""
     for name, module in model.named_modules():
         method = vars(module).get("quant_method")
         if method is not None and type(method) not in PLAIN_METHODS:
@@ -36,22 +36,22 @@ def check_layers(model: torch.nn.Module) -> None:
 def _copies_sinks(backend: AttentionImplBase[Any]) -> bool:
     """Whether vLLM makes a float32 copy of the sinks after each load.
 
-    FlashInfer and b12x compute with one unless the parameter itself is float32 (0.32.0).
+    FlashInfer and b12x compute with such a copy unless the parameter itself is float32 (0.32.0).
     """
     sources = [vars(each).get("_sinks_source") for each in backend.get_impl_variants()]
     return any(sinks is not None and sinks.dtype != torch.float32 for sinks in sources)
 
 
 def loaded_name(parameter: str) -> str:
-    """As loaders name it, who do not see that its layer has room for an adapter."""
+    """Returns the name that loaders use: they do not see a layer's room for an adapter."""
     return parameter.replace(".base_layer.", ".")
 
 
 def repack_kept_linears(model: torch.nn.Module) -> None:
     """Packs again the weights of modules that keep `.weight` beside a prepacked matrix.
 
-    vLLM for CPU packs a tied head at the start; no weight arrives under its name later, so that it
-    would compute with the old weights for ever (0.32.0).
+    vLLM for CPU packs a tied head at the start. No weight arrives under the head's name later, so
+    the head would compute with the old weights for ever (0.32.0).
     """
     for module in model.modules():
         if "cpu_linear" not in vars(module) or "quant_method" not in vars(module):
@@ -64,7 +64,7 @@ def repack_kept_linears(model: torch.nn.Module) -> None:
 def repack_experts(model: torch.nn.Module) -> None:
     """Packs the experts' matrices again.
 
-    vLLM for CPU packs them when it makes their kernel, and at no later load: it would compute with
+    vLLM for CPU packs them when it makes their kernel, and at no later load. It would compute with
     plain matrices as if they were packed (0.32.0).
     """
     for module in model.modules():

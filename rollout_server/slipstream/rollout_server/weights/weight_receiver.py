@@ -1,12 +1,12 @@
 """The engine workers' side of a publish: a weight-transfer engine for vLLM's registry.
 
 Importing this module registers the engine. Consumes: buckets from the learner. Produces: a loaded
-model, one digest for each bucket. Waits for: the communicator (on a thread, while generation goes
-on) and each bucket. Unblocked by: the bytes, or the deadline of that wait.
+model, one digest for each bucket. Waits for: the communicator (on a thread, while generation
+continues) and each bucket. Unblocked by: the bytes, or the deadline of that wait.
 
-The first update goes through vLLM's own loader and proves a copy plan; those after it replay the
+The first update goes through vLLM's own loader and checks a copy plan; later updates replay the
 plan. A model that the plan does not cover goes through the loader every time. Low-rank adapters
-follow the weights that they are put on, or come alone.
+arrive behind the weights that they are put on, or alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_
 from slipstream.rollout_server.inference.adapter_slot import Arriving
 from slipstream.rollout_server.weights import vllm_layers
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
-from slipstream.rollout_server.weights.copy_plan import CopyPlan, Proof, Replay, cut
+from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut
 from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
 from slipstream.rollout_server.weights.plan_recording import log, log_loader, recorded_plan
@@ -52,7 +52,7 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What arrives was announced by `prepare`; `abandon` only clears a failed update."""
+    """vLLM's argument of an update, which `prepare` announced; `abandon` clears a failed one."""
 
     abandon: bool = False
 
@@ -64,7 +64,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    # Off only in the test that shows what goes wrong without it.
+    # False only in the test that shows what goes wrong without it.
     refresh_kept_linears = True
 
     _joining: Joining | None = None
@@ -79,15 +79,15 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _layout = b""
     _weights: tuple[Bucket, ...] = ()
     _adapters = Arriving()
-    # The buckets for which a plan was tried.
+    # The buckets for which recording a plan was tried.
     _buckets: tuple[Bucket, ...] = ()
-    # The weights in the model are those of a whole update.
+    # Whether the weights in the model are those of a whole update.
     _is_whole = False
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Leaves the communicator before and begins to join a new one."""
+        """Leaves the old communicator and begins to join a new one."""
         self.shutdown()
-        # It warns of buffers that no checkpoint holds, at every update; we check the parameters.
+        # The reload warns at every update of buffers that no checkpoint holds; we check parameters.
         logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         order = weights_pb2.PublishOrder.FromString(init_info.order)
         if order.communicator.transport not in TRANSPORTS:
@@ -102,7 +102,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def learn(self, layout: bytes) -> None:
         """Takes the `WeightLayout` of the updates that follow; records a plan for new weights.
 
-        That may take longer than a bucket may: a member of a communicator would hold up the others.
+        Recording may take longer than a bucket's deadline: call this before joining, or the other
+        members would wait.
         """
         if layout == self._layout:
             return
@@ -116,9 +117,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._layout = layout
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
-        """Takes the announcement of an update of the layout that was learnt.
+        """Takes the announcement of an update, whose layout is that of the last `learn`.
 
-        `stage`: receive it beside the live weights, if there is a plan to copy it by.
+        `stage`: receive it beside the live weights, if a plan can copy it.
         """
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
@@ -161,7 +162,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         return self._replay is not None or not self._weights
 
     def enqueueing(self, work: Callable[[int], object]) -> Callable[[int], object]:
-        """`work` for another thread: what it gives the device comes behind the engine's steps.
+        """Returns `work` for another thread, its device work ordered behind the engine's steps.
 
         Call this in the engine's thread.
         """
@@ -177,7 +178,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         return on_stream
 
     def begin_copies(self) -> None:
-        """Does what waits for nobody of an update that is copied; `copy_weights` does the rest."""
+        """Begins to copy an update, without waiting; `copy_weights` does the rest."""
         receiver, incoming = self._receiver, self._incoming
         if receiver is None or incoming is None or not self.can_copy:
             raise WeightSyncError("no update was announced")
@@ -205,7 +206,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             wire_s=receiver.take_wire().seconds,
         )
         if self._staging is not None:
-            # Views would keep its memory.
+            # The replay's views would keep the staged memory alive.
             if self._replay is not None:
                 self._replay.forget_buffers()
             self._staging.clear()
@@ -216,12 +217,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._is_whole = False
         self._parameters = dict(self.model.named_parameters())
         reload.initialize_layerwise_reload(self.model)
-        # Nobody sends what layers make of their weights when these have come, such as scales.
+        # Parameters that layers compute from others after loading, such as scales, are never sent.
         awaited = self._parameters.keys() & dict(self.model.named_parameters()).keys()
         self._missing = set(map(vllm_layers.loaded_name, awaited))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives and loads everything; after an error only a whole new update makes it usable."""
+        """Receives and loads all buckets; after an error the model needs a whole new update."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -237,7 +238,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         receiver, incoming = self._receiver, self._incoming
         if receiver is None or incoming is None or not incoming.own_buffers:
             raise WeightSyncError("no update was announced")
-        self._proof = None if self._plan is None else Proof(self._plan, self._parameters)
+        self._check = None if self._plan is None else PlanCheck(self._plan, self._parameters)
         self._receive_s, waiting_s = 0.0, time.perf_counter()
         for place, buffer in enumerate(receiver.receive(incoming)):
             self._receive_s += time.perf_counter() - waiting_s
@@ -247,11 +248,11 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
                 continue
             # The layerwise reload keeps references into the buffer until a layer is complete.
             loaded = self.model.load_weights(cut(buffer, incoming.buckets[place]))
-            # Not every model says what it loaded.
+            # Some models do not say what they loaded.
             named = None if loaded is None else set(map(vllm_layers.loaded_name, loaded))
             self._missing -= self._missing if named is None else named
-            if self._proof is not None:
-                self._proof.add(place, buffer)
+            if self._check is not None:
+                self._check.add(place, buffer)
             waiting_s = time.perf_counter()
         self._digests = receiver.digests()
         self._wire_s = receiver.take_wire().seconds
@@ -260,12 +261,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
 
     def finish_weight_update(self) -> None:
-        """Finalises the layers; a plan that agrees with the result is used from now on."""
+        """Finalises the layers; later updates use the plan if it agrees with the result."""
         reload.finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             vllm_layers.repack_experts(self.model)
-        if self._proof is not None:
-            self._take_proof(self._proof)
+        if self._check is not None:
+            self._conclude(self._check)
         self._settle()
         self.result = LoadResult(
             digests=[digest.hex() for digest in self._digests],
@@ -277,7 +278,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         )
 
     def put_adapters_on(self) -> None:
-        """The last part of an update: hands the engine the adapters that arrived with it."""
+        """Ends an update: hands the engine the adapters that arrived with it."""
         if self._adapters.buckets:
             started_s = time.perf_counter()
             self._adapters.put_on(self.model)
@@ -298,7 +299,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     @contextlib.contextmanager
     def _leaving_on_errors(self) -> Iterator[None]:
-        """Who is in the middle of an update can take no other one of this communicator."""
+        """Leaves the communicator on any error: a half-received update cannot be resumed."""
         try:
             yield
         except BaseException:
@@ -306,7 +307,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             raise
 
     def _take(self, place: int, buffer: torch.Tensor) -> None:
-        """Copies a bucket to where it belongs."""
+        """Copies a bucket into the parameters, or keeps its adapters."""
         if place >= len(self._weights):
             self._adapters.keep(place - len(self._weights), buffer)
             return
@@ -314,22 +315,22 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._is_whole = False
         self._replay.run(place, buffer)
 
-    def _take_proof(self, proof: Proof) -> None:
+    def _conclude(self, check: PlanCheck) -> None:
         assert self._plan is not None
-        different = proof.failure()
+        different = check.failure()
         parameters = dict(self.model.named_parameters())
         moved = [n for n, p in self._parameters.items() if parameters.get(n) is not p]
         if different is None and not moved:
             self._replay = Replay(self._plan, parameters)
             copies = sum(map(len, self._plan.copies))
-            log.info("weights are copied from now on: a plan of %d copies is proved", copies)
+            log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
         else:
-            log_loader(f"{different or moved[0]} is not a copy of what arrived")
+            log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
             self._plan = None
-        self._proof = None
+        self._check = None
 
     def _settle(self) -> None:
-        """The new weights are complete, also where a layer keeps a second form of them."""
+        """Completes the new weights, also where a layer keeps a second form of them."""
         self._wait_for_device()
         if self.device.type == "cpu" and self.refresh_kept_linears and self._weights:
             vllm_layers.repack_kept_linears(self.model)

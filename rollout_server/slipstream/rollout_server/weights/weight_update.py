@@ -1,7 +1,7 @@
 """A publish on one engine: the calls to its workers, their order and their time limits.
 
 Consumes: orders and layouts. Produces: one result of all workers. Waits for: the workers' answers.
-Unblocked by: these, or the sum of their own deadlines: then they hang.
+Unblocked by: the answers, or the sum of the update's own deadlines, after which they count as hung.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.inference.generation import EngineDied, LoadedWeights
 from slipstream.v1 import weights_pb2
 
-# What an update may take beside its own deadlines before its worker is taken for hung.
+# Seconds that an update may take beside its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
 
 Result = TypeVar("Result")
 # Calls a method of all workers (`WorkerCalls.call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
-# Pauses all requests between two tokens; the seconds are added to its limit where an update may
-# come first. EngineDied. (`EnginePause.pause_for_update`)
+# Pauses all requests between two tokens (`EnginePause.pause_for_update`); EngineDied. The seconds
+# are added to its limit where an update may come first.
 Pause = Callable[[float], Awaitable[None]]
 # Gives an idle engine its new version (`EnginePause.resume_idle`); EngineDied.
 ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
@@ -36,7 +36,7 @@ ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How a worker took an update; `receive_s` was spent waiting for buckets.
+    """How a worker loaded an update; it spent `receive_s` waiting for buckets, `load_s` otherwise.
 
     `wire_s`: from the first broadcast's start to the end of the last; 0 where it cannot be timed.
     `has_plan`: a plan copies the next update of this layout.
@@ -60,25 +60,28 @@ class _Announced:
 
 
 class WeightUpdate:
-    """Carries out the updates of one engine, one after the other.
+    """Carries out the updates of one engine, one after another.
 
-    For each update: `prepare`, which may be abandoned, while old weights serve; then `receive`.
+    updates = WeightUpdate(calls.call_all, pauses.pause_for_update, stage=False)
+    await updates.prepare(order, layout, first_rank)  # old weights serve; may be abandoned
+    loaded = await updates.receive(order.publish_id)  # now the engine is paused: resume it
     """
 
     def __init__(self, call_all: CallAll, pause: Pause, *, stage: bool) -> None:
         """`stage`: workers receive beside the weights that still serve."""
         self._call_all, self._pause, self._stage = call_all, pause, stage
-        # A worker that stages receives the buckets in `prepare`, one that loads in `receive`: in
-        # one communicator they would wait for each other, so all must have a plan.
+        # A worker that stages receives the buckets in `prepare`; a worker that loads receives them
+        # in `receive`. In one communicator they would wait for each other, so staging needs a plan
+        # in all workers.
         self._all_have_plan = False
         self._announced: _Announced | None = None
         # The terms of the last update, if all workers copied it by plan: they still have its
         # membership, memory and views. None: the next `prepare` tells them everything anew.
         self._ready_for: tuple[str, float] | None = None
-        # The layout of the last update; it hardly ever changes.
+        # The layout of the last update, which hardly ever changes, and its number of buckets.
         self._layout, self._num_buckets = b"", 0
         self._are_adapters_alone = False
-        # The last layout with weights: for another one the workers have no plan yet.
+        # The last layout with weights: for any other one the workers have no plan yet.
         self._weights_layout = b""
 
     async def prepare(
@@ -86,8 +89,8 @@ class WeightUpdate:
     ) -> None:
         """Prepares membership, memory and views of an update; generation continues meanwhile.
 
-        An empty layout is that of the update before. An update like the one before needs nothing:
-        then no worker is called, and the engine's steps are not delayed.
+        An empty `layout` stands for that of the update before. An update like the one before needs
+        no call to the workers, which would delay the engine's steps.
         """
         self._announced = None
         is_given = bool(layout.tensors or layout.adapters)
@@ -117,13 +120,13 @@ class WeightUpdate:
     ) -> LoadedWeights:
         """Receives and loads the update that was prepared; afterwards the engine is paused.
 
-        `resume_idle`: given for an idle engine whose requests are held until the verdict. Where
-        plans copy the update it replaces the pause and its end, even if the update fails.
+        `resume_idle`: given for an idle engine whose requests are held until `resume`. Where plans
+        copy the update it takes the place of pause and resume, even if the update fails.
         """
         announced, self._announced = self._announced, None
         if announced is None or announced.publish_id != publish_id:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
-        # A failure leaves the workers at different places.
+        # Reset first: a failure leaves the workers in different states.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
         already_resumed = by_plan and resume_idle is not None
         if by_plan and resume_idle is not None:
@@ -131,19 +134,19 @@ class WeightUpdate:
             try:
                 await self._carry_out("slipstream_begin", announced.limit_s)
             except WeightSyncError:
-                # The update is over when the workers that began it have left it.
+                # The update is over only when the workers that began it have left it.
                 with contextlib.suppress(WeightSyncError):
                     await self._carry_out("slipstream_receive", announced.limit_s)
                 raise
-            # The wire is busy now. The engine takes calls in their order: its new version must not
-            # come behind the last bucket.
+            # The buckets are on the wire now. The engine takes calls in order: the new version must
+            # not wait for the last bucket, so it is given first.
             _, results = await asyncio.gather(
                 resume_idle(announced.version, announced.limit_s),
                 self._carry_out("slipstream_receive", announced.limit_s),
             )
         elif by_plan:
-            # Copies wait on the device for the steps before them, and an engine that was told to
-            # pause begins no further step.
+            # Both at once: copies wait on the device for the steps before them, and an engine that
+            # is told to pause begins no other step.
             pause_s, results = await asyncio.gather(
                 self._paused(announced.limit_s),
                 self._carry_out("slipstream_receive", announced.limit_s),
@@ -164,13 +167,13 @@ class WeightUpdate:
             pause_s=pause_s,
             receive_s=max(result["receive_s"] for result in results),
             load_s=max(result["load_s"] for result in results),
-            # The last worker waited for none.
+            # The worker that joined the first broadcast last waited for no other.
             wire_s=min(result["wire_s"] for result in results),
             already_resumed=already_resumed,
         )
 
     async def _paused(self, update_limit_s: float) -> float:
-        """Pauses the engine; returns the seconds that it took."""
+        """Pauses the engine; returns the seconds until it was paused."""
         begun_s = time.monotonic()
         await self._pause(update_limit_s)
         return time.monotonic() - begun_s
@@ -182,7 +185,7 @@ class WeightUpdate:
         return order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
 
     async def _get_ready(self, announcement: tuple[Any, ...]) -> None:
-        # A call waits for the engine's step: one is enough where all workers are ready at once.
+        # A call waits for the engine's step: one call is enough where all workers are ready.
         ready = all(await self._answers("slipstream_prepare", announcement))
         while not ready:
             await asyncio.sleep(_READY_POLL_S)

@@ -1,7 +1,7 @@
 """Calls of `WorkerExtension`'s methods on all workers of one engine.
 
-Consumes: a method and its arguments. Produces: the answers of all workers. Waits for: them.
-Unblocked by: the answers, or the death of the engine.
+Consumes: a method and its arguments. Produces: the answers of all workers. Waits for: the workers.
+Unblocked by: their answers, or the death of the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 
 class WorkerCalls:
-    """Calls all workers, through vLLM and through the direct line, whichever answers first."""
+    """Calls all workers; takes the answers of vLLM or of the direct line, whichever come first."""
 
     def __init__(self, llm: AsyncLLM, line: DirectLine) -> None:
         self._llm, self._line = llm, line
@@ -24,7 +24,7 @@ class WorkerCalls:
     async def call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Returns all workers' answers; EngineDied, or WeightSyncError when vLLM's call fails.
 
-        A call that was made is made to its end, also when nobody waits for it any more.
+        A call once made runs to its end, also when its caller no longer waits.
         """
         if method == "slipstream_begin" and self._line.is_up:
             return await self._line.begin()

@@ -1,4 +1,4 @@
-"""What vLLM's workers answer beside their own calls.
+"""The calls that vLLM's workers answer beside vLLM's own.
 
 vLLM imports this module in every worker (`worker_extension_cls`), and with it the weight-transfer
 engine, which registers itself.
@@ -19,11 +19,11 @@ from slipstream.v1 import weights_pb2
 
 
 class WorkerExtension:
-    """Calls that every vLLM worker answers beside its own; `self` is the worker.
+    """The methods that vLLM adds to every worker; `self` is the worker.
 
-    Each answers {"value": ...} or {"error": message} and never raises: with several workers vLLM
-    raises the first error and leaves the answers of the others behind, for the next call to read.
-    `call` is the number under which `DirectLine` hears the same.
+    Each answers {"value": ...} or {"error": message} and never raises. With several workers vLLM
+    would raise the first error and leave the answers of the others behind, for the next call to
+    read. `call` is the number under which `DirectLine` receives the same answer.
     """
 
     weight_transfer_engine: SlipstreamWeightTransfer
@@ -36,14 +36,17 @@ class WorkerExtension:
     def slipstream_prepare(
         self, call: int, order: bytes, layout: bytes, first_rank: int, stage: bool
     ) -> dict[str, Any]:
-        """Begins to join if the order says so; whether its update can be received already."""
+        """Prepares an update; answers whether it can be received already.
+
+        Begins to join a communicator if `order` names a new one.
+        """
 
         def prepare() -> bool:
             parsed = weights_pb2.PublishOrder.FromString(order)
             engine = self.weight_transfer_engine
             if parsed.new_communicator:
                 engine.shutdown()
-            # First: as soon as all have joined, each bucket has its deadline.
+            # It comes before joining: once all members have joined, each bucket has its deadline.
             engine.learn(layout)
             if parsed.new_communicator:
                 self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
@@ -57,19 +60,19 @@ class WorkerExtension:
         return self._answer(call, prepare)
 
     def slipstream_is_ready(self, call: int) -> dict[str, Any]:
-        """Whether the announced update can be received now."""
+        """Answers whether the announced update can be received now."""
         return self._answer(call, self.weight_transfer_engine.is_ready)
 
     def slipstream_begin(self, call: int) -> dict[str, Any]:
-        """Begins to copy the announced update and waits for nothing; `slipstream_receive` ends it.
+        """Begins to copy the announced update, without waiting; `slipstream_receive` ends it.
 
-        For an engine in which nothing runs; what it is told between the two, it does meanwhile. Not
-        always in the engine's thread.
+        Only for an engine in which nothing runs; it takes other calls between the two. May run
+        outside the engine's thread.
         """
         return self._answer(call, self.weight_transfer_engine.begin_copies)
 
     def slipstream_receive(self, call: int) -> dict[str, Any]:
-        """Takes the announced update, from the first bucket to the last copy: a `LoadResult`."""
+        """Receives and loads the announced update; answers the fields of a `LoadResult`."""
 
         def receive() -> dict[str, Any]:
             engine = self.weight_transfer_engine
@@ -77,7 +80,7 @@ class WorkerExtension:
                 engine.copy_weights()
             else:
                 _load(self)
-            # vLLM forgets adapters when it has loaded weights.
+            # vLLM forgets adapters when it loads weights.
             engine.put_adapters_on()
             return asdict(engine.result)
 

@@ -129,7 +129,7 @@ def test_a_worker_does_not_wait_for_a_disk_that_is_full(
 async def test_the_end_of_the_thread_that_writes_is_noticed(logs: WorkerLogs) -> None:
     watch = asyncio.create_task(logs.watch())
     end_writing(logs)
-    with pytest.raises(RunFailed, match="what environment workers print is written no more"):
+    with pytest.raises(RunFailed, match="the output of environment workers is not logged any more"):
         await asyncio.wait_for(watch, LIMIT_S)
     logs.close()
 
