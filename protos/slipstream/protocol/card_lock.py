@@ -33,29 +33,27 @@ def cards_of(environ: Mapping[str, str], first: int, count: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def fill_cards(
-    folder: Path, cards: Sequence[str], *, alone: bool, limit_s: float
-) -> Iterator[None]:
-    """Holds the turns of all GPUs `cards` while the block runs, and no turn while it waits.
+def fill_cards(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float) -> Iterator[None]:
+    """Holds the turns of all `gpus` while the block runs, and no turn while it waits.
 
     If `alone`, no other process holds a turn on these GPUs at the same time; else other processes
     that are not `alone` may. The lock files are in `folder`. Raises RunFailed when the turn did not
     come within `limit_s`.
     """
-    if not cards:
+    if not gpus:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         files = []
-        for card in sorted(set(cards)):
-            files.append(os.open(folder / f"{card}.lock", os.O_RDWR | os.O_CREAT, 0o600))
+        for gpu in sorted(set(gpus)):
+            files.append(os.open(folder / f"{gpu}.lock", os.O_RDWR | os.O_CREAT, 0o600))
             stack.callback(os.close, files[-1])
         deadline_s = time.monotonic() + limit_s
         while not _take(files, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
             if time.monotonic() > deadline_s:
                 raise RunFailed(
-                    f"another process of the run did not end loading on GPU {', '.join(cards)} "
+                    f"another process of the run did not end loading on GPU {', '.join(gpus)} "
                     f"within {limit_s:g} s"
                 )
             time.sleep(RETRY_S)

@@ -1,8 +1,8 @@
 """The rules that keep the staleness promise, as pure functions.
 
 Step s trains version s into version s + 1. A group leased to a server of version u may be trained
-by steps up to its deadline min(u + max_staleness, last step), because its oldest token was sampled
-by version u or a newer version.
+by steps up to its deadline min(u + max_staleness, last step). Its oldest token was sampled by
+version u or a newer version.
 
 **Invariant.** While the batch of step s is formed, for every d >= s - 1:
 

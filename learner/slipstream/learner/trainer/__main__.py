@@ -49,8 +49,8 @@ _LASTING = (
 def main() -> int:
     """Trains until the controller sends stop; returns 0 then, and 2 for impossible settings.
 
-    A failing rank ends with 1 if a restart may help, 3 if it would fail in the same way, and 4 for
-    a failure while it loaded.
+    A failing rank ends with 1 if a restart may help, and with 3 if it would fail in the same way.
+    4 means a failure while it loaded.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved settings")

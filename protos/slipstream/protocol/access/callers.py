@@ -35,7 +35,7 @@ class Callers:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
-        # For each connection the bytes so far, and the time by which its line must end.
+        # Bytes so far of each connection, and the time by which its line must end.
         self._silent: dict[socket.socket, tuple[bytearray, float]] = {}
 
     def __enter__(self) -> Callers:

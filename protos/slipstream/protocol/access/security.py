@@ -174,8 +174,8 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
 def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
     """Returns `redis_url` with user and password of one end of the queue.
 
-    Raises ConfigError if only the other end has a table, for a missing or empty password file, and
-    for an address other than loopback without TLS.
+    Raises ConfigError if only the other end has a table, and for a missing or empty password file.
+    Raises it too for an address other than loopback without TLS.
     """
     if queue.redis_url is None:
         raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")

@@ -1,7 +1,7 @@
 """An embedded Valkey server, for runs on one machine and for tests.
 
-Every write is fsynced before it is answered. The server listens on a unix socket only, for users
-with a password and the rights of their role, and ends with the process that started it.
+Every write is fsynced before it is answered. The server listens on a unix socket only. Its users
+have a password and the rights of their role. It ends with the process that started it.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
         self._budget = ByteBudget(max_waiting_bytes)
         self._streams: set[_Stream] = set()
-        # For each unacknowledged trajectory the newest stream that delivered it.
+        # Newest stream that delivered each unacknowledged trajectory.
         self._came_on: dict[TrajectoryId, _Stream] = {}
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._closed = asyncio.Event()

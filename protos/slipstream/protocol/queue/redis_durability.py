@@ -17,7 +17,7 @@ REQUIRED_SETTINGS = {
     # With "yes" nothing is synced while the append-only file is rewritten.
     "no-appendfsync-on-rewrite": "no",
 }
-# From these versions on, all transactions are loaded from the append-only file. Earlier versions
+# First versions that load all transactions from the append-only file. Earlier versions
 # from 7.0 on silently drop each transaction that the default user may not write.
 LOADS_WHOLE_FROM = {"redis": (8, 6, 3), "valkey": (9, 1, 2)}
 ASKS_DEFAULT_USER_FROM = (7, 0)

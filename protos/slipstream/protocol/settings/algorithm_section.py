@@ -120,9 +120,9 @@ class AlgorithmSection(Section):
     groups_per_step: Positive
     # Bound of the lag of every trained token, in versions; 0: synchronous.
     max_staleness: int = Field(2, ge=0)
-    # eager: groups are leased as soon as `max_staleness` allows; just_in_time: as late as the
-    # measured times of groups and steps allow without making the trainer wait, which lowers the lag
-    # if generation is faster than training. With `max_staleness` 0 or 1 both are the same.
+    # eager: groups are leased as soon as `max_staleness` allows; just_in_time: as late as measured
+    # times of groups and steps allow without making the trainer wait. This lowers the lag if
+    # generation is faster than training. With `max_staleness` 0 or 1 both are the same.
     lease_policy: Literal["eager", "just_in_time"] = "eager"
     # Learning rate of the policy, constant after the warmup.
     learning_rate: float = Field(gt=0)

@@ -1,7 +1,7 @@
 """Digests that prove that weights arrived: one definition, computed where the bytes lie.
 
-The digest of a tensor is two sums over its 32-bit words w_i (little endian, the last word padded
-with zeros), for k in (a, b):
+The digest of a tensor is two sums over its 32-bit words w_i, for k in (a, b). Words are little
+endian, the last word is padded with zeros:
 
     S_k = sum over i of word_key_k(i mod 4096) * block_key_k(i div 4096) * w_i   modulo 2^64
 

@@ -95,7 +95,10 @@ class _Peer:
 
 
 class HandoverSender:
-    """The sender's end; one thread uses it, any thread may call `close`."""
+    """The sender's end; one thread uses it, any thread may call `close`.
+
+    `accept` once; then for each bucket `filled`, and `wait_read` before its buffer is filled again.
+    """
 
     def __init__(self, host: str, communicator_id: str) -> None:
         """Listens on a free port of `host`; ConfigError if `host` is not this machine's."""
@@ -194,7 +197,10 @@ class HandoverSender:
 
 
 class HandoverReceiver:
-    """A receiver's end; one thread uses it, any thread may call `close`."""
+    """A receiver's end; one thread uses it, any thread may call `close`.
+
+    `opened` once; then for each bucket `wait_filled`, and `read` after its last access.
+    """
 
     def __init__(
         self, address: tuple[str, int], communicator_id: str, rank: int, deadline_s: float

@@ -35,9 +35,9 @@ def choose_transport(
 
     Raises ConfigError when `setting` cannot connect them. "nccl" cannot connect two processes on
     one
-    GPU, or processes with different NCCL settings. "ipc" works within one host, between processes
-    on the same kind of device, and from one trainer rank, so without pipeline stages and expert
-    parallel ranks.
+    GPU, or processes with different NCCL settings. "ipc" works within one host and between
+    processes on the same kind of device. It sends from one trainer rank, so without pipeline stages
+    and expert parallel ranks.
     """
     places = {**{f"trainer rank {rank}": place for rank, place in enumerate(learner)}, **servers}
     on_cpu = [name for name, place in places.items() if not place.gpus]

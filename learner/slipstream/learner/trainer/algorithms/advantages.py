@@ -90,7 +90,7 @@ def group_advantages(
     """Returns each score less its group's mean, divided by deviation + 1e-6 if asked for.
 
     The standard deviation is that of the group itself, without a correction of the degrees of
-    freedom, so rewards 0 and 1 in equal numbers give -1 and 1. A group of equal rewards gives 0.
+    freedom. Rewards 0 and 1 in equal numbers give -1 and 1; a group of equal rewards gives 0.
     Source: GRPO (arXiv:2402.03300); without the deviation Dr. GRPO (arXiv:2503.20783), which shows
     that dividing by it favours tasks that are nearly always or nearly never solved.
     """

@@ -74,9 +74,9 @@ def passed_through(
 ) -> dict[str, object]:
     """Returns the values of `settings` for the dataclass (or instance) `target`.
 
-    Raises ConfigError for a key that `target` does not have, with the nearest names, for a key that
-    the trainer sets itself, and for a value of another type than the field's. Names of torch's
-    element types and of an enum's members become these objects.
+    Raises ConfigError for an unknown key, with the nearest names. Raises it too for a key that the
+    trainer sets itself, and for a value of another type than the field's. Names of torch's element
+    types and of an enum's members become these objects.
     """
     hints = typing.get_type_hints(target if isinstance(target, type) else type(target))
     fields = [field.name for field in dataclasses.fields(target) if field.init]

@@ -2,8 +2,8 @@
 
 Megatron keeps its groups in the globals of one module, which layers, schedules, gradient sums and
 Bridge's conversions read while they run. A model of another layout therefore runs inside
-`Grid.use`, which sets all of these globals and the states of the random generators, and restores
-them afterwards.
+`Grid.use`. It sets all of these globals and the states of the random generators, and restores them
+afterwards.
 """
 
 from __future__ import annotations

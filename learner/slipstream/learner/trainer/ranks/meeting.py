@@ -1,7 +1,7 @@
 """The meeting place of a trainer's ranks: a torch store on one address, for ranks of one start.
 
-torch itself would open the store on all addresses, count every client as a rank, and wait without a
-limit for a server that does not answer.
+torch itself would open the store on all addresses and count every client as a rank. It would wait
+without a limit for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ RECOGNITION_LIMIT_S = 60.0
 def meeting_place(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Returns the store that the ranks of this start share, once all have joined.
 
-    Rank 0 listens on MASTER_ADDR alone. Raises ConfigError when rank 0 cannot listen there, when
-    other machines cannot reach the address, and when the server there is not rank 0 of this run.
-    Raises TimeoutError with the ranks that did not join.
+    Rank 0 listens on MASTER_ADDR alone. Raises ConfigError when rank 0 cannot listen there or other
+    machines cannot reach the address. Raises it too when the server there is not rank 0 of this
+    run. Raises TimeoutError with the ranks that did not join.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
