@@ -24,10 +24,10 @@ class OneBatch:
 
 
 class FirstTrainer:
-    """The context of a call by a trainer that has not registered anew."""
+    """The context of a call by the trainer with epoch 1."""
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(TRAINER_EPOCH, "0")]
+        return [(TRAINER_EPOCH, "1")]
 
 
 async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
@@ -41,6 +41,7 @@ async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
         on_step=nothing,
         on_checkpoint=nothing,
     )
+    servicer.place.epoch = 1
     progress.waiting_for = "the trainer to make version 1"
     await servicer.ReportStep(trainer_pb2.StepReport(step=0), FirstTrainer())
     assert progress.version == PolicyVersion(0, 1)

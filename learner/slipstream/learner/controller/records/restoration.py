@@ -80,14 +80,13 @@ def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) ->
     parts.evaluator.restore(history)
     parts.environments.restore(history)
     leased_again = sum(not group.is_complete for group in parts.book.groups.values())
-    newest = history.batches.get(history.version.step)
-    waits = (
-        "" if newest is None else f"; batch {newest.batch_id} of the last one is not trained yet"
-    )
     progress.events.add(
         f"the run goes on at version {history.version}; the journal has the batches of "
-        f"{history.next_step} steps, and {leased_again} open groups are leased again{waits}"
+        f"{history.next_step} steps, and {leased_again} open groups are leased again"
     )
+    newest = history.batches.get(history.version.step)
+    if newest is not None:
+        progress.events.add(f"batch {newest.batch_id} was formed and is not trained yet")
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:

@@ -312,4 +312,4 @@ def test_stray_files_beside_the_batches_are_no_batches(tmp_path):
         )
         for name in ("step-.pb", "step-copy.pb", "step-000003 (1).pb", "step-\u0663.pb", "x"):
             (tmp_path / "batches" / name).touch()
-        assert journal.kept_batches() == {3}
+        assert journal.kept_batches() == {(3, 0)}

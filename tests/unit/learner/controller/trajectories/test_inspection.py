@@ -65,7 +65,9 @@ def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: P
     (config.run_dir / "quarantine").touch()
     events, ledger = EventLog(), TokenLedger()
     progress = RunProgress("r", config, events)
-    book = LeaseBook(groups_per_step=1, group_size=2, max_staleness=4, num_steps=9)
+    book = LeaseBook(
+        groups_per_step=1, group_size=2, max_staleness=4, num_steps=9, attempts_per_lease=3
+    )
     fleet = Fleet(progress)
     fleet.known.add(KEY)
     with Journal(tmp_path / "journal") as journal:

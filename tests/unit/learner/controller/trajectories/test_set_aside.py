@@ -138,7 +138,11 @@ def test_history_refuses_to_set_a_trained_batch_aside() -> None:
 def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_staleness: int) -> None:
     for num_back in range(per_step + 1):
         book = LeaseBook(
-            groups_per_step=per_step, group_size=2, max_staleness=max_staleness, num_steps=9
+            groups_per_step=per_step,
+            group_size=2,
+            max_staleness=max_staleness,
+            num_steps=9,
+            attempts_per_lease=3,
         )
         lease_all(book, served_step=0)
         for group in book.training_groups():
