@@ -1,7 +1,7 @@
 """Puts the newest results into docs/performance.md.
 
-A block between `<!-- results NAME -->` and the next `<!-- end -->` gets the contents of
-benchmarks/results/NAME.json: its command, date, machine, versions and table.
+Between a line `<!-- results NAME -->` and the next `<!-- end -->` comes what
+benchmarks/results/NAME.json holds: its command, date, machine, versions and table.
 
     python benchmarks/report.py
 """
