@@ -20,13 +20,13 @@ export function number(value) {
   return value.toLocaleString("en-US", { maximumSignificantDigits: 4 });
 }
 
-// As `number`, no wider than the margin of a chart.
+// Formats a value as `number` does, no wider than the margin of a chart.
 function tick(value) {
   if (Math.abs(value) >= 1e5) return value.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 3 });
   return number(value).replace(/\.?0+e/, "e");
 }
 
-// Round numbers that cover what is shown.
+// Returns round numbers from `low` to `high`, about `wanted` of them.
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
@@ -44,8 +44,8 @@ function span(values) {
   return [low, high];
 }
 
-// What is shown of the values, and their highest when it lies far beyond: one spike, such as the first
-// step with its start, would make a flat line of all others.
+// Returns the range that is shown, and the highest value if it lies far above that range. One spike, such
+// as the first step with its start, would make a flat line of all other values.
 function range(values) {
   const all = span(values);
   if (all === null || values.length < 20) return [all, null];

@@ -1,4 +1,4 @@
-// Follows one run: asks every two seconds for the rows that its files got since.
+// Follows one run: asks every two seconds for the new rows of its files.
 import { draw, element, number } from "./chart.js";
 
 const PERIOD_MS = 2000, LIVE_S = 60;
@@ -41,7 +41,8 @@ function take(row) {
   }
 }
 
-// One line for each name that ends so, if there are several: nothing new is in a single one.
+// Returns a chart with a line for each series whose name has this ending; none for a single series, which is
+// shown elsewhere.
 function several(title, ending) {
   const names = [...run.series.keys()].filter((name) => name.endsWith(ending)).sort();
   return names.length > 1 ? [[title, names, ending]] : [];
@@ -65,7 +66,7 @@ function show() {
       .map((name) => ({ name: ending ? name.slice(0, -ending.length) : name, points: run.series.get(name),
         dots: name.startsWith("reward_heldout") || ending === "/reward_mean" }));
     plots.children[place].hidden = series.length === 0;
-    // What is being read does not move.
+    // A chart under the pointer is not drawn again: it is being read.
     if (!plots.children[place].matches(":hover") || !plots.children[place].firstChild) draw(plots.children[place], title, series);
   });
   const metric = byId("metric"), known = new Set([...metric.options].map((option) => option.value));
@@ -87,10 +88,10 @@ function rows(table, entries) {
   }));
 }
 
-// An episode of several turns: what the model sampled, and what it read in between. The prompt stands above all replies.
+// Shows an episode of several turns: what the model sampled, and what it read in between. The prompt is above all replies.
 function conversation(one) {
   const box = element("div", { class: "conversation" });
-  // Runs of before, and models without a tokenizer.json, have no turns.
+  // Runs of older versions, and models without a tokenizer.json, have no turns.
   if (!one.turns) { box.append(element("pre", { class: "sampled" }, one.reply)); return box; }
   one.turns.forEach((turn, place) => {
     if (place > 0) box.append(element("small", {}, `context, ${number(turn.context_tokens)} tokens`), element("pre", { class: "context" }, turn.context));
@@ -141,7 +142,7 @@ async function showAbout() {
   byId("log").replaceChildren(...log.map((line) => element("span", / (WARNING|ERROR) /.test(line) ? { class: "bad" } : {}, `${line}\n`)));
 }
 
-// The address names what is shown: a reload, or whoever is sent it, sees the same.
+// The address names what is shown, so a reload or another reader of the address sees the same.
 const remember = () => history.replaceState(null, "", `#${encodeURIComponent(run.name)}/${run.view}`);
 const remembered = () => location.hash.slice(1).split("/").map(decodeURIComponent);
 
