@@ -153,7 +153,7 @@ def routing_metrics(
     differing, replayed = ranks.sum(totals).tolist()
     unrecorded = unrecorded_fraction(trajectories)
     if unrecorded < 1 and not replayed:
-        raise RunFailed("no router asked for the experts that it was to replay")
+        raise RunFailed("no router replayed the recorded experts")
     return {
         "routing_difference": differing / max(1, replayed),
         "routing_unrecorded": unrecorded,
