@@ -71,7 +71,7 @@ _BY_ONE_RANK = {"distrib_optim_fully_reshardable_mem_efficient": True}
 
 
 class PendingSave:
-    """A save whose tensors training cannot change: `write` in a thread, then `finish` on all ranks."""
+    """A save whose tensors training cannot change: a thread calls `write`, all ranks `finish`."""
 
     def __init__(
         self, request: AsyncRequest, writer: HostWriter, common: _KeptCommonState, disk: DiskWork

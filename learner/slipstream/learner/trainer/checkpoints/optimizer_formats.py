@@ -85,8 +85,7 @@ def _all_but_copies(key: str) -> str | None:
 def _weights_for_copies(key: str) -> str | None:
     """Returns a weight's key for its copy: float32 weights are their own copy.
 
-    Other keys give None. Weights are read in a second pass, as Megatron reads no tensor twice in
-    one.
+    Other keys give None. Copies are read in a second pass: Megatron reads no tensor twice in one.
     """
     return key.replace(_DISTRIBUTED_COPY, "") if _DISTRIBUTED_COPY in key else None
 
