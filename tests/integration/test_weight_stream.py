@@ -99,5 +99,5 @@ def test_plan_that_is_wrong_or_unknown_on_one_rank_gives_way_to_bridge_on_all(
         found = torch.load(folder / f"stream-{job}-{rank}.pt", weights_only=True)
         assert found == {"kinds": ["BridgeFilling", "BridgeFilling"], "num_identities": 1}
     log = (folder / "world-2-rank-0.log").read_text()
-    assert "the plan gives another model.layers.1.self_attn.k_proj.weight than Bridge's" in log
+    assert "the plan's model.layers.1.self_attn.k_proj.weight differs from Bridge's export" in log
     assert "tensor by tensor: a parameter has a mapping of tomorrow" in log

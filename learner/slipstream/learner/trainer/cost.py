@@ -33,7 +33,7 @@ class StepCost:
                 logger.warning("no mfu: the peak of %s is not known, set learner.peak_tflops", name)
 
     def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
-        """Returns metrics of the step that trained `batch`, without unknown ones; collective."""
+        """Returns the known metrics of the step that trained `batch`; collective."""
         flops = training_flops(self._sizes, [len(t.token_ids) for t in batch.trajectories])
         tflops = flops / result.wall_s / self._ranks.world_size / 1e12
         found = {

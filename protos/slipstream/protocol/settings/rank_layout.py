@@ -63,7 +63,7 @@ class RankLayout:
         """Returns all groups of each kind: tp, cp, dp, pp, etp, ep, expert_dp."""
         dense = (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
         expert = (("etp", self.etp), ("ep", self.ep), ("expert_dp", self.expert_dp), dense[3])
-        return _of_grid(expert) | _of_grid(dense)
+        return _grid_groups(expert) | _grid_groups(dense)
 
     def describe(self, *, has_experts: bool) -> str:
         """Returns a line of sizes, and a line of groups for each kind with several ranks."""
@@ -81,7 +81,7 @@ class RankLayout:
         return "\n".join(lines)
 
 
-def _of_grid(axes: Sequence[tuple[str, int]]) -> dict[str, tuple[Group, ...]]:
+def _grid_groups(axes: Sequence[tuple[str, int]]) -> dict[str, tuple[Group, ...]]:
     sizes = [size for _, size in axes]
     grid = np.arange(math.prod(sizes)).reshape(sizes[::-1])
     return {

@@ -66,7 +66,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _of_its_kind(cls, value: object, info: ValidationInfo) -> object:
+    def _check_kind(cls, value: object, info: ValidationInfo) -> object:
         """Refuses values that pydantic would convert, and texts that cannot be names or paths."""
         name = info.field_name or ""
         kinds = set(_kinds(cls.model_fields[name].annotation))
@@ -86,7 +86,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _of_a_size_that_works(cls, value: object, info: ValidationInfo) -> object:
+    def _check_size(cls, value: object, info: ValidationInfo) -> object:
         name = info.field_name or ""
         if isinstance(value, float) and abs(value) > _LARGEST:
             raise ValueError(f"input should be at most {_LARGEST:g}, got {value:g}")

@@ -15,9 +15,9 @@ from slipstream.v1 import weights_pb2
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT_BYTES = 16
-# Smallest last bucket. The work on the last bucket comes after the transfer, so that bucket is
-# small.
-# But each further broadcast costs as much time as 9 MB on the wire, or 13 MB to three servers.
+# Least size of a last bucket that was split off. The work on the last bucket comes after the
+# transfer, so that bucket is small. But each further broadcast costs as much time as 9 MB on the
+# wire, or 13 MB to three servers.
 LAST_BUCKET_BYTES = 64 << 20
 
 

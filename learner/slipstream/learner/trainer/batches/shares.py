@@ -43,7 +43,7 @@ def batch_outputs(
     sequences = TrainingSequence.of_trajectories(batch.trajectories, nothing, step=batch.step)
     found = masked_outputs(model, sequences, forward, max_tokens=max_tokens)
     return [
-        _of_sampled(trajectory, outputs)
+        _sampled_outputs(trajectory, outputs)
         for trajectory, outputs in zip(batch.trajectories, found, strict=True)
     ]
 
@@ -116,6 +116,6 @@ def _packed(
     ]
 
 
-def _of_sampled(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:
+def _sampled_outputs(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:
     unpredicted = trajectory.num_sampled_tokens - len(found)
     return np.concatenate([np.zeros(unpredicted, dtype=np.float32), found])

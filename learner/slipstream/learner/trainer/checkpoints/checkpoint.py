@@ -1,9 +1,9 @@
-"""Checkpoints of the trainer: written beside training, published by rename, loaded in any layout.
+"""Checkpoints of the trainer: written during training, published by rename, loaded in any layout.
 
-A save copies all tensors to main memory; a thread of each rank writes them while training goes on.
-Between orders all ranks look together whether every thread is done, and rank 0 publishes the folder
-then: a crash before that leaves the checkpoints as they were. No rank waits for a disk in a
-collective: see `disk_work`.
+A save copies all tensors to main memory; a thread of each rank writes them while training
+continues. Between orders all ranks check together whether every thread is done; then rank 0
+publishes the folder. A crash before that leaves the older checkpoints unchanged. No rank waits for
+a disk in a collective: see `disk_work`.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was published."""
+    """A published checkpoint."""
 
     manifest: Manifest
     path: Path
-    # From the copy of the tensors to the publication.
+    # Time from the copy of the tensors to the publication.
     wall_s: float
 
 
 @dataclass(eq=False)
 class _Write:
-    """A save under way on this rank."""
+    """A save that this rank has begun."""
 
     version: PolicyVersion
     weight_digest: str
@@ -80,7 +80,11 @@ class _Write:
 
 
 class Checkpointer:
-    """Saves and loads `models`; every method is collective."""
+    """Saves and loads `models`; every method is collective.
+
+    `load_newest` first. `save` begins a save; `poll` between orders publishes it when it is
+    written, and `finish` waits for that.
+    """
 
     def __init__(self, config: Config, ranks: Ranks, models: Sequence[StoredModel]) -> None:
         self._config = config
@@ -94,19 +98,19 @@ class Checkpointer:
         self._last_step: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the version `step` is one to save."""
+        """Whether version `step` is to be saved."""
         every = self._settings.every_steps
         return every > 0 and step % every == 0 and step != self._last_step
 
     def is_wanted_at_the_end(self, step: int) -> bool:
-        """Whether a run that ends with version `step` needs one more."""
+        """Whether a run that ends with version `step` needs one more checkpoint."""
         return self._settings.every_steps > 0 and step > 0 and step != self._last_step
 
     def load_newest(self) -> Manifest | None:
-        """Loads the newest whole checkpoint of the run; None when there is none.
+        """Loads the run's newest complete checkpoint; returns None if there is none.
 
-        Removes what an interrupted save left. CheckpointError when the checkpoint is damaged or of
-        other models, or when there are to be checkpoints and the ranks share no folder for them.
+        Removes folders of interrupted saves. Raises CheckpointError when the checkpoint is damaged
+        or has other models, or when checkpoints are enabled and the ranks do not share a folder.
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
 
@@ -120,7 +124,7 @@ class Checkpointer:
         return loaded
 
     def load(self, step: int) -> Manifest:
-        """Loads the checkpoint of version `step`, checked file by file."""
+        """Checks every file of version `step`'s checkpoint, loads it, and returns its manifest."""
         from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
         path = checkpoint_path(self._folder, step)
@@ -137,9 +141,9 @@ class Checkpointer:
         return manifest
 
     def save(self, version: PolicyVersion, weight_digest: bytes) -> Saved | None:
-        """Begins a save, after the one before it is complete; finishes it unless asynchronous.
+        """Finishes an earlier save, begins a new one, and finishes it too unless asynchronous.
 
-        Returns what was published meanwhile.
+        Returns the checkpoint that this call has published, if any.
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
 
@@ -162,13 +166,13 @@ class Checkpointer:
         return published if self._settings.asynchronous else self.finish()
 
     def poll(self) -> Saved | None:
-        """Publishes the save under way if every rank has written its part."""
+        """Publishes the current save if every rank has written its part."""
         if self._write is None:
             return None
         return self.finish() if self._disk.is_done(self._write.entries) else None
 
     def finish(self) -> Saved | None:
-        """Waits for the save under way, publishes it, and removes what is not kept any more."""
+        """Waits for the current save, publishes it, and removes checkpoints no longer kept."""
         write, self._write = self._write, None
         if write is None:
             return None
@@ -180,7 +184,7 @@ class Checkpointer:
         return self._disk.together(lambda: self._publish(write, entries))
 
     def _newest_step(self) -> bytes | None:
-        """On rank 0 the version of the newest checkpoint, or nothing; clears the folder up."""
+        """Cleans the folder on rank 0 and returns the newest version as text, b"" without one."""
         if not self._ranks.is_main:
             return None
         for name in remove_partial(self._folder):
@@ -210,13 +214,13 @@ class Checkpointer:
     def _write_files(
         self, pending: PendingSave, random: dict[str, Tensor], partial: Path
     ) -> list[FileEntry]:
-        """What the thread of a rank does beside training; the entries of its files."""
+        """Writes this rank's files in its thread during training; returns their entries."""
         path = partial / _random_name(self._ranks.rank)
         write_safetensors(path, random, self._disk.moved)
         return [*pending.write(), *self._described(partial, [path])]
 
     def _describe_index(self, partial: Path) -> list[FileEntry]:
-        """The entries of what rank 0 has written beside its own file."""
+        """Returns the entries of the files that rank 0 wrote beside its own part."""
         if not self._ranks.is_main:
             return []
         state = partial / STATE_FOLDER
@@ -270,7 +274,7 @@ class Checkpointer:
 
 
 def _optimizer_settings(optimizer: Megatron | None) -> list[dict[str, object]]:
-    """What the configuration says of each parameter group: a checkpoint must not bring it back."""
+    """Returns each parameter group's settings, which a checkpoint must not overwrite."""
     if optimizer is None:
         return []
     return [
@@ -290,7 +294,7 @@ def _random_name(rank: int) -> str:
 
 
 def _random_state() -> dict[str, Tensor]:
-    """The states of this rank's generators."""
+    """Returns the states of this rank's random generators."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracked = get_cuda_rng_tracker().get_states()

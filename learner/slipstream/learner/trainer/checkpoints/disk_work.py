@@ -1,8 +1,8 @@
-"""Work on a disk that no rank waits for in a collective.
+"""Work on a disk, for which no rank waits in a collective.
 
 A file may take longer than any limit of a collective, and a disk may hang for ever. So a thread of
-each rank does the work, and the ranks meet beside it again and again: they go on when all are done,
-and all end when one of them has moved no byte for `learner.timeout_s`.
+each rank does the work, and meanwhile the ranks exchange their states again and again. They
+continue when all are done, and all fail when one of them has moved no byte for `learner.timeout_s`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from slipstream.protocol.errors import CheckpointError
 
 Result = TypeVar("Result")
 
-# The ranks meet so often while one of them works; a fourth of the limit of a collective, if less.
+# Seconds between two exchanges; a fourth of the limit of a collective, if that is less.
 MEET_S = 1.0
-# Whether a rank is done, whether it failed, its bytes so far, and for how long it moved none.
+# A rank's state: whether it is done, whether it failed, its bytes, seconds since it moved one.
 _STATE = struct.Struct("<??Qd")
 
 
@@ -38,17 +38,17 @@ class DiskWork:
         self._num_bytes, self._moved_s = 0, time.monotonic()
 
     def moved(self, num_bytes: int) -> None:
-        """So many more bytes came from the disk or are on it; from any thread."""
+        """Counts `num_bytes` read from the disk or written to it; any thread may call it."""
         self._num_bytes += num_bytes
         self._moved_s = time.monotonic()
 
     def start(self, act: Callable[[], Result]) -> Future[Result]:
-        """Lets a thread `act`, on this rank."""
+        """Runs `act` in a thread on this rank."""
         future: Future[Result] = Future()
 
         def work() -> None:
             if self._ranks.device.type == "cuda":
-                # Each thread has a device of its own.
+                # The current CUDA device is a setting of each thread.
                 torch.cuda.set_device(self._ranks.device)
             try:
                 future.set_result(act())
@@ -56,20 +56,20 @@ class DiskWork:
                 future.set_exception(error)
 
         self._moved_s = time.monotonic()
-        # A disk that hangs must not hold up the end of the process.
+        # The thread is a daemon: a disk that hangs must not block the end of the process.
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
         return future
 
     def together(self, act: Callable[[], Result]) -> Result:
-        """What `act` returns, when all ranks have acted; errors as those of `wait`."""
+        """Runs `act` on all ranks; returns this rank's result, or fails, like `wait`."""
         return self.wait(self.start(act))
 
     def wait(self, future: Future[Result]) -> Result:
-        """What the work of this rank returned, when all ranks are done.
+        """Waits until all ranks are done, and returns the result of this rank's work.
 
-        When it failed on one, that one raises its error, an OSError as CheckpointError, and the
-        others raise CheckpointError. CheckpointError on all, with the work left to its thread, when
-        the disk of one that is not done was silent for too long.
+        A rank whose work failed raises its error (an OSError as CheckpointError); the other ranks
+        raise CheckpointError. When the disk of an unfinished rank is silent for too long, all raise
+        CheckpointError and leave the work to its thread.
         """
         before = -1
         while True:
@@ -83,11 +83,11 @@ class DiskWork:
                 return self._result(future, any(failed for _, failed, *_ in states))
 
     def is_done(self, future: Future[Result]) -> bool:
-        """Whether the work of all ranks is done by now; CheckpointError for a silent disk."""
+        """Whether the work of all ranks is done; CheckpointError for a silent disk."""
         return all(is_done for is_done, *_ in self._meet(future))
 
     def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
-        """The state of each rank's work; CheckpointError when a disk was silent for too long."""
+        """Returns the state of each rank's work; CheckpointError when a disk is silent too long."""
         limit_s = self._ranks.timeout_s
         found = self._ranks.gather_bytes(self._state(future))
         states = [_STATE.unpack(state) for state in found]

@@ -1,8 +1,8 @@
 """Models and optimizers to and from Megatron's distributed checkpoint files (torch_dist).
 
-Written in one layout of ranks, read in any other. The tensors of a save are copied to host memory
-and written by a thread of each rank: Megatron's own writers fork, which the threads of gRPC and
-OpenMP do not survive, or start a second interpreter for each rank. Import it after `cpu.install`.
+Files of one layout of ranks can be read in any other. A save copies tensors to host memory, and a
+thread of each rank writes them: Megatron's own writers fork, which threads of gRPC and OpenMP do
+not survive, or start a second interpreter for each rank. Import it after `cpu.install`.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-# The other sharding types fail to save, or to load in fp32, in this version.
+# Options of Megatron: other sharding types fail to save, or to load in fp32, in this version.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-# The first data-parallel rank saves the optimizer's state, the others have none of it.
+# With this option the first data-parallel rank saves the optimizer's state, other ranks none.
 _BY_ONE_RANK = {"distrib_optim_fully_reshardable_mem_efficient": True}
 
 
 class PendingSave:
-    """A save whose tensors are safe from training; `write` is for a thread, the rest collective."""
+    """A save whose tensors training cannot change: a thread calls `write`, all ranks `finish`."""
 
     def __init__(
         self, request: AsyncRequest, writer: HostWriter, common: _KeptCommonState, disk: DiskWork
@@ -80,9 +80,9 @@ class PendingSave:
         self._common, self._disk = common, disk
 
     def write(self) -> list[FileEntry]:
-        """Writes this rank's file and says so; what fails is raised by `finish` on all ranks.
+        """Writes this rank's file and returns its entry; `finish` raises a failure on all ranks.
 
-        OSError when rank 0 cannot write what is no tensor.
+        Raises OSError when rank 0 cannot write the state that is not tensors.
         """
         self._common.write()
         self._writer.write()
@@ -90,7 +90,7 @@ class PendingSave:
 
     def finish(self) -> None:
         """Writes the index, after `write` has returned on every rank; collective."""
-        # Behind it Megatron's own would write which format it is, while the other ranks wait.
+        # Megatron's second function would write the format while the other ranks wait.
         gather, _ = self._request.finalize_fns
         try:
             gather()
@@ -100,12 +100,12 @@ class PendingSave:
 
 
 def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
-    """Bytes of each tensor that a save of this rank holds, as parameters tell; not collective."""
+    """Returns the bytes of each tensor that this rank will save; not collective."""
     sizes = []
     for model in models:
         optimizer = model.optimizer
         with model.in_force():
-            # Of the layout in force, which need not be the policy's.
+            # Ranks in the layout in force, which may differ from the policy's layout.
             is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
             is_first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
             for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
@@ -113,7 +113,7 @@ def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
                 if is_first_of_experts if of_experts else is_first:
                     sizes.append(parameter.nbytes)
                     if optimizer and parameter.requires_grad and not is_distributed(optimizer):
-                        # Two moments, and the values themselves where training has finer ones.
+                        # Two moments, and float32 copies of values with another type.
                         tensors = 2 if parameter.dtype == torch.float32 else 3
                         sizes += tensors * [4 * parameter.numel()]
             sizes += gathered_sizes(optimizer) if optimizer else []
@@ -125,9 +125,9 @@ def begin_save(
 ) -> PendingSave:
     """Plans a save into `folder`, which exists and is empty; collective.
 
-    With `copy` the tensors may change as soon as it returns; without it only after `finish`. What
-    lies on a device is copied in any case, to `host`, whose own `begin` comes before this and
-    not again before `finish`. `disk` hears of the bytes that `write` writes.
+    With `copy` the tensors may change as soon as it returns, without it only after `finish`.
+    Tensors on a device are always copied, to `host`: call `host.begin` before this, and not again
+    before `finish`. `disk` counts the bytes that `write` writes.
     """
     common = _KeptCommonState()
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
@@ -144,10 +144,10 @@ def begin_save(
 
 
 def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
-    """Loads weights, and optimizers where `optimizer` is given, in any layout; collective.
+    """Loads weights, and the state of models with an `optimizer`, in any layout; collective.
 
-    An optimizer may have been saved with the distributed optimizer and be without it now, or the
-    other way. CheckpointError when the files do not hold these models.
+    The state is converted if the distributed optimizer was used for the save and not for the load,
+    or the reverse. Raises CheckpointError when the files do not hold these models.
     """
     state = sharded_states(models)
     try:
@@ -189,7 +189,7 @@ def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]
 
 
 def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None) -> dict[str, Any]:
-    """What Megatron saves, by the model's name, or with no `host` what it loads; collective."""
+    """Returns Megatron's state to save, or without `host` to load, by model name; collective."""
     states = {}
     for model in models:
         with model.in_force():
@@ -221,7 +221,7 @@ def _sharded_state(model: StoredModel, host: HostCopies | None) -> dict[str, Any
 
 
 def _drop_absent(state: dict[Any, Any]) -> None:
-    """The state that another rank gathers: Megatron would warn that ranks differ in it."""
+    """Drops state that another rank gathers: Megatron would warn about differing ranks."""
     parts = [state, *(part for part in state.values() if isinstance(part, dict))]
     for part in parts:
         if part.get("param_state", state) is None:
@@ -233,7 +233,7 @@ def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:
 
 
 class _KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
-    """Keeps what is no tensor, of rank 0, for the thread that writes."""
+    """Keeps rank 0's state that is not tensors, for the thread that writes."""
 
     def __init__(self) -> None:
         super().__init__("torch", 1)
@@ -252,7 +252,7 @@ class _KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
 
 
 class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """As Megatron's, with a writer that neither forks nor starts a process."""
+    """Saves like Megatron's strategy, with a writer that neither forks nor starts a process."""
 
     def __init__(self, *, copy: bool, host: HostCopies, moved: Callable[[int], None]) -> None:
         super().__init__("torch_dist", 1)
@@ -279,7 +279,7 @@ class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: i
 
 
 class _CountedFiles(FileSystem):
-    """The files of a disk, whose bytes `moved` is told of as they are read."""
+    """Files on a disk; calls `moved` with the number of bytes of each read."""
 
     def __init__(self, moved: Callable[[int], None]) -> None:
         self._moved = moved
@@ -301,15 +301,15 @@ class _SafeReader(FileSystemReader):
 
 class _SafePlanner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # torch's planner would unpickle whatever is there.
+        # torch's own planner would unpickle any object.
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
 class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """As Megatron's, but what it reads cannot run code, and each rank plans and reads by itself.
+    """Loads like Megatron's strategy, but files cannot run code, and each rank reads by itself.
 
-    torch would let the ranks wait in a collective for the one that reads longest.
+    torch would make all ranks wait in a collective for the slowest reader.
     """
 
     def __init__(self, disk: DiskWork) -> None:
@@ -340,7 +340,7 @@ class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignor
 
 @torch.no_grad()
 def _read(wanted: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) -> None:
-    """Fills the tensors of this rank; what torch's `load` does, without the other ranks."""
+    """Fills this rank's tensors, like torch's `load` but without the other ranks."""
     index = reader.read_metadata()
     planner.set_up_planner(wanted, index, is_coordinator=True)
     reader.set_up_storage_reader(index, is_coordinator=True)

@@ -1,4 +1,4 @@
-"""Files that tell of the bytes of each read and write: a slow disk moves some, a dead one none."""
+"""Files that count the bytes of each read and write: a slow disk moves some, a dead one none."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from slipstream.protocol.checkpoints import DIGEST_BYTES
 from torch import Tensor
 
-# A call of the system moves no more at once.
+# Most bytes of one system call.
 PIECE_BYTES = 8 << 20
-# Bytes of a file that wait in main memory at most.
+# Most bytes of a file that wait in main memory for the disk.
 SYNC_BYTES = 32 << 20
 _SAFETENSORS_TYPES = {
     torch.float32: "F32",
@@ -28,10 +28,10 @@ _SAFETENSORS_TYPES = {
 
 
 class CountedFile(io.FileIO):
-    """Has no buffer of its own: `io.BufferedReader` and `io.BufferedWriter` give it one."""
+    """A file without a buffer; wrap it in `io.BufferedReader` or `io.BufferedWriter`."""
 
     def __init__(self, path: Path, mode: str, moved: Callable[[int], None]) -> None:
-        """`moved` is told of the bytes of each read and write, in the thread that asked for it."""
+        """Calls `moved` with the number of bytes of each read and write, in the caller's thread."""
         self._moved = moved
         super().__init__(path, mode)
 
@@ -49,27 +49,27 @@ class CountedFile(io.FileIO):
 
 
 class SyncedFile(CountedFile):
-    """Goes to the disk as it is written, and is digested meanwhile, in a thread beside.
+    """A file that is synced while it is written; a second thread computes its digest meanwhile.
 
-    Bytes that wait for the disk in main memory would go at once in the end, and whatever else is
-    synced then, as the controller's journal on the same disk, would wait for all of them.
+    Without these syncs all bytes would go to the disk at the end. Other syncs at that time, for
+    example of the controller's journal on the same disk, would wait for all of them.
     """
 
     def __init__(self, path: Path, moved: Callable[[int], None]) -> None:
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._digesting = ThreadPoolExecutor(1, "checkpoint-digest")
         self._waiting = 0
-        # Why the disk took no more.
+        # The error with which the disk refused a write.
         self.problem: OSError | None = None
         super().__init__(path, "wb", moved)
 
     @property
     def digest(self) -> str:
-        """The BLAKE2b digest of all that was written, in hexadecimal."""
+        """The BLAKE2b digest of all written bytes, in hexadecimal."""
         return self._digest.hexdigest()
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
-        """Writes all of it."""
+        """Writes all of `data`, and returns its number of bytes."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -85,7 +85,7 @@ class SyncedFile(CountedFile):
         return done
 
     def close(self) -> None:
-        """Also ends the thread."""
+        """Closes the file and ends the digest's thread."""
         self._digesting.shutdown()
         super().close()
 
@@ -102,9 +102,9 @@ class SyncedFile(CountedFile):
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], moved: Callable[[int], None]
 ) -> None:
-    """Writes contiguous tensors of main memory, durably, as `safetensors.torch.save_file` would.
+    """Writes contiguous tensors in main memory, durably, in the format of safetensors.
 
-    That one says nothing before its end, hours later on a slow disk.
+    `safetensors.torch.save_file` reports no progress, and may take hours on a slow disk.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0

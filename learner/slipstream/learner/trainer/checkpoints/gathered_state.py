@@ -1,8 +1,8 @@
 """State of the distributed optimizer, gathered from device to device by the rank that saves it.
 
-Megatron's own way leads through main memory of every rank, and leaves all of it on each. Here what
-the first data-parallel rank saves goes through its device in small parts, and into the memory that
-the save has. Import it after `cpu.install`.
+Megatron's own method gathers through main memory and leaves the whole state on every rank. Here the
+first data-parallel rank receives the state on its device in small parts, and copies them into the
+memory of the save. Import it after `cpu.install`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from slipstream.learner.trainer.model.settings import Megatron
 from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-# Of one part, from all ranks together.
+# Elements of one part, from all ranks together.
 PART_ELEMENTS = 64 << 20
 
-# Where a tensor lies in a rank's share of a bucket: begin, end, the tensor.
+# A tensor's place in a rank's share of a bucket: begin, end, tensor.
 _Place = tuple[int, int, Tensor]
 
 
 @contextmanager
 def gathering(optimizer: Megatron, host: HostCopies) -> Iterator[None]:
-    """Megatron's way to gather what is saved is this one, until the block ends."""
+    """Replaces Megatron's method to gather saved state until the block ends."""
     parts = distributed_parts(optimizer)
-    # For who has turned collection off, Megatron collects garbage at the end: not all that lives.
+    # Megatron calls `gc.collect` at the end, which is fast because it skips frozen objects.
     gc.freeze()
     for part in parts:
         part.get_parameter_state_dp_zero = functools.partial(_gather, part, host)
@@ -45,12 +45,12 @@ def gathering(optimizer: Megatron, host: HostCopies) -> Iterator[None]:
 
 
 def distributed_parts(optimizer: Megatron) -> list[Megatron]:
-    """Those of its optimizers whose state is divided among data-parallel ranks."""
+    """Returns the parts whose state is split over data-parallel ranks."""
     return [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
 
 
 def gathered_sizes(optimizer: Megatron) -> list[int]:
-    """Bytes of each tensor that this rank gathers; not collective."""
+    """Returns the bytes of each tensor that this rank gathers; not collective."""
     return [
         4 * buffer.numel
         for part in distributed_parts(optimizer)
@@ -61,12 +61,12 @@ def gathered_sizes(optimizer: Megatron) -> list[int]:
 
 
 def _gather(part: Megatron, host: HostCopies, **_: object) -> dict[Any, Any] | None:
-    """As `DistributedOptimizer.get_parameter_state_dp_zero`; None but on the first rank."""
+    """Replaces `DistributedOptimizer.get_parameter_state_dp_zero`; None but on the first rank."""
     group = part.data_parallel_group
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for number, ((dtype, ranges),) in enumerate(maps.items() for maps in part.gbuf_ranges):
         buffer = part.buffers[number]
-        # Parameters are looked for where they lie in the buffer, with what fills its buckets up.
+        # Megatron looks for parameters at their places in the buffer, padding of buckets included.
         whole: dict[str, Any] = {}
         if group.rank() == 0:
             whole = {key: host.empty(buffer.numel, torch.float32) for key in KEYS}
@@ -94,7 +94,7 @@ def _places(part: Megatron, ranges: dict[Any, Any]) -> dict[str, list[_Place]]:
 def _gather_bucket(
     places: list[_Place], gradients: Tensor, target: Tensor | None, group: dist.ProcessGroup
 ) -> None:
-    """Into `target`, on the first rank, what all ranks have of a bucket; collective."""
+    """Gathers all ranks' shares of a bucket into `target` on the first rank; collective."""
     size, share = group.size(), gradients.numel() // group.size()
     part = max(1, min(share, PART_ELEMENTS // size))
     own = torch.empty(part, dtype=torch.float32, device=gradients.device)
@@ -116,7 +116,7 @@ def _fill(own: Tensor, start: int, places: list[_Place]) -> None:
 
 
 def _received(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """From each rank, on the first one."""
+    """Returns each rank's values on the first rank, [] on the others; collective."""
     if group.size() == 1:
         return [own]
     received = None

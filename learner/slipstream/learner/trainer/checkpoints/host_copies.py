@@ -1,7 +1,8 @@
-"""Main memory that a save copies a GPU's tensors to.
+"""Main memory into which a save copies a GPU's tensors.
 
-Fresh pages cost ten times more than the bytes that go into them. They are taken in large pieces,
-filled with zeros by all threads, pinned for the GPU's copy engine, and kept for the next save.
+Getting fresh pages takes ten times as long as copying bytes into them. So memory is taken in large
+pieces, filled with zeros by all threads, pinned for the GPU's copy engine, and kept for later
+saves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from slipstream.protocol.errors import CheckpointError
 from torch import Tensor
 
-# Of one piece, unless a tensor is larger.
+# Bytes of one piece, unless a tensor is larger.
 PIECE_BYTES = 256 << 20
 _ALIGNMENT = 256
 
@@ -25,26 +26,29 @@ logger = logging.getLogger(__name__)
 
 
 class HostCopies:
-    """What one save holds in main memory, of tensors of one device."""
+    """The copies of one device's tensors that one save holds in main memory.
+
+    `reserve` once, in the background; then for each save `begin`, and `copy` or `empty` and `wait`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pieces: list[_Piece] = []
         self._reserving: threading.Thread | None = None
-        # Why what was to be reserved is not there.
+        # The error of a reservation that failed; None if it did not fail, or `begin` has raised it.
         self._problem: CheckpointError | None = None
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Takes memory for tensors of so many bytes each, from a thread; `begin` waits for it."""
+        """Takes memory for tensors of these `sizes` in bytes, in a thread; `begin` waits for it."""
         self._reserving = threading.Thread(
             target=self._reserve, args=(sizes,), name="checkpoint-memory", daemon=True
         )
         self._reserving.start()
 
     def begin(self) -> None:
-        """A new save begins: what the one before it held is overwritten.
+        """Begins a new save, which overwrites the copies of the save before it.
 
-        CheckpointError when memory that was to be reserved could not be had; said once.
+        Raises CheckpointError, once, when the reservation failed.
         """
         if self._reserving is not None:
             self._reserving.join()
@@ -56,12 +60,12 @@ class HostCopies:
             piece.room = piece.num_bytes
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies, in the same order, each with a storage of exactly its bytes.
+        """Returns finished copies in the same order, each with a storage of exactly its bytes.
 
-        Returns when they are made. CheckpointError when there is no memory that can be pinned.
+        Raises CheckpointError when there is no memory that can be pinned.
         """
         copies: dict[int, Tensor] = {}
-        # The largest first, as they were reserved: then they find the same room.
+        # Copies are made in the order of the reservation, largest first, to find the same room.
         for place in sorted(range(len(tensors)), key=lambda place: -tensors[place].nbytes):
             tensor = tensors[place]
             copies[place] = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
@@ -70,16 +74,16 @@ class HostCopies:
         return [copies[place] for place in range(len(tensors))]
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """So many elements for copies that do not block; then `wait`. CheckpointError as above."""
+        """Returns memory for non-blocking copies, which need a `wait`; errors like `copy`."""
         return self._piece_for(count * dtype.itemsize).take(count, dtype)
 
     def wait(self) -> None:
-        """Returns when all copies are made that did not block."""
+        """Returns when all non-blocking copies are done."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it lies in this memory, and so does not change."""
+        """Whether `tensor` lies in this memory, where training does not change it."""
         return any(piece.holds(tensor.data_ptr()) for piece in self._pieces)
 
     def _reserve(self, sizes: Iterable[int]) -> None:
@@ -98,25 +102,25 @@ class HostCopies:
         fitting = [piece for piece in self._pieces if piece.room >= _aligned(num_bytes)]
         if fitting:
             return min(fitting, key=lambda piece: piece.room)
-        # Small pieces cost time on a GPU only, where each one is pinned by itself.
+        # Small pieces cost time only with a GPU, for which each piece is pinned separately.
         least = PIECE_BYTES if self._device.type == "cuda" else mmap.PAGESIZE
         self._pieces.append(_Piece(max(_aligned(num_bytes), least), self._device))
         return self._pieces[-1]
 
 
 class _Piece:
-    """Memory that is filled from its beginning; `room` bytes are left."""
+    """Memory that is filled from its start; `room` bytes are left."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """CheckpointError when there is not so much, or CUDA cannot pin it."""
+        """Takes `num_bytes` of memory; CheckpointError without room, or if CUDA cannot pin it."""
         try:
-            # Memory that is shared has no large pages.
+            # Shared memory would have no large pages.
             self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise CheckpointError(
                 f"no {num_bytes} bytes of main memory for a checkpoint: {error}"
             ) from error
-        # A GPU writes to it, so no child may have a copy on write.
+        # A GPU writes to this memory, so a fork must not make it copy-on-write.
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
             with contextlib.suppress(OSError):
                 self._memory.madvise(advice)
@@ -127,7 +131,7 @@ class _Piece:
             _pin(self._whole, device)
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """So many elements, the first that are free; nothing else is in their storage."""
+        """Returns the first `count` free elements, in a storage of their own."""
         start = self.num_bytes - self.room
         self.room -= _aligned(count * dtype.itemsize)
         if not count:

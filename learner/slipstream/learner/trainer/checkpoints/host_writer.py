@@ -1,4 +1,4 @@
-"""Writes the file of one rank's part of a checkpoint. Import it after `cpu.install`."""
+"""The writer of one rank's file of a checkpoint. Import it after `cpu.install`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 
 class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
-    """Holds what one rank saves, and writes it as one file."""
+    """Holds the data that one rank saves, and writes them as one file.
+
+    Megatron calls `prepare_write_data`, a thread `write`, then Megatron `finish`, and rank 0
+    `write_index`.
+    """
 
     def __init__(
         self,
@@ -32,10 +36,10 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         host: HostCopies,
         moved: Callable[[int], None],
     ) -> None:
-        """`moved` is told of the bytes that the disk has taken."""
+        """Calls `moved` with the number of bytes of each write."""
         super().__init__(folder)
         self._copy, self._host, self._moved = copy, host, moved
-        # Its file, below the checkpoint's folder; None before it is on the disk, or without one.
+        # Entry of the file in the checkpoint's folder; None before it is on the disk or if none.
         self.written: FileEntry | None = None
         self._items: list[tuple[Any, Any]] = []
         self._file_name = ""
@@ -43,7 +47,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Takes all that the plan names; tensors of a device are copied."""
+        """Takes all data of the plan; tensors on a device are copied."""
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         found: list[Any] = [planner.resolve_data(item) for item in plan.items]
         on_device = [data.detach() for data in found if _is_on_device(data)]
@@ -61,7 +65,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return tensor if is_safe else tensor.clone()
 
     def write(self) -> None:
-        """Writes the file, and syncs it; what fails is a result."""
+        """Writes and syncs the file; a failure becomes its result."""
         try:
             self._results = self._write()
         except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks
@@ -86,7 +90,8 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
                     for item, data in self._items
                 ]
             except RuntimeError as error:
-                # torch's own of a file that is not where it ought to be.
+                # torch raises its own error for a wrong position in the file; the disk's is the
+                # cause.
                 raise (file.problem or error) from error
             os.fsync(file.fileno())
             self.written = FileEntry(
@@ -95,24 +100,24 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return results
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
-        """Where each item lies in the file, or why there is none."""
+        """Returns each item's place in the file, or the failure."""
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Takes the index of all ranks' files, on rank 0; `write_index` writes it."""
-        # Plans that only a later save by Megatron would use again.
+        """Takes the index of all ranks' files on rank 0; `write_index` writes it."""
+        # This copy leaves out plans, which only a later save by Megatron would use.
         kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
         self._index = type(metadata)(**kept), results
 
     def write_index(self) -> None:
-        """Writes the index and which format it is, on rank 0; touches no other rank."""
+        """Writes the index and the format on rank 0; not collective."""
         if self._index is not None:
             super().finish(*self._index)
             save_config(CheckpointingConfig("torch_dist", 1), str(self.checkpoint_dir))
 
 
 def _alone(data: Any) -> Any:  # noqa: ANN401 - a tensor, or bytes
-    """A view would be written with all that its storage holds."""
+    """Returns a copy of a view: torch would write the view's whole storage."""
     if not isinstance(data, torch.Tensor):
         return data
     is_view = data.untyped_storage().size() != data.numel() * data.itemsize

@@ -1,8 +1,8 @@
-"""Optimizer state of the other kind: saved with the distributed optimizer, loaded without, or back.
+"""Conversion of optimizer state: saved with the distributed optimizer, loaded without, or reverse.
 
 Both kinds write whole tensors under a parameter's own name. They differ in the name of the float32
-copy of the weights, in whether it is there at all when the weights are float32 themselves, and in
-what stands around the tensors. Import it after `cpu.install`.
+copy of the weights, and in whether float32 weights have such a copy. The structure around the
+tensors differs too. Import it after `cpu.install`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-# The float32 copy of a weight, as each kind names it.
+# Names of the float32 copy of a weight in both kinds.
 _DISTRIBUTED_COPY = "optimizer.state.param."
 _PLAIN_COPY = "optimizer.state.fp32_param."
 _STATE = "optimizer.state."
 
-# Dicts and lists in each other, with Megatron's sharded tensors as leaves.
+# Nested dicts and lists, with Megatron's sharded tensors as leaves.
 Tree: TypeAlias = Any
 Load = Callable[[dict[str, Tree]], dict[str, Tree]]
 
 
 def is_distributed(optimizer: Megatron) -> bool:
-    """Whether the state of `optimizer` is divided among data-parallel ranks."""
+    """Whether the state of `optimizer` is split over data-parallel ranks."""
     return any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
 
 
 def was_distributed(saved: Tree) -> bool:
-    """Whether `saved`, what stands around an optimizer's tensors, is of the distributed kind."""
+    """Whether `saved`, the structure around an optimizer's tensors, is of the distributed kind."""
     if isinstance(saved, Mapping):
         return "param_state_sharding_type" in saved or any(map(was_distributed, saved.values()))
     return isinstance(saved, list) and any(map(was_distributed, saved))
 
 
 def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
-    """CheckpointError when the state is one that only its own kind of optimizer understands."""
+    """Raises CheckpointError for state that only the same kind of optimizer can load."""
     settings = optimizer.config
     for setting in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(settings, setting):
@@ -63,10 +63,10 @@ def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
 
 
 def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -> Tree:
-    """The state dict for `optimizer`, read by `load` from what the other kind has written.
+    """Returns the state dict for `optimizer`, read by `load` from files of the other kind.
 
-    `wanted` is the optimizer's own sharded state, `saved` what stands around the saved tensors.
-    Settings of the parameter groups are those of `wanted`, the number of steps is the saved one.
+    `wanted` is the optimizer's own sharded state, `saved` the structure around the saved tensors.
+    Settings of the parameter groups come from `wanted`, the number of steps from `saved`.
     """
     if not is_distributed(optimizer):
         state = _read(wanted, lambda key: key.replace(_PLAIN_COPY, _DISTRIBUTED_COPY), load)
@@ -83,12 +83,15 @@ def _all_but_copies(key: str) -> str | None:
 
 
 def _weights_for_copies(key: str) -> str | None:
-    """Float32 weights are their own copy, and Megatron reads no tensor twice at once."""
+    """Returns a weight's key for its copy: float32 weights are their own copy.
+
+    Other keys give None. Copies are read in a second pass: Megatron reads no tensor twice in one.
+    """
     return key.replace(_DISTRIBUTED_COPY, "") if _DISTRIBUTED_COPY in key else None
 
 
 def _read(wanted: Tree, source: Callable[[str], str | None], load: Load) -> Tree:
-    """`wanted` with its sharded leaves read from the key `source` gives; None: it stays."""
+    """Reads each sharded leaf of `wanted` from its key by `source`; a leaf with None stays."""
     chosen = _chosen(wanted, source)
     return _filled(wanted, load({"converted": chosen})["converted"])
 
@@ -98,7 +101,7 @@ def _chosen(wanted: Tree, source: Callable[[str], str | None]) -> Tree:
         pairs = ((key, _chosen(value, source)) for key, value in wanted.items())
         return {key: value for key, value in pairs if value is not None}
     if isinstance(wanted, list):
-        # Places stay what they are.
+        # Indices of a list become keys, so that they stay the same when entries are left out.
         return _chosen(dict(enumerate(wanted)), source)
     if isinstance(wanted, ShardedBase):
         key = source(wanted.key)
@@ -107,7 +110,7 @@ def _chosen(wanted: Tree, source: Callable[[str], str | None]) -> Tree:
 
 
 def _filled(wanted: Tree, loaded: Tree) -> Tree:
-    """`wanted` with all that `loaded` has in its places."""
+    """Returns `wanted` with the entries of `loaded` in their places."""
     if loaded is None:
         return wanted
     if isinstance(wanted, dict):
@@ -118,7 +121,7 @@ def _filled(wanted: Tree, loaded: Tree) -> Tree:
 
 
 def _steps(saved: Tree) -> int:
-    """The largest number of steps in the parameter groups of a saved optimizer."""
+    """Returns the largest number of steps in the parameter groups of a saved optimizer."""
     if isinstance(saved, Mapping):
         own = saved.get("step", 0)
         return max(int(own), *map(_steps, saved.values()), 0)

@@ -1,8 +1,8 @@
-"""Reads the index of a torch_dist checkpoint, which torch keeps as a pickle, and nothing else.
+"""Reads the index of a torch_dist checkpoint, which torch keeps as a pickle.
 
-The one module that may unpickle: only the plain records of `torch.distributed.checkpoint` can come
-out, so a file that somebody else wrote cannot run code here. Tensors and objects of a checkpoint
-are read by `torch.load` with `weights_only`.
+This is the only module that may unpickle. It accepts only the plain records of
+`torch.distributed.checkpoint`, so a file from an attacker cannot run code. Tensors and objects of a
+checkpoint are read by `torch.load` with `weights_only`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(path: Path) -> Metadata:
-    """The index in `path`; CheckpointError for anything else than the records of an index."""
+    """Returns the index in `path`; CheckpointError for anything but the records of an index."""
     try:
         with path.open("rb") as file:
             index = _Unpickler(file).load()

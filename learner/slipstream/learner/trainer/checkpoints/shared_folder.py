@@ -1,4 +1,4 @@
-"""Whether all ranks see one folder: a checkpoint whose parts lie on several machines is none."""
+"""A check that all ranks share one folder, which a checkpoint needs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.errors import CheckpointError
 
-# A network file system may show a new file to other machines so much later.
+# Seconds after which a network file system has surely shown a new file to other machines.
 SEEN_LIMIT_S = 10.0
 POLL_S = 0.1
 
 
 def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -> None:
-    """CheckpointError on every rank when one does not see what rank 0 writes to `folder`.
+    """Raises CheckpointError on every rank when one does not see a file of rank 0 in `folder`.
 
-    Collective; blocks until all have seen it, or for `limit_s`.
+    Collective; blocks until all ranks have seen the file, or for `limit_s`.
     """
     mark = f".seen-by-all-{secrets.token_hex(8)}".encode() if ranks.is_main else None
     path = folder / ranks.broadcast_bytes(mark).decode()
@@ -44,7 +44,7 @@ def _make(path: Path) -> None:
 def _is_seen(path: Path, disk: DiskWork, limit_s: float) -> bool:
     deadline_s = time.monotonic() + limit_s
     while not (seen := path.exists()) and time.monotonic() < deadline_s:
-        # No byte, but an answer.
+        # The disk has answered, even without moving a byte.
         disk.moved(0)
         time.sleep(POLL_S)
     return seen

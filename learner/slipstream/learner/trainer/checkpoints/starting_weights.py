@@ -1,4 +1,4 @@
-"""The weights that a run starts from, when they are those of distributed checkpoint files."""
+"""Starting weights of a run from distributed checkpoint files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from slipstream.protocol.errors import ConfigError
 
 
 def load_starting_weights(chunks: Sequence[Megatron], path: Path, ranks: Ranks) -> None:
-    """The policy's weights from a checkpoint of a run, or from other torch_dist files; collective.
+    """Loads the policy's weights from a run's checkpoint or other torch_dist files; collective.
 
-    CheckpointError when the files do not hold this model.
+    Raises CheckpointError when the files do not hold this model.
     """
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
@@ -42,9 +42,9 @@ def check_saved(path: Path, ranks: Ranks) -> None:
 
 
 def check_no_adapters(path: Path) -> None:
-    """ConfigError when the files for `load_starting_weights` hold low-rank adapters.
+    """Raises ConfigError when the files for `load_starting_weights` hold low-rank adapters.
 
-    A model without them would load the matrices below, and leave out all that was trained.
+    A model without adapters would load the matrices only, and lose all that was trained.
     """
     index = read_index(_distributed_files(path) / ".metadata")
     if any(".adapter." in key for key in index.state_dict_metadata):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one model, and where."""
+"""A model and its place in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from slipstream.learner.trainer.model.settings import Megatron
 
 POLICY = "policy"
-# Of a checkpoint: Megatron's files.
+# Folder of Megatron's files in a checkpoint.
 STATE_FOLDER = "state"
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model of a checkpoint; `optimizer` is None for one that is not trained.
+    """A model of a checkpoint; `optimizer` is None for a model that is not trained.
 
-    The policy's tensors have Megatron's own names; those of other models have theirs before it.
+    The policy's tensors have Megatron's names; those of other models have the model's name before.
     """
 
     name: str
     chunks: Sequence[Megatron]
     optimizer: Megatron | None
-    # Puts the model's layout in force, where it is not the policy's.
+    # Puts the model's layout in force, if it differs from the policy's.
     in_force: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -26,7 +26,7 @@ _EXPERTS = f"{_DECODER}mlp.experts."
 _SHARED = f"{_DECODER}mlp.shared_experts."
 
 
-def _of_every_family() -> list[Megatron]:
+def _common_mappings() -> list[Megatron]:
     """Returns the mappings of embedding, norms and attention.
 
     A norm has one of two names: TransformerEngine's layers fuse norms into the linear layer.
@@ -104,7 +104,7 @@ class MixtralBridge(_MixtureBridge):
         mixture = "block_sparse_moe."
         experts = f"{mixture}experts.*."
         return MegatronMappingRegistry(
-            *_of_every_family(),
+            *_common_mappings(),
             *_experts(
                 f"{mixture}gate.weight",
                 f"{experts}w1.weight",
@@ -136,7 +136,7 @@ class Qwen2MoeBridge(_MixtureBridge):
         """Returns the map from Megatron's parameters to tensors of the files."""
         experts, shared = "mlp.experts.*.", f"{_LAYER}mlp.shared_expert"
         return MegatronMappingRegistry(
-            *_of_every_family(),
+            *_common_mappings(),
             _query_key_value("bias"),
             *_experts(
                 "mlp.gate.weight",

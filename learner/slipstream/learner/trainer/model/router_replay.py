@@ -71,7 +71,7 @@ class LayerReplay:
         expert_ids = self._now()
         if expert_ids is None:
             return values, own
-        given = self._of_rank(expert_ids[:, self._place], len(scores)).long()
+        given = self._rank_part(expert_ids[:, self._place], len(scores)).long()
         is_known = _are_different(given) & (given < self._num_experts).all(-1)
         # Each token is counted once: the first pass of a recomputed layer has no gradient.
         if torch.is_grad_enabled():
@@ -102,7 +102,7 @@ class LayerReplay:
         found = torch.stack([is_other.sum(), is_known.sum() * given.shape[1]])
         self._counts = found if self._counts is None else self._counts + found
 
-    def _of_rank(self, expert_ids: Tensor, num_tokens: int) -> Tensor:
+    def _rank_part(self, expert_ids: Tensor, num_tokens: int) -> Tensor:
         """Returns this tensor parallel rank's part, if the ranks split the tokens."""
         if not self._splits_tokens:
             return expert_ids
@@ -153,7 +153,7 @@ def routing_metrics(
     differing, replayed = ranks.sum(totals).tolist()
     unrecorded = unrecorded_fraction(trajectories)
     if unrecorded < 1 and not replayed:
-        raise RunFailed("no router asked for the experts that it was to replay")
+        raise RunFailed("no router replayed the recorded experts")
     return {
         "routing_difference": differing / max(1, replayed),
         "routing_unrecorded": unrecorded,

@@ -34,8 +34,8 @@ class _State:
 class Grids:
     """The layouts of one trainer; each distinct layout's groups are made once, on all ranks.
 
-    The layout of `home` is in force while no other layout is in use. The constructor, `of` and
-    `close` are collective.
+    The layout of `home` is in force while no other layout is in use. The constructor, `for_layout`
+    and `close` are collective.
     """
 
     def __init__(self, home: ParallelSection, *, timeout_s: float, seed: int) -> None:
@@ -44,11 +44,11 @@ class Grids:
         self._nothing = _read_groups()
         self._by_sizes: dict[ParallelSection, Grid] = {}
         self.current: Grid | None = None
-        self.home = self.of(home)
+        self.home = self.for_layout(home)
         _write(self.home.state)
         self.current = self.home
 
-    def of(self, parallel: ParallelSection) -> Grid:
+    def for_layout(self, parallel: ParallelSection) -> Grid:
         """Returns the groups of a layout, and makes them if new; the layout in force stays."""
         # Sequence parallelism has no groups of its own.
         sizes = parallel.model_copy(update={"sequence_parallel": False})
@@ -91,7 +91,7 @@ class Grids:
 
 
 class Grid:
-    """One layout of all ranks; `Grids.of` makes it."""
+    """One layout of all ranks; `Grids.for_layout` makes it."""
 
     def __init__(self, grids: Grids, state: _State) -> None:
         self._grids = grids

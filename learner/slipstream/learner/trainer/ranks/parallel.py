@@ -81,7 +81,7 @@ class Ranks:
     def placed(self, parallel: ParallelSection) -> Ranks:
         """Returns the same ranks in another layout, whose groups are made if they are new."""
         other = copy.copy(self)
-        other._parallel, other._grid = parallel, self._grids.of(parallel)
+        other._parallel, other._grid = parallel, self._grids.for_layout(parallel)
         return other
 
     def in_force(self) -> AbstractContextManager[None]:

@@ -220,7 +220,7 @@ class PlannedFilling:
         leads = tuple(rank for rank, names in enumerate(by_rank) if names)
         self.senders = senders or leads
         if not set(leads) <= set(self.senders):
-            raise UnknownMapping(f"ranks {leads} hold what ranks {senders} send")
+            raise UnknownMapping(f"ranks {leads} hold weights, but ranks {senders} send")
         self.tensors = tuple(
             TensorSpec(name, dtype, tuple(shape), sender)
             for sender, rank in enumerate(self.senders)

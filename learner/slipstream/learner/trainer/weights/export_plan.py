@@ -63,7 +63,7 @@ def plan_matrices(policy: Policy) -> list[Piece]:
     pieces: list[Piece] = []
     expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
     for task in _tasks_here(policy):
-        for piece in _of_task(task, policy.vocab_size):
+        for piece in _task_pieces(task, policy.vocab_size):
             pieces.append(piece)
             is_tied = policy.chunks[0].config.share_embeddings_and_output_weights
             if is_tied and piece.name == EMBEDDING and HEAD in expected:
@@ -89,7 +89,7 @@ def plan_adapters(policy: Policy) -> list[Piece]:
     for task in _tasks_here(policy):
         adapter = adapters.get(id(task.megatron_module))
         if adapter is not None and task.param_name.endswith(".weight"):
-            pieces += _of_adapter(task, adapter)
+            pieces += _adapter_pieces(task, adapter)
     return pieces
 
 
@@ -98,7 +98,7 @@ def _tasks_here(policy: Policy) -> list[Megatron]:
     return [task for task in tasks if task is not None and task.param_weight is not None]
 
 
-def _of_adapter(task: Megatron, adapter: Megatron) -> Iterator[Piece]:
+def _adapter_pieces(task: Megatron, adapter: Megatron) -> Iterator[Piece]:
     """Yields pieces of both factors of the adapter on one matrix.
 
     The rows of the second factor are split and fused like those of the matrix. The first factor is
@@ -128,7 +128,7 @@ def _plain(parameter: Tensor) -> Tensor:
     return weight
 
 
-def _of_task(task: Megatron, vocab_size: int) -> Iterator[Piece]:
+def _task_pieces(task: Megatron, vocab_size: int) -> Iterator[Piece]:
     weight = _plain(task.param_weight)
     mapping = task.mapping
     for name, part, dim in _parts(task, weight):

@@ -312,6 +312,6 @@ def _difference(planned: WeightDigests, exported: dict[str, bytes]) -> str:
     """Describes the first difference; "" when both are the same weights."""
     ours = planned.by_name
     if missing := sorted(set(exported) ^ set(ours)):
-        return f"{missing[0]} is in one of the plan and Bridge's export only"
+        return f"{missing[0]} is in only one of the plan and Bridge's export"
     wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
-    return f"the plan gives another {wrong[0]} than Bridge's export" if wrong else ""
+    return f"the plan's {wrong[0]} differs from Bridge's export" if wrong else ""

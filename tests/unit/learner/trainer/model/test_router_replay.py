@@ -159,7 +159,7 @@ def test_routers_that_do_not_ask_are_noticed() -> None:
     ranks = SimpleNamespace(sum=lambda values: values)
     first, second = batch_with_experts().trajectories
     assert routing_metrics([layer], ranks, [second])["routing_unrecorded"] == 1.0
-    with pytest.raises(RunFailed, match="no router asked for the experts"):
+    with pytest.raises(RunFailed, match="no router replayed the recorded experts"):
         routing_metrics([layer], ranks, [first, second])
     fused = Layer()
     fused.config.moe_router_fusion = True
