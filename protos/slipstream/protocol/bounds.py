@@ -68,6 +68,7 @@ def decode(kind: type[M], data: bytes) -> M:
     return message
 
 
+@functools.cache
 def max_message_bytes(kind: type[Message]) -> int:
     """The largest size of an encoded message that is read from outside; it must state one."""
     options: Any = kind.DESCRIPTOR.GetOptions()
