@@ -38,7 +38,6 @@ def seal(key: bytes, trajectory_id: TrajectoryId, data: bytes) -> bytes:
 
 def opener(run_key: bytes) -> OpenSeal:
     """Opens what the server epochs of a run have sealed; the id names the epoch."""
-
     # Of the epochs that deliver now; making one again costs little.
     key_of = functools.lru_cache(MAX_KEYS)(functools.partial(server_key, run_key))
 
