@@ -5,6 +5,7 @@ A reader raises the errors that it names, in one line, and nothing else; it take
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import zlib
@@ -17,6 +18,8 @@ from fuzz_honest import HONEST, LAYOUT, REPORT, SPEC, VERSION
 from fuzzing import bounded, mutated, nearly, wild
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
+from slipstream.client.environment import Environment, StepResult
+from slipstream.client.serving import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
 from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.trajectories.quarantine import read_claim
@@ -24,11 +27,12 @@ from slipstream.learner.trainer.orders import read_order
 from slipstream.protocol.bounds import check_bounds, decode
 from slipstream.protocol.call_record import CallRecord
 from slipstream.protocol.codec import decode_trajectory, unpack_logprobs, unpack_tokens
-from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.errors import ConfigError, EnvironmentFailed, ProtocolError
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.seal import opener
 from slipstream.protocol.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.protocol.weights.buckets import layout_from_pb
+from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
 from slipstream.rollout_server.episodes.dispatcher import Lease
 from slipstream.v1 import (
     environment_pb2,
@@ -189,8 +193,79 @@ def message_readers() -> list[Reader]:
         message_reader(
             "publish order", trainer_pb2.Directive(publish=order), lambda m: read_order([m])
         ),
+        message_reader(
+            "command to a client",
+            environment_pb2.WorkerCommand(
+                call_id=3, step=environment_pb2.StepCommand(episode_key="g000001", reply="a")
+            ),
+            _commanded,
+        ),
+        *(
+            message_reader(f"answer {number} of an environment", message, _judged)
+            for number, message in enumerate(HONEST["ServeEpisodes"][1:], start=1)
+        ),
         Reader("record of calls", (b'[["g1.0"], "g1.0", "a.py:1"]\n',), _call_record),
     ]
+
+
+class Word(Environment):
+    """One task; every reply is worth the same."""
+
+    def tasks(self) -> list[str]:
+        return ["say a word"]
+
+    def step(self, reply: str) -> StepResult:
+        return StepResult(reward=1.0)
+
+
+def _commanded(command: environment_pb2.WorkerCommand) -> object:
+    """What a client that serves an environment answers, and what it does with a second one."""
+    # No code is loaded that a message names: that is what an order to load is for.
+    command.load.spec.reference = command.load.spec.reference and "no_module_of_ours:E"
+    if command.WhichOneof("command") == "load" and not command.load.spec.reference:
+        command.ClearField("load")
+
+    async def answered() -> list[environment_pb2.WorkerMessage]:
+        host = EpisodeHost(Word())
+        reset = environment_pb2.ResetCommand(episode_key="g000001")
+        answers = [await host.answer(environment_pb2.WorkerCommand(reset=reset))]
+        answers += [await host.answer(command), await host.answer(command)]
+        await host.close_all()
+        return answers
+
+    answers = asyncio.run(answered())
+    for answer in answers:
+        check_bounds(answer)
+    return answers
+
+
+def _judged(message: environment_pb2.WorkerMessage) -> object:
+    """What a rollout server makes of an environment's answer to `reset` and to `step`."""
+
+    async def judged() -> object:
+        table = CallTable(lambda command: None)
+
+        async def timed_out(error: EnvironmentFailed) -> EnvironmentFailed:
+            return error
+
+        session = StreamSession(
+            table, "g1.0", 5.0, on_timeout=timed_out, on_close=lambda was_judged: None
+        )
+        found: list[object] = []
+        for number, call in enumerate(
+            (session.reset(0, 1), session.step("a", truncated=False)), start=1
+        ):
+            asking = asyncio.ensure_future(call)
+            await asyncio.sleep(0)
+            message.call_id = number
+            table.answered(message)
+            try:
+                found.append(await asking)
+            except EnvironmentFailed as error:
+                found.append(str(error))
+        return found
+
+    return asyncio.run(judged())
 
 
 def _layout(message: weights_pb2.WeightLayout) -> object:

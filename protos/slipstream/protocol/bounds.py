@@ -70,9 +70,15 @@ def decode(kind: type[M], data: bytes) -> M:
 
 def max_message_bytes(kind: type[Message]) -> int:
     """The largest size of an encoded message that is read from outside; it must state one."""
-    options: Any = kind.DESCRIPTOR.GetOptions()
+    return _stated_size(kind.DESCRIPTOR)
+
+
+@functools.cache
+def _stated_size(descriptor: Descriptor) -> int:
+    # To look at options takes longer than to decode a small message.
+    options: Any = descriptor.GetOptions()
     size: int = options.Extensions[bounds_pb2.max_message_bytes]
-    assert size, f"{kind.DESCRIPTOR.full_name} states no max_message_bytes"
+    assert size, f"{descriptor.full_name} states no max_message_bytes"
     return size
 
 

@@ -7,6 +7,7 @@ stores nothing for an epoch, so it also recognises deliveries that waited while 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import TrajectoryId, TrajectoryName
 
 SEAL_BYTES = 16
+MAX_KEYS = 4096
 # Seals of smaller deliveries are checked where they are received, those of others in a thread.
 SMALL_BYTES = 256 << 10
 
@@ -36,13 +38,15 @@ def seal(key: bytes, trajectory_id: TrajectoryId, data: bytes) -> bytes:
 
 def opener(run_key: bytes) -> OpenSeal:
     """Returns a function that opens the seals of all epochs of a run; the id names the epoch."""
+    # The keys of epochs that deliver now; making one again costs little.
+    key_of = functools.lru_cache(MAX_KEYS)(functools.partial(server_key, run_key))
 
     def open_seal(trajectory_id: TrajectoryId, sealed: bytes) -> bytes | None:
         name = TrajectoryName.parse(trajectory_id)
         if name is None:
             return None
         data = sealed[SEAL_BYTES:]
-        expected = _seal(server_key(run_key, name.epoch), trajectory_id, data)
+        expected = _seal(key_of(name.epoch), trajectory_id, data)
         return data if hmac.compare_digest(expected, sealed[:SEAL_BYTES]) else None
 
     return open_seal

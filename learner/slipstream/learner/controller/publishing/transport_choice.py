@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from slipstream.learner.controller.progress import RunProgress
@@ -22,24 +23,32 @@ def choose_for(
 
     A server whose line is empty takes part. The transport is empty when none does.
     """
-    config = progress.config
+    places = {name: place_from_pb(message) for name, message in servers.items()}
+    # Mostly all fit: to add one after another takes the square of their number.
+    with contextlib.suppress(ConfigError):
+        return _choose(progress, places) if places else "", [""] * len(places)
     fitting: dict[str, Place] = {}
     transport, problems = "", []
-    for name, message in servers.items():
-        wider = fitting | {name: place_from_pb(message)}
+    for name, place in places.items():
+        wider = fitting | {name: place}
         try:
-            transport = choose_transport(
-                config.weights.transport,
-                progress.learner_places,
-                wider,
-                parallel=config.learner.parallel,
-            )
+            transport = _choose(progress, wider)
         except ConfigError as error:
             problems.append(str(error))
         else:
             problems.append("")
             fitting = wider
     return transport, problems
+
+
+def _choose(progress: RunProgress, places: Mapping[str, Place]) -> str:
+    config = progress.config
+    return choose_transport(
+        config.weights.transport,
+        progress.learner_places,
+        places,
+        parallel=config.learner.parallel,
+    )
 
 
 def misfit(progress: RunProgress, name: str, place: weights_pb2.Place) -> str:

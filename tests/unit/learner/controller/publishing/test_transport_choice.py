@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -66,3 +67,13 @@ def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(
     assert said in misfit(progress, "b", server)
     server.nccl["NCCL_CUMEM_ENABLE"] = "0"
     assert misfit(progress, "b", server) == ""
+
+
+@pytest.mark.parametrize("progress", ["auto"], indirect=True)
+def test_a_large_fleet_that_fits_is_looked_at_once(progress: RunProgress) -> None:
+    progress.learner_places = tuple(Place("here", (f"GPU-{n}",)) for n in range(64))
+    servers = {f"s{n}": place(f"h{n}", f"GPU-{1000 + n}") for n in range(512)}
+    begun_s = time.thread_time()
+    assert choose_for(progress, servers) == ("nccl", [""] * 512)
+    # One after another takes 0.14 s, before each step's publish.
+    assert time.thread_time() - begun_s < 0.05
