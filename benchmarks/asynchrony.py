@@ -34,7 +34,7 @@ import uvloop
 from measure import RESULTS, Spread, note, part, progress, settings_of, table, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from step_windows import Row, Windows

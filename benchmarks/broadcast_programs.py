@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from measure import visible
 from rig import HERE, Placement
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 
 START_LIMIT_S = 400.0
 CALL_LIMIT_S = 120.0

@@ -38,7 +38,7 @@ import torch
 from learner_loops import LOADS, lognormal_batch, shape_config, synchronize
 from measure import Spread, note, progress, settings_of, table, write_result
 from shapes import SHAPES
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     """Returns a row for each repeat."""
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 

@@ -52,7 +52,7 @@ from learner_loops import (
     synchronize,
 )
 from shapes import SHAPES
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import MicroBatch
 from slipstream.learner.trainer.flops import model_sizes, training_flops
@@ -95,8 +95,8 @@ class Work:
 
 def works_of(config: Config, batches: list[Batch], training: object) -> list[Work]:
     """Returns the steps of all loops, packed for the peers as ours packs them, on the device."""
-    from slipstream.learner.trainer.batches.sequences import training_sequences, weighted
-    from slipstream.learner.trainer.batches.shares import rank_micro_batches
+    from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
+    from slipstream.learner.trainer.model.shares import rank_micro_batches
     from slipstream.learner.trainer.step import TrainingStep
 
     assert isinstance(training, TrainingStep)
@@ -156,7 +156,7 @@ def run_turns(
     folder: Path,
 ) -> dict[str, list[Turn]]:
     """Returns the turns of all loops, after some steps of each that are not counted."""
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 

@@ -31,7 +31,7 @@ import numpy as np
 from measure import RESULTS, part, progress, table, visible, write_result
 from rig import HERE, Placement, Rig
 from shapes import make_apart
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config, parse_config

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from measure import RESULTS, progress, table, write_result
 from rig import HERE
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.learner.controller.publishing.probe_gap import logit_gap
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
@@ -114,8 +114,8 @@ def score(arguments: argparse.Namespace, folder: Path, version: str) -> None:
     """Writes the learner's weights as on the wire, and its log-probabilities, to files."""
     import torch
     from safetensors.torch import save_file
-    from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.export import hf_tensors
 

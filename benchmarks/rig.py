@@ -20,10 +20,10 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 from measure import visible
-from slipstream.client.children import Child, start_child
+from slipstream.client.launch.children import Child, start_child
+from slipstream.client.launch.run_processes import ROLLOUT_SERVER
+from slipstream.client.launch.trainer_ranks import TRAINER, rank_environments
 from slipstream.client.run_folder import write_config
-from slipstream.client.session import ROLLOUT_SERVER
-from slipstream.client.trainer_ranks import TRAINER, rank_environments
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.reporting.rows import METRICS, read_rows

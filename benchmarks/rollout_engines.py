@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Self
 from slipstream.protocol.settings.config import Config
 
 if TYPE_CHECKING:
-    from slipstream.rollout_server.inference.engine import VllmEngine
-    from slipstream.rollout_server.inference.generation import (
+    from slipstream.rollout_server.engine_interface import (
         Engine,
         Generation,
         LoadedWeights,
     )
+    from slipstream.rollout_server.inference.engine import VllmEngine
 
 REPLY = "RESULT "
 START_LIMIT_S = 400.0
@@ -132,8 +132,8 @@ class Ours(Served):
     async def start(cls, config: Config, sizes: Sizes, address: str) -> Self:
         """Ready, with the weights that it was started with."""
         from slipstream.protocol.types import PolicyVersion
+        from slipstream.rollout_server.engine_interface import LoadedWeights
         from slipstream.rollout_server.inference.engine import VllmEngine
-        from slipstream.rollout_server.inference.generation import LoadedWeights
 
         class PresetWeights(VllmEngine):
             """Keeps its weights: none are sent here."""
@@ -153,7 +153,7 @@ class Ours(Served):
         return {"engine": self._generate_all, "check": self._check}
 
     async def _generate(self, seed: int, num_tokens: int) -> Generation:
-        from slipstream.rollout_server.inference.generation import Sampling
+        from slipstream.rollout_server.engine_interface import Sampling
 
         longest = self._config.sampling.max_episode_tokens
         sampling = Sampling(1.0, 1.0, 0, num_tokens, 1, longest, ignore_eos=True)

@@ -27,7 +27,7 @@ from broadcast_tables import Found, Row, stages, summary
 from measure import RESULTS, note, part, progress, settings_of, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 

@@ -22,11 +22,25 @@ LAYERS = {
     "slipstream.rollout_server": ("slipstream.protocol", "slipstream.v1"),
     "slipstream.learner": ("slipstream.protocol", "slipstream.v1"),
 }
+# The controller's modules and folders from the ground up: each imports only what stands before it.
+STAIRS = (
+    *("events", "loop_clock", "stopwatch", "lease_pace", "own_log", "progress"),
+    *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluations"),
+    *("set_aside_batch", "watch", "services", "goodbye", "reporting", "restoration"),
+    *("application", "__main__"),
+)
+# Packages whose modules and folders form no circle either.
+FLIGHTS = (
+    "slipstream.learner.controller",
+    "slipstream.learner.trainer",
+    "slipstream.rollout_server",
+    "slipstream.client",
+)
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {
     "vllm": (
         # How vLLM holds an adapter: part of the receiver, and of the engine's arguments.
-        "slipstream.rollout_server.inference.adapter_slot",
+        "slipstream.rollout_server.weights.adapter_slot",
         "slipstream.rollout_server.inference.chunking_scheduler",
         "slipstream.rollout_server.inference.pausing_scheduler",
         "slipstream.rollout_server.inference.engine_pause",
@@ -163,6 +177,68 @@ def test_the_controller_does_not_import_the_trainer_which_would_bring_torch() ->
         if within(name, "slipstream.learner.trainer")
     ]
     assert not wrong
+
+
+def own_imports() -> dict[str, set[str]]:
+    """Returns for each of our modules the modules of ours that it imports, at any depth."""
+    modules = {module_name(path): path for path in package_sources()}
+    found = {}
+    for module, path in modules.items():
+        names = {name for _, name in imports(path)}
+        parents = {name.rpartition(".")[0] for name in names - modules.keys()}
+        found[module] = ((names | parents) & modules.keys()) - {module}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> set[str]:
+    """Returns the nodes that lie on a circle of the graph or lead to one."""
+    left = dict(graph)
+    while free := [node for node, others in left.items() if not others & left.keys()]:
+        for node in free:
+            del left[node]
+    return set(left)
+
+
+def stairs(package: str) -> dict[str, set[str]]:
+    """Returns for each module or folder of a package those of the package that it imports."""
+    found: dict[str, set[str]] = {}
+    for module, others in own_imports().items():
+        if not within(module, package) or module == package:
+            continue
+        step = module.removeprefix(f"{package}.").split(".")[0]
+        below = {
+            other.removeprefix(f"{package}.").split(".")[0]
+            for other in others
+            if within(other, package) and other != package
+        }
+        found.setdefault(step, set()).update(below - {step})
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle(own_imports()) == set()
+
+
+@pytest.mark.parametrize("package", FLIGHTS)
+def test_no_folders_import_each_other_in_a_circle(package: str) -> None:
+    assert circle(stairs(package)) == set()
+
+
+def test_the_controllers_folders_import_downwards_only() -> None:
+    found = stairs("slipstream.learner.controller")
+    assert found.keys() == set(STAIRS)
+    upwards = {
+        (step, other)
+        for step, others in found.items()
+        for other in others
+        if STAIRS.index(other) > STAIRS.index(step)
+    }
+    assert upwards == set()
+
+
+def test_circles_are_noticed() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == set()
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("package", OWNERS)

@@ -118,8 +118,8 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
     from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-    from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors

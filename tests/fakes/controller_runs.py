@@ -7,7 +7,7 @@ import json
 
 from fake_server import OPEN, FakeServer
 from fake_trainer import FakeTrainer
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.learner.controller.application import Controller
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config

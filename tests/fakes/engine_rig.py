@@ -15,8 +15,8 @@ from gloo_sender import GlooSender, layout_of
 from safetensors.torch import load_file, save_file
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import Generation, LoadedWeights, Sampling
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.inference.generation import Generation, LoadedWeights, Sampling
 from started_engine import started_engine
 from tiny_models import make_model_folder
 

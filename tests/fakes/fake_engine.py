@@ -11,7 +11,7 @@ import numpy.typing as npt
 from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
-from slipstream.rollout_server.inference.generation import (
+from slipstream.rollout_server.engine_interface import (
     EngineDied,
     EngineUse,
     FinishReason,

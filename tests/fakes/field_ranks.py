@@ -19,8 +19,8 @@ def probe() -> list[np.ndarray]:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
 
     table = {

@@ -19,7 +19,7 @@ from slipstream.client.run_folder import check_run_folder
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
-from slipstream.learner.controller.records.restoration import begin
+from slipstream.learner.controller.restoration import begin
 from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
 from slipstream.protocol.errors import CheckpointError, ConfigError, ProtocolError
 from slipstream.protocol.settings.config import Config

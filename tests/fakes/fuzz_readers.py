@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from slipstream.client.environment import Environment, StepResult
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
-from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.quarantine import read_claim
 from slipstream.learner.trainer.orders import read_order
 from slipstream.protocol.bounds import check_bounds, decode

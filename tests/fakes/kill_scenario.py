@@ -14,8 +14,8 @@ from typing import Literal
 
 import psutil
 from rig import Placement, Rig
-from slipstream.client.children import Child
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.children import Child
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 

@@ -71,12 +71,11 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model import offload
-    from slipstream.learner.trainer.model.lora import save_adapters
-    from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.export import hf_tensors, save_hf_folder
+    from slipstream.learner.trainer.weights.export import hf_tensors, save_adapters, save_hf_folder
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())

@@ -70,9 +70,9 @@ def run_rank(folder: Path, job: str) -> None:
     if job == "fp8" and not torch.cuda.is_available():
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
-    from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.model.offload import Part
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.weight_stream import open_stream

@@ -177,7 +177,7 @@ class Host:
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "slipstream.protocol.process"),
+                    *(sys.executable, "-m", "slipstream.protocol.machine.process"),
                     *("nsenter", f"--net=/proc/{self.pid}/ns/net"),
                     *("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child"),
                     *("sh", "-eu", str(script), *command),
@@ -256,7 +256,7 @@ class Network:
 
     def _keep_namespace(self) -> int:
         """A process that holds a new network namespace until the network is closed."""
-        die = [sys.executable, "-m", "slipstream.protocol.process"]
+        die = [sys.executable, "-m", "slipstream.protocol.machine.process"]
         process = subprocess.Popen([*die, "unshare", "--net", "sleep", "infinity"])
 
         def end() -> None:

@@ -36,8 +36,8 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def train(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.model.model import open_policy
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors, save_hf_folder

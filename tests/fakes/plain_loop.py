@@ -13,7 +13,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from slipstream.client.trainer_ranks import rank_environments
+from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config
@@ -46,7 +46,7 @@ def recorded_groups(config: Config) -> list[list[Trajectory]]:
 
 def train(config: Config) -> None:
     from slipstream.learner.trainer.batches.batch import Batch
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.weight_stream import open_stream
@@ -69,7 +69,7 @@ def train(config: Config) -> None:
 
 
 def print_digest(config: Config) -> None:
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.published import weight_identity
 

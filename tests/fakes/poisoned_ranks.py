@@ -153,7 +153,7 @@ def config_of(folder: Path, name: str, address: str) -> Config:
 
 def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.controller_client import ControllerClient
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.train import StartAgain, Trainer
 

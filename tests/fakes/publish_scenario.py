@@ -18,7 +18,7 @@ from pathlib import Path
 import weight_receiver_process
 from fake_controller import FakeController, stop_order
 from measure import visible
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.settings.config_file import dump_config, parse_config
 from slipstream.protocol.types import PolicyVersion

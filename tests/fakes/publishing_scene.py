@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion, ServerId

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.process import die_with_parent
+from slipstream.protocol.machine.process import die_with_parent
 
 TAIL_CHARACTERS = 4000
 
@@ -91,7 +91,7 @@ def _own_loopback() -> str:
 
 def _ports(host: str, count: int) -> list[int]:
     """Free ones, each for one job: what an earlier job listened on may be open until the end."""
-    from slipstream.client.preflight import free_port
+    from slipstream.client.launch.preflight import free_port
 
     found: set[int] = set()
     while len(found) < count:

@@ -25,7 +25,7 @@ from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.rollout_server import process
-from slipstream.rollout_server.inference.generation import Generation, Sampling
+from slipstream.rollout_server.engine_interface import Generation, Sampling
 
 TINY = {
     "hidden_size": 64,

@@ -22,8 +22,8 @@ class ReplayedGaps:
     def __init__(
         self, policy: Policy, batch: Batch, config: Config, *, temperature: float = 1.0
     ) -> None:
-        from slipstream.learner.trainer.batches.sequences import training_sequences
-        from slipstream.learner.trainer.batches.shares import rank_micro_batches
+        from slipstream.learner.trainer.algorithms.sequences import training_sequences
+        from slipstream.learner.trainer.model.shares import rank_micro_batches
 
         self._policy = policy
         self._temperature = temperature

@@ -137,8 +137,9 @@ def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
 
 def roles(folder: Path, job: str) -> None:
     """What the roles say and learn by themselves, then what the policy learns with them."""
-    from slipstream.learner.trainer.model.model import open_policy, unwrapped
+    from slipstream.learner.trainer.model.model import unwrapped
     from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.weights.export import hf_tensors
@@ -264,7 +265,7 @@ class _Run:
     def __init__(self, config: Config) -> None:
         from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
         from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-        from slipstream.learner.trainer.model.model import open_policy
+        from slipstream.learner.trainer.opening import open_policy
         from slipstream.learner.trainer.ranks.parallel import Launch
         from slipstream.learner.trainer.roles.roles import open_roles
         from slipstream.learner.trainer.step import TrainingStep

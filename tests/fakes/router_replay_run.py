@@ -130,8 +130,8 @@ def generate(folder: Path, config: Config) -> None:
 
 
 async def _generate(config: Config) -> list[Trajectory]:
+    from slipstream.rollout_server.engine_interface import Sampling
     from slipstream.rollout_server.inference.engine import VllmEngine
-    from slipstream.rollout_server.inference.generation import Sampling
 
     engine = await VllmEngine.start(config, seed=1)
     sampling = Sampling(1.0, 1.0, 0, REPLY_TOKENS, 2, 300, ignore_eos=True)
@@ -193,7 +193,7 @@ async def _generate(config: Config) -> list[Trajectory]:
 def learn(folder: Path, config: Config) -> None:
     """Writes the gaps of the log-probabilities and the metrics of a step."""
     from slipstream.learner.trainer.batches.batch import Batch
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 

@@ -23,7 +23,7 @@ import pytest
 import tomli_w
 from model_folders import write_loadable_files
 from slipstream.client import Client
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.client.status import Event, RunStatus
 from slipstream.protocol.access.security import Credentials, open_channel
 from tiny_models import make_model_folder

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.rollout_server.inference.generation import Engine
+from slipstream.rollout_server.engine_interface import Engine
 
 
 async def until_generated(engine: Engine, count: int, replies: Sequence[asyncio.Task[Any]]) -> None:

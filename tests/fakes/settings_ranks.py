@@ -113,7 +113,7 @@ def refusal(config: Config) -> str:
 
 def mixture(config: Config) -> dict:
     """How the experts are chosen when nothing is said about it."""
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
 
     policy = open_policy(config, Launch.from_environment())
@@ -136,7 +136,7 @@ def names_of_the_provider() -> list[str]:
 
 
 def built(config: Config) -> dict:
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
 
     policy = open_policy(config, Launch.from_environment())

@@ -21,7 +21,7 @@ WRONG_PLAN = "wrong-plan"
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a layout does."""
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.bucket_fill import (
@@ -91,7 +91,7 @@ def run_rank(folder: Path, job: str) -> None:
 
 def see_wrong_plan(folder: Path) -> None:
     """On one of two ranks, two matrices of the plan have changed places."""
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights import bucket_fill
     from slipstream.learner.trainer.weights.weight_stream import open_stream

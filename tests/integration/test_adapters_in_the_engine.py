@@ -21,7 +21,7 @@ from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.inference.generation import LoadedWeights, Sampling  # noqa: E402
+from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling  # noqa: E402
 from started_engine import become_a_server, started_engine  # noqa: E402
 from tiny_models import make_model_folder  # noqa: E402
 

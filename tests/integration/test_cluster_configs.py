@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_processes import run_command
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 LLAMA3_ROPE = {

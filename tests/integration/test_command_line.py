@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from run_processes import address_of, command, copy_environments, run_command, write_config
 from slipstream.client.cli import parse
-from slipstream.client.placement import uses_gpus
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.settings.config_file import load_config
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")

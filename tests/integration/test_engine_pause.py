@@ -15,7 +15,7 @@ from slipstream.protocol.codec import version_to_pb  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
-from slipstream.rollout_server.inference.generation import FinishReason, Sampling  # noqa: E402
+from slipstream.rollout_server.engine_interface import FinishReason, Sampling  # noqa: E402
 from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
 from slipstream.v1 import weights_pb2  # noqa: E402
 

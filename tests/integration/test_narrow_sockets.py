@@ -9,7 +9,7 @@ from pathlib import Path
 
 import namespaces
 import pytest
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -20,7 +20,7 @@ from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.inference.generation import Generation, Sampling  # noqa: E402
+from slipstream.rollout_server.engine_interface import Generation, Sampling  # noqa: E402
 from started_engine import started_engine  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

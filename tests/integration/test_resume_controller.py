@@ -18,7 +18,7 @@ from controller_runs import make_config, play, with_evaluations
 from fake_server import FakeServer, environment_failure
 from fake_trainer import START, FakeTrainer
 from slipstream.client import Client
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender

@@ -18,13 +18,13 @@ from gloo_sender import GlooSender, layout_of  # noqa: E402
 from running_replies import until_generated  # noqa: E402
 from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.inference.chunking_scheduler import CHUNK_TOKENS  # noqa: E402
-from slipstream.rollout_server.inference.generation import (  # noqa: E402
+from slipstream.rollout_server.engine_interface import (  # noqa: E402
     EngineDied,
     FinishReason,
     GenerationFailed,
     Sampling,
 )
+from slipstream.rollout_server.inference.chunking_scheduler import CHUNK_TOKENS  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

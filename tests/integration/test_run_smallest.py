@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from run_processes import ROOT, check_ledger, run_command, summary_of  # noqa: E402
-from slipstream.client.placement import uses_gpus  # noqa: E402
-from slipstream.client.preflight import free_port  # noqa: E402
+from slipstream.client.launch.placement import uses_gpus  # noqa: E402
+from slipstream.client.launch.preflight import free_port  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

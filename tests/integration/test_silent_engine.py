@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.inference.generation import EngineDied, Sampling  # noqa: E402
+from slipstream.rollout_server.engine_interface import EngineDied, Sampling  # noqa: E402
 from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)

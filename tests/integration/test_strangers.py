@@ -20,7 +20,7 @@ import pytest
 import torch
 from guarded_controller import TOKEN, serving, with_token
 from loopbacks import LOOPBACKS
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.learner.trainer.ranks.meeting import meeting_place
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE

@@ -15,7 +15,7 @@ from gloo_sender import GlooSender, layout_of  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.inference.generation import Sampling  # noqa: E402
+from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
 from started_engine import started_engine  # noqa: E402
 from tiny_models import make_model_folder  # noqa: E402
 

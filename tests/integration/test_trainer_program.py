@@ -25,7 +25,7 @@ from fake_controller import (
     stop_order,
 )
 from safetensors.torch import load_file
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 from slipstream.protocol.settings.config_file import dump_config, parse_config
 from slipstream.protocol.weights.buckets import layout_from_pb

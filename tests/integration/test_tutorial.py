@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from run_processes import PROGRAM  # noqa: E402
-from slipstream.client.preflight import free_port  # noqa: E402
+from slipstream.client.launch.preflight import free_port  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

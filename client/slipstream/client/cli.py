@@ -216,13 +216,13 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
 
 
 async def _run(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launcher import run_all
+    from slipstream.client.launch.launcher import run_all
 
     return await run_all(arguments.config, arguments.overrides, dry_run=arguments.dry_run)
 
 
 async def _learner(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launcher import run_learner
+    from slipstream.client.launch.launcher import run_learner
 
     return await run_learner(
         arguments.config,
@@ -234,19 +234,19 @@ async def _learner(arguments: argparse.Namespace) -> int:
 
 
 async def _export(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launcher import run_export
+    from slipstream.client.launch.launcher import run_export
 
     return await run_export(arguments.run, arguments.step, arguments.out)
 
 
 async def _replay(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launcher import run_replay
+    from slipstream.client.launch.launcher import run_replay
 
     return await run_replay(arguments.run)
 
 
 async def _set_aside(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launcher import run_set_aside
+    from slipstream.client.launch.launcher import run_set_aside
 
     return await run_set_aside(arguments.run, arguments.step, arguments.group)
 
@@ -264,7 +264,7 @@ def _dashboard(arguments: argparse.Namespace) -> int:
 
 
 async def _rollout_server(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launcher import run_rollout_server
+    from slipstream.client.launch.launcher import run_rollout_server
 
     return await run_rollout_server(
         arguments.config,

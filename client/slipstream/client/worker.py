@@ -57,7 +57,7 @@ def _keep_stdout() -> int:
 
 
 def _serve(address: str, record: int | None) -> int:
-    from slipstream.protocol.process import die_with_parent
+    from slipstream.protocol.machine.process import die_with_parent
 
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if address.startswith("unix:"):

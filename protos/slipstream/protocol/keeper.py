@@ -30,7 +30,7 @@ from slipstream.protocol.descendants import (
     resident_bytes,
     shared_out_bytes,
 )
-from slipstream.protocol.process import become_reaper, die_with_parent
+from slipstream.protocol.machine.process import become_reaper, die_with_parent
 
 # Seconds after SIGTERM in which PROGRAM may end by itself.
 GRACE_S = 2.0

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import uvloop
 from slipstream.protocol.access.exposure import narrow_sockets
-from slipstream.protocol.card_lock import cards_of, fill_cards
 from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.machine.gpu_lock import cards_of, fill_cards
+from slipstream.protocol.machine.process import die_with_parent
 from slipstream.protocol.names import check_server_id
-from slipstream.protocol.process import die_with_parent
 from slipstream.protocol.settings.config import Config, RolloutServerSection, address_parts
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.protocol.types import ServerId

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
-from slipstream.protocol.process import die_with_parent, open_variables
+from slipstream.protocol.machine.process import die_with_parent, open_variables
 from slipstream.protocol.settings.config import RolloutServerSection
 
 _QUIET = {

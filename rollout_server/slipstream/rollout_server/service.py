@@ -25,11 +25,11 @@ from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.types import ServerId
+from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Identity
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.workers import WorkerGateway
-from slipstream.rollout_server.inference.generation import Engine
 from slipstream.rollout_server.session import End, JoinCall, Outbox, Session, SessionServices, hello
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 

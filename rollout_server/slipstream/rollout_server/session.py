@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from enum import Enum
 
 import grpc.aio
-from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.machine.gpu_lock import cards_of
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import GroupId, ServerId
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
+from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity, Lease
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.episodes.ledger import TokenLedger
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.inference.generation import Engine
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2

@@ -18,13 +18,13 @@ import numpy as np
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
-from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.inference.generation import (
+from slipstream.rollout_server.engine_interface import (
     Engine,
     EngineDied,
     GenerationFailed,
     LoadedWeights,
 )
+from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.publish_phases import Phase, PublishEvent, next_phase
 from slipstream.v1 import fleet_pb2, weights_pb2
 

@@ -12,7 +12,7 @@ import pytest
 from fake_workers import Empty, Good
 from slipstream.client import Client, patience
 from slipstream.client.cli import parse
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.v1 import (

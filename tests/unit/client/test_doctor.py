@@ -18,8 +18,8 @@ from slipstream.client.doctor.examine import ask_program, conclusion
 from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, problem, table
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_passed, check_setup
-from slipstream.client.preflight import free_port
-from slipstream.protocol.gpus import list_gpus
+from slipstream.client.launch.preflight import free_port
+from slipstream.protocol.machine.gpus import list_gpus
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.client import placement
 from slipstream.client.doctor import fit, gpus
 from slipstream.client.doctor.findings import Finding, Verdict
 from slipstream.client.doctor.fit import Needs, check_fit
 from slipstream.client.doctor.gpus import check_gpus
-from slipstream.protocol.gpus import Gpu
+from slipstream.client.launch import placement
+from slipstream.protocol.machine.gpus import Gpu
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.process import MAX_OPEN_FILES
+from slipstream.protocol.machine.process import MAX_OPEN_FILES
 
 SOFT, HARD = 256, 2000
 LIMIT_S = 60.0

@@ -19,7 +19,7 @@ from slipstream.client.run_folder import (
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.restoration import begin
+from slipstream.learner.controller.restoration import begin
 from slipstream.protocol.errors import ConfigError
 from small_configs import config_of
 

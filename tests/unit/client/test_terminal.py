@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.cli import main
-from slipstream.client.display import Display
+from slipstream.client.launch.display import Display
 from slipstream.client.terminal import plain
 from slipstream.v1 import status_pb2
 from small_configs import config_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
 from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender

@@ -8,8 +8,8 @@ from fake_fleet import FakeFleet
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server import session
+from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes import dispatcher
-from slipstream.rollout_server.inference.generation import EngineDied
 from slipstream.rollout_server.service import wait_for_controller
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2

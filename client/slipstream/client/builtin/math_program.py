@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 
-from slipstream.protocol.process import die_with_parent
+from slipstream.protocol.machine.process import die_with_parent
 
 # Memory limit of this process, enough for sympy: 9^9^9 must end this process and no other.
 MAX_MEMORY_BYTES = 4 << 30

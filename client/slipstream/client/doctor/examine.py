@@ -15,7 +15,7 @@ from slipstream.client.doctor.packages import check_packages
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_passed, check_setup
 from slipstream.client.terminal import say
-from slipstream.protocol.gpus import list_gpus
+from slipstream.protocol.machine.gpus import list_gpus
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config
 

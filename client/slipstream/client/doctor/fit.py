@@ -11,9 +11,9 @@ from pathlib import Path
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.machine import free_memory
-from slipstream.client.placement import Placement, check_transport, place_here, share_memory
+from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.gpus import Gpu, find_gpu
+from slipstream.protocol.machine.gpus import Gpu, find_gpu
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.roles import role_settings
 from slipstream.protocol.settings.sections import ParallelSection

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.fit import check_fit
-from slipstream.client.engine_checks import check_cache, check_compiler, describe_engine
-from slipstream.client.placement import uses_gpus
-from slipstream.client.preflight import check_passed_settings, check_port, passes_to_megatron
+from slipstream.client.launch.engine_checks import check_cache, check_compiler, describe_engine
+from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.preflight import check_passed_settings, check_port, passes_to_megatron
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import Credentials, check_address
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.gpus import Gpu
+from slipstream.protocol.machine.gpus import Gpu
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import check_model, model_warnings
 from slipstream.protocol.settings.vllm_source import check_engine

@@ -20,7 +20,10 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.restoration import (
+from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.reporting.metrics import open_recorder
+from slipstream.learner.controller.reporting.run_facts import Ending
+from slipstream.learner.controller.restoration import (
     RestoredParts,
     begin,
     journal_busy,
@@ -28,21 +31,18 @@ from slipstream.learner.controller.records.restoration import (
     journal_servers,
     restore,
 )
-from slipstream.learner.controller.reporting.metrics import open_recorder
-from slipstream.learner.controller.reporting.run_facts import Ending
-from slipstream.learner.controller.reporting.service_health import ServiceHealth
-from slipstream.learner.controller.reporting.status_service import StatusServicer
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
-from slipstream.learner.controller.servers.fleet_service import FleetService
-from slipstream.learner.controller.servers.joining import FleetServicer
-from slipstream.learner.controller.tasks.environment_service import EnvironmentServicer
+from slipstream.learner.controller.services.environment_service import EnvironmentServicer
+from slipstream.learner.controller.services.fleet_service import FleetService
+from slipstream.learner.controller.services.joining import FleetServicer
+from slipstream.learner.controller.services.service_health import ServiceHealth
+from slipstream.learner.controller.services.status_service import StatusServicer
+from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.learner.controller.tasks.environment_specs import environment_specs
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.learner.controller.trainer_service import TrainerServicer
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
 from slipstream.learner.controller.trajectories.receivers import open_receiver
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server

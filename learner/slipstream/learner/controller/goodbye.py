@@ -7,7 +7,7 @@ Waits for: the trainer's goodbye. Unblocked by: it, the failure of the run, or s
 from __future__ import annotations
 
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.trainer_service import TrainerServicer
+from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.v1 import status_pb2
 
 LOOK_S = 5.0

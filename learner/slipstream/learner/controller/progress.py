@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
-from slipstream.learner.controller.leasing.lease_pace import JustInTime
+from slipstream.learner.controller.lease_pace import JustInTime
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.settings.config import Config

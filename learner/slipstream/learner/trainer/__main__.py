@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.protocol.card_lock import cards_of, fill_cards
 from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.machine.gpu_lock import cards_of, fill_cards
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
 
@@ -122,7 +122,7 @@ def _load(
     config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
 ) -> tuple[Trainer, Ranks]:
     """Loads a rank; `stack` gets its signs of life, which begin with its first tensor."""
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
     from slipstream.learner.trainer.train import Trainer
 

@@ -55,10 +55,9 @@ def export(config: Config, path: Path, out: Path) -> None:
     Raises CheckpointError when the files or the weights differ from the saved ones.
     """
     from slipstream.learner.trainer.checkpoints.starting_weights import load_starting_weights
-    from slipstream.learner.trainer.model.lora import save_adapters
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.export import save_hf_folder
+    from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
     from slipstream.learner.trainer.weights.published import weight_identity
 
     manifest = read_manifest(path)

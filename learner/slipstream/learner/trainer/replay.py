@@ -76,7 +76,7 @@ def main() -> int:
 def replay(config: Config, steps: list[RecordedStep]) -> int:
     """Trains the steps again, and prints and compares each digest on rank 0; returns 0 or 1."""
     from slipstream.learner.trainer.batches.batch import Batch
-    from slipstream.learner.trainer.model.model import open_policy
+    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep

@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
+from slipstream.learner.trainer.algorithms.sequences import (
+    ModelEstimates,
+    training_sequences,
+    weighted,
+)
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.data_checks import (
@@ -20,20 +25,15 @@ from slipstream.learner.trainer.batches.data_checks import (
     untrainable,
 )
 from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence
-from slipstream.learner.trainer.batches.sequences import (
-    ModelEstimates,
-    training_sequences,
-    weighted,
-)
-from slipstream.learner.trainer.batches.shares import (
-    Forward,
-    masked_outputs,
-    rank_micro_batches,
-)
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.router_replay import check_experts, routing_metrics
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
+from slipstream.learner.trainer.model.shares import (
+    Forward,
+    masked_outputs,
+    rank_micro_batches,
+)
 from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
 from slipstream.learner.trainer.stages import StageTimes
 from slipstream.protocol.errors import RunFailed, UntrainableBatch

@@ -18,7 +18,6 @@ from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Save
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.cost import StepCost
-from slipstream.learner.trainer.model.lora import save_adapters
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.orders import (
@@ -33,14 +32,14 @@ from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.roles.roles import open_roles
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
-from slipstream.learner.trainer.weights.export import save_hf_folder
+from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.probe import build_probe
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
-from slipstream.protocol.card_lock import cards_of
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed, UntrainableBatch
+from slipstream.protocol.machine.gpu_lock import cards_of
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.handover import host_id

@@ -17,8 +17,8 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from slipstream.protocol.address import address_parts
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.address import address_parts
 from slipstream.protocol.settings.config import Config
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address

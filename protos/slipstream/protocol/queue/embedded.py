@@ -83,7 +83,7 @@ class EmbeddedServer(AsyncClosing):
         log = self._folder / "valkey.log"
         with log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "slipstream.protocol.process"),
+                *(sys.executable, "-m", "slipstream.protocol.machine.process"),
                 *(str(get_binary_path()), str(configuration)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,

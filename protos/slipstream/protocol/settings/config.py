@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 
 from pydantic import model_validator
-from slipstream.protocol.address import address_parts
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
+from slipstream.protocol.machine.address import address_parts
 from slipstream.protocol.reservation import smallest_queue
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.checkpoint_section import CheckpointSection

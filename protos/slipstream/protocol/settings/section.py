@@ -18,7 +18,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from slipstream.protocol.address import check_address_form, is_host
+from slipstream.protocol.machine.address import check_address_form, is_host
 
 _REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

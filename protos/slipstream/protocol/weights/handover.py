@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.protocol.access.callers import HELLO_LIMIT_S, LINE_BYTES, Call, Callers
-from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.machine.address import listen
 from slipstream.protocol.weights.waits import reason
 
 _NUMBER = struct.Struct("<Q")

@@ -28,8 +28,8 @@ from slipstream.protocol.types import (
     Status,
     Trajectory,
 )
+from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices, EpisodeTask
-from slipstream.rollout_server.inference.generation import Sampling
 from slipstream.v1 import fleet_pb2
 
 log = logging.getLogger(__name__)

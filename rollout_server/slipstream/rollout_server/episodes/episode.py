@@ -27,18 +27,18 @@ from slipstream.protocol.types import (
     Status,
     Trajectory,
 )
-from slipstream.rollout_server.episodes.calls import EnvironmentSession
-from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.ledger import TokenLedger
-from slipstream.rollout_server.episodes.recording import Recording
-from slipstream.rollout_server.episodes.renderer import REPLY, Renderer, RenderingFailed
-from slipstream.rollout_server.inference.generation import (
+from slipstream.rollout_server.engine_interface import (
     Engine,
     FinishReason,
     Generation,
     GenerationFailed,
     Sampling,
 )
+from slipstream.rollout_server.episodes.calls import EnvironmentSession
+from slipstream.rollout_server.episodes.environments import Environments
+from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.rollout_server.episodes.renderer import REPLY, Renderer, RenderingFailed
 from slipstream.v1 import trajectory_pb2
 
 Answer = TypeVar("Answer")

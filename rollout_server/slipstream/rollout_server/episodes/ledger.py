@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from slipstream.rollout_server.inference.generation import EngineUse
+from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.memory import ProcessMemory
 from slipstream.v1 import fleet_pb2
 

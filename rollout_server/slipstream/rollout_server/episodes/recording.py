@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import LogprobArray, VersionSpan
-from slipstream.rollout_server.inference.generation import Generation
+from slipstream.rollout_server.engine_interface import Generation
 
 # Largest number of metrics that a trajectory carries, and of characters in their names.
 _MAX_METRICS = 16

@@ -15,11 +15,7 @@ import numpy as np
 import psutil
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
-from slipstream.rollout_server.inference.adapter_slot import REQUEST
-from slipstream.rollout_server.inference.engine_arguments import engine_config
-from slipstream.rollout_server.inference.engine_pause import EnginePause
-from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
-from slipstream.rollout_server.inference.generation import (
+from slipstream.rollout_server.engine_interface import (
     EngineDied,
     EngineUse,
     FinishReason,
@@ -28,8 +24,12 @@ from slipstream.rollout_server.inference.generation import (
     LoadedWeights,
     Sampling,
 )
+from slipstream.rollout_server.inference.engine_arguments import engine_config
+from slipstream.rollout_server.inference.engine_pause import EnginePause
+from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
 from slipstream.rollout_server.inference.usage import UseClock
+from slipstream.rollout_server.weights.adapter_slot import REQUEST
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.rollout_server.weights.worker_calls import WorkerCalls

@@ -11,9 +11,9 @@ from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.vllm_source import unknown_name
-from slipstream.rollout_server.inference.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
+from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig, WeightTransferConfig

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable
 
 from slipstream.protocol.types import PolicyVersion
-from slipstream.rollout_server.inference.generation import EngineDied
+from slipstream.rollout_server.engine_interface import EngineDied
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from slipstream.rollout_server.inference.generation import EngineDied
+from slipstream.rollout_server.engine_interface import EngineDied
 
 # Seconds without a step after which an engine with requests counts as hung. The limit is longer
 # than compiling kernels takes, and shorter than the run waits for a batch.

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from slipstream.rollout_server.inference.generation import EngineDied
+from slipstream.rollout_server.engine_interface import EngineDied
 
 _MAX_BYTES = 1 << 20
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
-from slipstream.rollout_server.inference.adapter_slot import Arriving
 from slipstream.rollout_server.weights import vllm_layers
+from slipstream.rollout_server.weights.adapter_slot import Arriving
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut
 from slipstream.rollout_server.weights.copying import Copying

@@ -17,7 +17,7 @@ from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.rollout_server.inference.generation import EngineDied, LoadedWeights
+from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.v1 import weights_pb2
 
 # Seconds that an update may take beside its own deadlines before its worker counts as hung.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.rollout_server.inference.generation import EngineDied
+from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError

@@ -7,11 +7,11 @@ import time
 
 import pytest
 from publishing_scene import joined, nothing, progress_of
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.types import ServerId

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.episodes.ledger import TokenLedger
 from slipstream.rollout_server.inference import usage
-from slipstream.rollout_server.inference.generation import EngineUse
 from slipstream.rollout_server.inference.usage import UseClock
 
 

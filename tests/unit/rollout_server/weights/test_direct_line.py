@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from slipstream.rollout_server.inference.generation import EngineDied
+from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
 
 LIMIT_S = 20

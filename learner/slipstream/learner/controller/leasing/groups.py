@@ -7,16 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class ServerKey:
-    """One life of one rollout server."""
-
-    server_id: ServerId
-    epoch: int
+from slipstream.protocol.types import GroupId, Purpose, Trajectory
 
 
 @dataclass(eq=False)

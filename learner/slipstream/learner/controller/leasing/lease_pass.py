@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_waits import LeaseWait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import GroupId
 
 # Seconds of serving in which a server must end what it was told to end.

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from slipstream.learner.controller.leasing.groups import ClosingLease, Fate, Group, ServerKey
+from slipstream.learner.controller.leasing.groups import ClosingLease, Fate, Group
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol import staleness
 from slipstream.protocol.types import (
     GroupId,

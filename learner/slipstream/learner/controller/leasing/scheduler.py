@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
     Grant,
     NewLeases,
@@ -24,10 +24,11 @@ from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.queue_account import AccountedReceiver
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.learner.controller.trajectories.queue_account import AccountedReceiver
 from slipstream.protocol import reservation
 from slipstream.protocol.settings.config_file import largest_trajectory_bytes
 from slipstream.protocol.types import Purpose

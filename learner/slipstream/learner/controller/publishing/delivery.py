@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.membership import Membership
 from slipstream.learner.controller.publishing.phases import PhaseReports
@@ -27,7 +26,7 @@ from slipstream.learner.controller.publishing.publish_failures import (
 )
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
-from slipstream.learner.controller.servers.server_states import ServerEvent
+from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, weights_pb2

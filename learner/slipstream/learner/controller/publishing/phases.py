@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TypeAlias
 
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.loop_clock import LoopClock
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.v1 import fleet_pb2
 
 # The reports of one server, by publish and phase.

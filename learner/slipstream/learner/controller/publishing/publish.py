@@ -13,14 +13,18 @@ import time
 from collections.abc import Sequence
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.progress import OverduePublish, RunProgress
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.publishing.readiness import Readiness
 from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
-from slipstream.learner.controller.servers.server_states import JOINING, STALE, ServerEvent
+from slipstream.learner.controller.servers.server_states import (
+    JOINING,
+    STALE,
+    ServerEvent,
+    ServerKey,
+)
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2

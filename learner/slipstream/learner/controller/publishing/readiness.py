@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.delivery import Deliveries
 from slipstream.learner.controller.publishing.phases import PhaseReports
 from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2

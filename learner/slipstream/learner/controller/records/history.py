@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import JsonValue
+from slipstream.learner.controller.records.busy_seconds import BusySeconds
 from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.filtering import FilteredGroups
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
-from slipstream.learner.controller.reporting.busy import BusySeconds
-from slipstream.learner.controller.trajectories.filtering import FilteredGroups
 from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName

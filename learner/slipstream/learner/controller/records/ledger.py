@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.seen_ids import SeenIds
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2, status_pb2
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from slipstream.learner.controller.records.busy_seconds import BusySeconds
 
 Interval = tuple[float, float]
 
@@ -54,30 +55,6 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
 def length(intervals: Iterable[Interval]) -> float:
     """Total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
-
-
-@dataclass(frozen=True)
-class BusySeconds:
-    """How long something was watched, and how much of that time was busy."""
-
-    window: float = 0.0
-    generation: float = 0.0
-    training: float = 0.0
-    both: float = 0.0
-
-    def __add__(self, other: BusySeconds) -> BusySeconds:
-        """Of two windows that do not overlap."""
-        return BusySeconds(
-            self.window + other.window,
-            self.generation + other.generation,
-            self.training + other.training,
-            self.both + other.both,
-        )
-
-    def shares(self) -> dict[str, float]:
-        """Shares of the window, between 0 and 1; 0 without one."""
-        times = {"generation": self.generation, "training": self.training, "both": self.both}
-        return {name: time / self.window if self.window else 0.0 for name, time in times.items()}
 
 
 def busy_seconds(

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.servers.outbox import Outbox
@@ -23,6 +22,7 @@ from slipstream.learner.controller.servers.server_states import (
     LEFT,
     SERVING,
     ServerEvent,
+    ServerKey,
     next_state,
 )
 from slipstream.learner.controller.stopwatch import Stopwatch

@@ -9,8 +9,10 @@ all of them --left--> LEFT
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
+from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
 
 JOINING = fleet_pb2.SERVER_STATE_JOINING
@@ -68,3 +70,11 @@ def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.Se
         name = fleet_pb2.ServerState.Name(state)
         raise ValueError(f"a rollout server in the state {name} cannot {event.value}")
     return following
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKey:
+    """One life of one rollout server."""
+
+    server_id: ServerId
+    epoch: int

@@ -9,12 +9,12 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.records.history import (
     EnvironmentHistory,
     OpenGroup,
     RunHistory,
 )
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import GroupId
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2

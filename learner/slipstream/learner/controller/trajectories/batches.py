@@ -11,13 +11,14 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.learner.controller.leasing.groups import ServerKey, sampled_tokens
+from slipstream.learner.controller.leasing.groups import sampled_tokens
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RecordedStep, RunHistory, batch_name
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batch import (
     Batch,

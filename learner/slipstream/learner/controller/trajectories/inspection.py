@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.earlier_ids import EarlierIds
@@ -19,6 +18,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.quarantine import (
     MAX_IN_A_ROW,

@@ -19,13 +19,13 @@ from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.filtering import FilteredGroups, Verdict, is_solved
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.endings import Endings
-from slipstream.learner.controller.trajectories.filtering import FilteredGroups, Verdict, is_solved
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery, TrajectoryReceiver

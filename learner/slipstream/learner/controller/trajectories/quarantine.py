@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
-from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
 from slipstream.protocol.names import is_server_id
 from slipstream.protocol.queue.base import Delivery

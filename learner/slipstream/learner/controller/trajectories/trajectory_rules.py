@@ -6,7 +6,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import PolicyVersion, Purpose, Trajectory
 

@@ -27,8 +27,8 @@ from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
-from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.checkpoints import (
     PARTIAL_SUFFIX,
     FileEntry,

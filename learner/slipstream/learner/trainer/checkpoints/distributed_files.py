@@ -52,7 +52,7 @@ from slipstream.learner.trainer.checkpoints.optimizer_formats import (
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.model.model import unwrapped
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.checkpoints import FileEntry
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint._traverse import set_element

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 

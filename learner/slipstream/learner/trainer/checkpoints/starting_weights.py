@@ -8,8 +8,8 @@ from pathlib import Path
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, STATE_FOLDER, StoredModel
-from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.checkpoints import MANIFEST_NAME, check_files, read_manifest
 from slipstream.protocol.errors import ConfigError
 

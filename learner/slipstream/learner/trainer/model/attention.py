@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from slipstream.learner.trainer.batches.context_parallel import gathered_places, zigzag
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 

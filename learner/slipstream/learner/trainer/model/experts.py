@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from megatron.core.utils import divide
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.model_sizes import normalizes_experts
 from torch import Tensor
 

@@ -16,7 +16,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     ReplicatedMapping,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from transformers import MixtralForCausalLM, Qwen2MoeForCausalLM
 
 _DECODER = "decoder.layers.*."

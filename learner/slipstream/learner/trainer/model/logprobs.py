@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from slipstream.learner.trainer.model import logits
 from slipstream.learner.trainer.model.logits import Columns, Sums
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # Logits in one chunk. A CPU's chunk takes 128 MiB in float32, and three such tensors are alive at a

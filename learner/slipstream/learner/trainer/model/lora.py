@@ -5,23 +5,14 @@ Each adapted matrix is W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
 
 from __future__ import annotations
 
-import json
-import shutil
 import zlib
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
-from slipstream.learner.trainer.checkpoints.files import write_safetensors
-from slipstream.learner.trainer.model.model import Change, Policy, defer_projections
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.model.model import Change, defer_projections
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.weights.export import adapter_tensors
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.lora_section import FUSED
-from torch import Tensor
 
 
 def adapters(config: Config, ranks: Ranks) -> Change:
@@ -80,47 +71,3 @@ def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
         rest = name.removeprefix(prefix)
         if not rest.startswith(("adapter.", "to_wrap.")):
             state[f"{prefix}to_wrap.{rest}"] = state.pop(name)
-
-
-def save_adapters(policy: Policy, config: Config, target: Path) -> None:
-    """Writes the adapters alone, in the format of the library PEFT; collective.
-
-    `target` appears only when it is complete; an existing `target` is replaced.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, weight in adapter_tensors(policy, policy.dtype):
-        if policy.ranks.is_main:
-            # Fused matrices share their first factor; a file holds no tensor twice.
-            tensors[name] = weight.clone()
-    disk = DiskWork(target.parent, policy.ranks)
-
-    def write() -> None:
-        if policy.ranks.is_main:
-            _write(tensors, config, target, disk.moved)
-
-    disk.together(write)
-
-
-def _write(
-    tensors: dict[str, Tensor], config: Config, target: Path, moved: Callable[[int], None]
-) -> None:
-    partial = target.with_name(target.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    write_safetensors(partial / "adapter_model.safetensors", tensors, moved)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(config.model.path),
-        "r": config.lora.rank,
-        "lora_alpha": config.lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        "target_modules": [part for name in config.lora.modules for part in FUSED[name]],
-    }
-    (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2))
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)

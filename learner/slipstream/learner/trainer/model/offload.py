@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.settings.config import OffloadSection
 from torch import Tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks import compat
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import LearnerSection
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from slipstream.learner.trainer.model.precision import check_fp8
-from slipstream.learner.trainer.model.settings import Megatron, passed_through, refusals_of
+from slipstream.learner.trainer.model.settings import passed_through, refusals_of
 from slipstream.learner.trainer.ranks import compat
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config, LearnerSection
 from slipstream.protocol.settings.rank_layout import RankLayout

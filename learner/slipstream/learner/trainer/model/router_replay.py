@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import RunFailed, UntrainableBatch
 from slipstream.protocol.types import Trajectory
 from torch import Tensor

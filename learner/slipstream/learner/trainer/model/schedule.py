@@ -10,12 +10,12 @@ from typing import TypeVar
 import torch
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence, to_device
-from slipstream.learner.trainer.batches.shares import masked_outputs
 from slipstream.learner.trainer.model.attention_choice import log_attention_once
 from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.model.model import ParallelModel, TrainedModel
 from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.model.shares import masked_outputs
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.types import LogprobArray, TokenArray
 from torch import Tensor
 

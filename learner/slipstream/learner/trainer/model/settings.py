@@ -8,15 +8,12 @@ import enum
 import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
 
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
-
-# An object of Megatron or transformers, which are untyped.
-Megatron: TypeAlias = Any
 
 # Megatron's fields that must agree with groups, weights or the trainer's code. The value is the
 # setting to change instead, None if there is none.

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from slipstream.learner.trainer.model.attention import CoreAttention
 from slipstream.learner.trainer.model.experts import GroupedExperts
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 
 
 class RMSNorm(torch.nn.RMSNorm):

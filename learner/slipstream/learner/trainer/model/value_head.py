@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # Standard deviation of the initial values for any hidden size: the states are normalised.

@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 import torch
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.config import ParallelSection
 from torch import Tensor
 

@@ -15,8 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
-from slipstream.protocol.address import listen
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.address import listen
 from torch.distributed.distributed_c10d import Store
 
 # Seconds that torch may take beyond its own limit to report that no server listens.

@@ -10,10 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.model.settings import Megatron
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.grid import Grids
 from slipstream.learner.trainer.ranks.meeting import Words, meeting_place, missing_variable
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import LearnerSection, ParallelSection
 from slipstream.protocol.settings.rank_layout import RankLayout

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.shares import batch_outputs
-from slipstream.learner.trainer.model.model import ParallelModel, Policy, load_frozen
+from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import forward_logprobs
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.model.shares import batch_outputs
+from slipstream.learner.trainer.opening import load_frozen
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.learner.trainer.weights.export import hf_tensors
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray

@@ -14,6 +14,8 @@ from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.lora_section import FUSED
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
@@ -158,3 +160,47 @@ class HfFolderWriter:
 
     def _shard_path(self, place: int) -> Path:
         return self._folder / f"shard-{place}.safetensors"
+
+
+def save_adapters(policy: Policy, config: Config, target: Path) -> None:
+    """Writes the adapters alone, in the format of the library PEFT; collective.
+
+    `target` appears only when it is complete; an existing `target` is replaced.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, weight in adapter_tensors(policy, policy.dtype):
+        if policy.ranks.is_main:
+            # Fused matrices share their first factor; a file holds no tensor twice.
+            tensors[name] = weight.clone()
+    disk = DiskWork(target.parent, policy.ranks)
+
+    def write() -> None:
+        if policy.ranks.is_main:
+            _write_adapters(tensors, config, target, disk.moved)
+
+    disk.together(write)
+
+
+def _write_adapters(
+    tensors: dict[str, Tensor], config: Config, target: Path, moved: Callable[[int], None]
+) -> None:
+    partial = target.with_name(target.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    write_safetensors(partial / "adapter_model.safetensors", tensors, moved)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(config.model.path),
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": [part for name in config.lora.modules for part in FUSED[name]],
+    }
+    (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)

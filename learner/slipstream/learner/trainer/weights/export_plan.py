@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.model.settings import Megatron
+from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

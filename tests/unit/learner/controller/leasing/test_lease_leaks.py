@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from fake_trajectories import GOOD
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.controller.leasing.groups import Fate, Group, ServerKey
+from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import (
     Failure,
     FailureKind,

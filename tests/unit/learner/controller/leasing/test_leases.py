@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.leasing.groups import Fate, ServerKey
+from slipstream.learner.controller.leasing.groups import Fate
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import (
     Failure,

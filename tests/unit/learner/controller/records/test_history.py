@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.records.busy_seconds import BusySeconds
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import (
     RecordedStep,
@@ -17,7 +18,7 @@ from slipstream.learner.controller.records.history import (
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
-from slipstream.learner.controller.reporting.busy import BusySeconds
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.staleness import deadline, holds

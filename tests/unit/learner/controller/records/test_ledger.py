@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2
 

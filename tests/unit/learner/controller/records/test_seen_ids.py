@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import tracemalloc
 
-from slipstream.learner.controller.leasing.groups import ServerKey
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import GroupId, ServerId, TrajectoryId
 
 KEY = ServerKey(ServerId("a"), 0x1234567890ABCDEF)

@@ -5,9 +5,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.learner.controller.records.busy_seconds import BusySeconds
 from slipstream.learner.controller.reporting.busy import (
     BusyMeter,
-    BusySeconds,
     busy_seconds,
     include,
     intersection,

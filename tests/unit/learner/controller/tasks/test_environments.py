@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import environment_pb2, trajectory_pb2

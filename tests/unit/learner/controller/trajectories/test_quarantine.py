@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.leasing.groups import ServerKey
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories import quarantine as module
 from slipstream.learner.controller.trajectories.quarantine import (
     MAX_IN_A_ROW,

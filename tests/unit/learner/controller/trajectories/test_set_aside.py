@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from fake_controller import make_batch
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import (
@@ -14,6 +14,7 @@ from slipstream.learner.controller.records.history import (
     batch_name,
     read_history,
 )
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import Batch
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol import staleness

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 from fake_trajectories import GOOD
-from slipstream.learner.controller.leasing.groups import Group, ServerKey
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
 from slipstream.protocol.types import (
     GroupId,

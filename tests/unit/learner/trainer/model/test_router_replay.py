@@ -8,13 +8,13 @@ import pytest
 import torch
 from fake_controller import make_batch
 from packed import algorithm
+from slipstream.learner.trainer.algorithms.sequences import training_sequences
 from slipstream.learner.trainer.batches.context_parallel import share_of_rank
 from slipstream.learner.trainer.batches.packing import (
     TokenEstimates,
     TrainingSequence,
     build_micro_batch,
 )
-from slipstream.learner.trainer.batches.sequences import training_sequences
 from slipstream.learner.trainer.model.router_replay import (
     LayerReplay,
     check_experts,

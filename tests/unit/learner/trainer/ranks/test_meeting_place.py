@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from slipstream.client.preflight import free_port
+from slipstream.client.launch.preflight import free_port
 from slipstream.learner.trainer.ranks import meeting
 from slipstream.learner.trainer.ranks.meeting import Words, meeting_place
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE

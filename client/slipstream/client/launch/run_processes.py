@@ -1,0 +1,347 @@
+"""The processes of one command: their start, their restarts, their end, and the progress shown.
+
+Consumes: events of the controller, ends of processes. Produces: progress on the screen, restarts of
+rollout servers.
+Waits for: the controller to end. Unblocked by: the end of the run, or of a process that the run
+needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+
+import grpc.aio
+from slipstream.client.launch.children import Child, start_child, with_full_disk
+from slipstream.client.launch.display import Display, loading_line
+from slipstream.client.launch.placement import Placement, describe_sharing
+from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls
+from slipstream.client.launch.trainer_ranks import TrainerRanks
+from slipstream.client.launch.waits import tell_waits
+from slipstream.client.run_folder import node_folder, write_config
+from slipstream.client.stopping import stop_signal
+from slipstream.protocol.access.security import Credentials
+from slipstream.protocol.errors import QueueError, RunFailed
+from slipstream.protocol.queue.embedded import EmbeddedServer
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import model_warnings
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+CONTROLLER = "slipstream.learner.controller"
+ROLLOUT_SERVER = "slipstream.rollout_server"
+GRACE_S = 30.0
+# Seconds of grace after a second signal: the next start resumes from the disk.
+HURRIED_GRACE_S = 1.0
+# Seconds between two questions to the controller whether the run is still stopping.
+LOOK_S = 2.0
+# Seconds that the last events may need to arrive after the controller has ended.
+EVENTS_LIMIT_S = 5.0
+# Seconds that the other processes may need to end after the controller has ended.
+LEAVE_LIMIT_S = 60.0
+MAX_QUEUE_RESTARTS = 5
+# Exit code of a command whose run has failed.
+FAILED = 1
+# Seconds after which a rollout server that ends is granted as many restarts as a new one.
+FORGIVEN_S = 600.0
+# Exit codes of a rollout server: its settings cannot work; its engine did not start.
+USAGE_ERROR, NOT_STARTED = 2, 3
+# Starts of an engine that fail in a row before the run ends: a third one would fail too.
+MAX_FAILED_STARTS = 2
+
+
+class RunProcesses:
+    """The processes of one command: start and keep them, `wait`; leaving the block ends them."""
+
+    def __init__(
+        self,
+        config: Config,
+        credentials: Credentials,
+        placement: Placement,
+        *,
+        node_rank: int = 0,
+        stop_limit_s: float = STOP_LIMIT_S,
+    ) -> None:
+        """`stop_limit_s`: a controller that does not answer a stop for so long is ended."""
+        self._config, self._placement = config, placement
+        self._credentials = credentials
+        self._calls = RunCalls(config.controller.address, credentials, stop_limit_s=stop_limit_s)
+        self._logs = config.run_dir / "logs"
+        self._resolved = write_config(config, node_folder(config, node_rank))
+        self._children: list[Child] = []
+        self._controller: asyncio.Task[Child] | None = None
+        self._trainers: TrainerRanks | None = None
+        self._servers: dict[str, asyncio.Task[None]] = {}
+        self._display = Display(config)
+        self._over = False
+        # How a trainer rank was killed; the other ranks only say that they lost it.
+        self._killed = ""
+        # The request that the controller did not answer before this command ended it.
+        self._unanswered: status_pb2.StopRunRequest | None = None
+        self._stopping: asyncio.Task[signal.Signals] | None = None
+
+    async def __aenter__(self) -> RunProcesses:
+        # Before the first process starts: a signal could end this one and leave the others.
+        self._stopping = asyncio.create_task(stop_signal())
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over = True
+        grace_s = GRACE_S
+        if kind is asyncio.CancelledError:
+            grace_s = HURRIED_GRACE_S
+            self._display.warn("the run is ended at once; the same command goes on")
+        if self._stopping is not None:
+            self._stopping.cancel()
+        for task in self._servers.values():
+            task.cancel()
+        await asyncio.gather(*self._servers.values(), return_exceptions=True)
+        if self._trainers is not None:
+            await self._trainers.stop(grace_s)
+        await asyncio.gather(*(child.stop(grace_s) for child in self._children))
+
+    def start_controller(self, *, num_servers: int) -> None:
+        """Starts the controller; this command starts `num_servers` rollout servers beside it."""
+        self._display.tell(f"the run starts; its logs are in {self._logs}/")
+        self._display.tell(loading_line(self._config, num_servers))
+        for line in describe_sharing(self._config, self._placement):
+            self._display.tell(line)
+        for line in model_warnings(self._config):
+            self._display.warn(line)
+        self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
+
+    async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:
+        """Starts the trainer ranks of this node; `wait` restarts them when they die."""
+        self._trainers = TrainerRanks(
+            self._config,
+            self._placement,
+            first_rank=first_rank,
+            num_ranks=num_ranks,
+            warn=self._display.warn,
+            milestones=self._calls.milestones,
+        )
+        learner = self._config.learner
+        if num_ranks < learner.world_size:
+            self._display.tell(
+                f"ranks {first_rank} to {first_rank + num_ranks - 1} of {learner.world_size} meet "
+                f"the others at {learner.master}, within {learner.timeout_s:g} s"
+            )
+        await self._trainers.start(self._config_arguments)
+
+    def keep_queue(self, server: EmbeddedServer) -> None:
+        """Restarts the embedded queue server when it dies: it keeps what it has acknowledged."""
+        keeping = self._told("the queue's server", self._keep_queue(server))
+        self._servers["queue"] = asyncio.ensure_future(keeping)
+
+    def keep_rollout_server(self, number: int) -> None:
+        """Starts rollout server `number`, and restarts it when it dies."""
+        name = f"server-{number}"
+        environ = self._placement.server_environment(number)
+        keeping = self._told(f"rollout server {name}", self._keep(name, environ))
+        self._servers[name] = asyncio.ensure_future(keeping)
+
+    async def wait(self) -> int:
+        """Shows progress until the run is over; RunFailed with the cause when it failed.
+
+        Returns 0 when the run is done, 128 and the signal's number when a signal ended it before.
+        Returns 1 when the run failed with a cause that was shown already.
+        """
+        if self._controller is None:
+            return await self._wait_for_trainers()
+        controller = await self._controller
+        keep_trainers = asyncio.ensure_future(self._told("the trainer", self._watch_trainers()))
+        forward_stop = asyncio.ensure_future(self._forward_stop())
+        show = asyncio.ensure_future(self._show_events())
+        address = self._config.controller.address
+        waits = asyncio.ensure_future(tell_waits(self._display, address, self._credentials))
+        tasks = (keep_trainers, forward_stop, show, waits)
+        try:
+            await controller.process.wait()
+            # Without a controller no rank is restarted, however the ranks end.
+            keep_trainers.cancel()
+            waits.cancel()
+            if self._unanswered is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EVENTS_LIMIT_S):
+                        await show
+            if self._display.is_over:
+                await self._let_leave()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._unanswered is not None and self._unanswered.failed:
+            raise RunFailed(with_full_disk(self._unanswered.reason, self._logs))
+        if controller.process.returncode == 0:
+            self._display.summary()
+            return self._signalled if self._display.is_stopped else 0
+        if self._unanswered is not None:
+            return self._signalled
+        if self._display.failure:
+            self._display.summary()
+            cause = with_full_disk(self._killed or self._display.failure, self._logs)
+            if cause == self._display.told_failure:
+                return FAILED
+            raise RunFailed(cause)
+        raise RunFailed(with_full_disk(controller.describe_end(), self._logs))
+
+    @property
+    def _signalled(self) -> int:
+        """The exit code after a signal; 0 when none came."""
+        stopping = self._stopping
+        if stopping is None or not stopping.done() or stopping.cancelled():
+            return 0
+        return 128 + stopping.result()
+
+    async def _let_leave(self) -> None:
+        trainers = self._trainers.children if self._trainers is not None else []
+        others = [
+            child
+            for child in (*self._children, *trainers)
+            if child.name != "controller" and child.is_running
+        ]
+        for child in others:
+            # A server that had not joined yet would look for the controller; the rest is done.
+            child.signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_LIMIT_S):
+                await asyncio.gather(*(child.process.wait() for child in others))
+
+    @property
+    def _config_arguments(self) -> list[str]:
+        return ["--config", str(self._resolved)]
+
+    async def _start(
+        self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = {}
+    ) -> Child:
+        child = await start_child(
+            name,
+            module,
+            [*self._config_arguments, *arguments],
+            log_path=self._logs / f"{name}.log",
+            environ=environ,
+        )
+        self._children.append(child)
+        return child
+
+    async def _told(self, name: str, keeping: Awaitable[None]) -> None:
+        """Awaits `keeping`; ends the run when the machine has no process or disk left for it.
+
+        Its task is awaited only at the end: the run would wait for a process that never starts.
+        """
+        try:
+            await keeping
+        except OSError as error:
+            await self._stop_run(f"{name} cannot be started: {error.strerror}", failed=True)
+
+    async def _keep_queue(self, server: EmbeddedServer) -> None:
+        for _ in range(MAX_QUEUE_RESTARTS):
+            code = await server.wait()
+            self._display.warn(f"the queue's server ended with code {code}; it is started again")
+            try:
+                await server.start()
+            except QueueError as error:
+                await self._stop_run(str(error), failed=True)
+                return
+        await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
+
+    async def _keep(self, name: str, environ: Mapping[str, str]) -> None:
+        settings = self._config.rollout_server
+        restarts = failed_starts = 0
+        address = self._config.controller.address
+        while True:
+            started_s = time.monotonic()
+            arguments = ["--controller", address, "--server-id", name]
+            child = await self._start(name, ROLLOUT_SERVER, arguments, environ)
+            await child.process.wait()
+            # Processes that the server has started must not outlive it.
+            child.signal(signal.SIGKILL)
+            if self._over or self._display.is_over or child.process.returncode == 0:
+                return
+            if time.monotonic() - started_s > FORGIVEN_S:
+                restarts = 0
+            restarts += 1
+            code = child.process.returncode
+            failed_starts = failed_starts + 1 if code == NOT_STARTED else 0
+            is_final = code == USAGE_ERROR or failed_starts == MAX_FAILED_STARTS
+            if is_final or restarts > settings.max_restarts:
+                await self._stop_run(child.describe_end(), failed=True)
+                return
+            self._display.warn(f"{child.describe_end()}; start {restarts + 1}")
+            await asyncio.sleep(min(2.0**restarts / 2, 30.0))
+
+    async def _watch_trainers(self) -> None:
+        if self._trainers is None:
+            return
+        failed = await self._trainers.keep(self._config_arguments)
+        if failed is not None and not self._over:
+            if failed.was_killed:
+                self._killed = failed.describe_end()
+            await self._stop_run(failed.describe_end(), failed=True)
+
+    async def _wait_for_trainers(self) -> int:
+        assert self._trainers is not None
+        assert self._stopping is not None
+        stop = self._stopping
+        ends = asyncio.ensure_future(self._trainers.keep(self._config_arguments))
+        await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
+        if not ends.done():
+            await end_in_order(ends, self._calls)
+        stop.cancel()
+        ends.cancel()
+        await asyncio.gather(ends, return_exceptions=True)
+        await self._trainers.stop(HURRIED_GRACE_S)
+        failed = [child for child in self._trainers.children if child.process.returncode]
+        if failed:
+            raise RunFailed(failed[0].describe_end())
+        return self._signalled
+
+    async def _forward_stop(self) -> None:
+        assert self._stopping is not None
+        number = await self._stopping
+        self._display.warn(f"{number.name}: the run is stopped in order; a second ends it at once")
+        await self._stop_run(f"the user sent {number.name}", failed=False)
+
+    async def _stop_run(self, reason: str, *, failed: bool) -> None:
+        """Asks the controller to end the run; ends the controller when it gives no answer."""
+        problem = await self._calls.stop(reason, failed=failed)
+        if not problem:
+            return
+        controller = await self._controller if self._controller is not None else None
+        if controller is None or not controller.is_running or self._display.is_over:
+            return
+        self._display.warn(f"the controller does not answer, {problem}; it is ended")
+        self._unanswered = status_pb2.StopRunRequest(reason=reason, failed=failed)
+        await controller.stop(GRACE_S)
+
+    async def _show_events(self) -> None:
+        async with self._calls.channel() as channel:
+            stub = status_pb2_grpc.StatusServiceStub(channel)
+            while not self._display.is_over:
+                request = status_pb2.WatchRequest(after=self._display.last_event)
+                try:
+                    async for event in stub.Watch(
+                        request, metadata=self._calls.metadata, wait_for_ready=True
+                    ):
+                        self._display.show(event)
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.5)
+
+
+async def end_in_order(
+    ends: asyncio.Future[Child | None],
+    calls: RunCalls,
+    *,
+    grace_s: float = GRACE_S,
+    look_s: float = LOOK_S,
+) -> None:
+    """Gives the ranks of this node `grace_s` to end, and more while the run is stopping.
+
+    A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
+    """
+    until_s = time.monotonic() + grace_s
+    while not ends.done() and (time.monotonic() < until_s or await calls.is_stopping()):
+        await asyncio.wait((ends,), timeout=look_s)

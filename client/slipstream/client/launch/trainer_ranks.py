@@ -1,0 +1,163 @@
+"""The trainer ranks of one node: started together, and restarted together when one of them dies.
+
+Consumes: the ends of the processes. Produces: restarts.
+Waits for: a rank that ends. Unblocked by: its end. All ranks then resume from the last checkpoint,
+while the controller and the rollout servers keep running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from slipstream.client.launch.children import Child, start_child
+from slipstream.client.launch.placement import Placement
+from slipstream.client.launch.preflight import free_port
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
+from slipstream.protocol.access.security import Credentials
+from slipstream.protocol.settings.config import Config, address_parts
+
+TRAINER = "slipstream.learner.trainer"
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+# Exit codes after which a restart would fail again: impossible settings, and what the trainer
+# itself judges to be a bug or damage.
+FINAL_CODES = (2, 3)
+# Exit code of a rank that failed while it loaded; after two in a row a third one would fail too.
+NOT_LOADED = 4
+MAX_FAILED_STARTS = 2
+
+
+@dataclass(frozen=True)
+class Milestones:
+    """The lasting progress of a run, as its controller reports it."""
+
+    # The newest version.
+    version: int
+    # The newest version with a checkpoint.
+    checkpoint: int
+
+    def is_beyond(self, earlier: Milestones) -> bool:
+        """Whether the run has reached a milestone since `earlier`."""
+        return self.version > earlier.version or self.checkpoint > earlier.checkpoint
+
+
+class TrainerRanks:
+    """Starts the ranks, and restarts them until they end or fail for good.
+
+    ranks = TrainerRanks(config, placement, first_rank=0, num_ranks=2, warn=..., milestones=...)
+    await ranks.start(arguments)
+    failed = await ranks.keep(arguments)  # None: all ended in order
+    await ranks.stop(grace_s)
+
+    The ranks may die `learner.max_restarts` times between two milestones. Ranks that train the same
+    steps again after each death reach no milestone, however long they run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        *,
+        first_rank: int,
+        num_ranks: int,
+        warn: Callable[[str], None],
+        milestones: Callable[[], Awaitable[Milestones | None]],
+    ) -> None:
+        """`milestones` asks the controller; it returns None when the controller does not answer."""
+        self._config, self._placement = config, placement
+        self._first_rank, self._num_ranks = first_rank, num_ranks
+        self._warn, self._milestones = warn, milestones
+        self._logs = config.run_dir / "logs"
+        self.children: list[Child] = []
+
+    async def start(self, arguments: list[str]) -> None:
+        """Starts all ranks of the node, with the variables that torchrun would set."""
+        self.children = []
+        gpus = self._placement.learner_environment
+        for torchrun in rank_environments(self._config, self._first_rank, self._num_ranks):
+            environ = torchrun | gpus
+            name = f"trainer-rank-{environ['RANK']}"
+            log_path = self._logs / f"{name}.log"
+            self.children.append(
+                await start_child(name, TRAINER, arguments, log_path=log_path, environ=environ)
+            )
+
+    async def keep(self, arguments: list[str]) -> Child | None:
+        """Restarts the ranks when one dies; returns None when all have ended in order.
+
+        Returns the rank that died when its exit code is final or there were too many restarts.
+        """
+        restarts, failed_starts, pause_s = 0, 0, FIRST_PAUSE_S
+        reached = Milestones(0, 0)
+        while True:
+            failed = await self._first_failure()
+            if failed is None:
+                return None
+            for child in self.children:
+                # The other ranks wait for the dead one, and all that they have is on the disk.
+                child.signal(signal.SIGKILL)
+            await asyncio.gather(*(child.process.wait() for child in self.children))
+            now = await self._milestones()
+            if now is not None and now.is_beyond(reached):
+                restarts, pause_s, reached = 0, FIRST_PAUSE_S, now
+            restarts += 1
+            code = failed.process.returncode
+            failed_starts = failed_starts + 1 if code == NOT_LOADED else 0
+            is_final = code in FINAL_CODES or failed_starts == MAX_FAILED_STARTS
+            if is_final or restarts > self._config.learner.max_restarts:
+                return failed
+            self._warn(f"{failed.describe_end()}; the trainer starts again, start {restarts + 1}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            await self.start(arguments)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends all ranks."""
+        await asyncio.gather(*(child.stop(grace_s) for child in self.children))
+
+    async def _first_failure(self) -> Child | None:
+        waits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}
+        try:
+            while waits:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                ended = [waits.pop(wait) for wait in done]
+                failed = [child for child in ended if child.process.returncode != 0]
+                if failed:
+                    # The rank that was killed goes first: the others only say that they lost it.
+                    # Next comes a rank that knows that it would fail again.
+                    killed = [child for child in failed if child.was_killed]
+                    final = [c for c in failed if c.process.returncode in FINAL_CODES]
+                    return (killed or final or failed)[0]
+            return None
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[dict[str, str]]:
+    """Returns the variables of each trainer rank: torchrun's, and the secret of the rendezvous."""
+    learner = config.learner
+    host, port = address_parts(learner.master)
+    shared = {
+        "WORLD_SIZE": str(learner.world_size),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port or free_port(host)),
+        RENDEZVOUS_VARIABLE: _rendezvous(config, is_alone=num_ranks == learner.world_size),
+    }
+    if learner.threads:
+        shared["OMP_NUM_THREADS"] = str(learner.threads)
+    return [
+        {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank in range(num_ranks)
+    ]
+
+
+def _rendezvous(config: Config, *, is_alone: bool) -> str:
+    """Returns the rendezvous secret: equal on all nodes, or random where one node has all ranks."""
+    if is_alone:
+        return secrets.token_hex(16)
+    return rendezvous_secret(Credentials.load(config.security).token, config.run.name)

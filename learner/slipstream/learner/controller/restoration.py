@@ -1,0 +1,116 @@
+"""How a controller takes over the run of an earlier one, and what it writes for the next one."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.busy_seconds import BusySeconds
+from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
+from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.services.environment_service import EnvironmentServicer
+from slipstream.learner.controller.trajectories.batches import BatchFormer
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.run_folder import check_journal_not_lost
+
+
+@dataclass(frozen=True)
+class RestoredParts:
+    """Everything that has a past."""
+
+    book: LeaseBook
+    ledger: TokenLedger
+    intake: Intake
+    former: BatchFormer
+    recorder: RunRecorder
+    evaluator: Evaluator
+    environments: EnvironmentServicer
+
+
+def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
+    """The run so far, this start included, which is journaled; its id and version are set."""
+    records = read_records(folder)
+    first = next(records, None)
+    if first is None:
+        check_journal_not_lost(folder.parent)
+    elif progress.config.run.resume == "never":
+        raise ConfigError(f"{folder} holds a run already, and run.resume is never")
+    run_id = progress.run_id if first is None else str(first.get("run_id", ""))
+    # One key for the whole life of a run: what waits in its queue stays sealed.
+    key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
+    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
+    history = read_history(itertools.chain([] if first is None else [first], records, [start]))
+    journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
+    journal.sync()
+    progress.run_id = history.run_id
+    progress.run_key = _bytes_of(key)
+    progress.reached(history.version)
+    return history
+
+
+def _bytes_of(key: str) -> bytes:
+    try:
+        return bytes.fromhex(key)
+    except ValueError:
+        raise ProtocolError(f"the journal begins without a key of the run; {REMEDY}") from None
+
+
+def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) -> None:
+    """Every part goes on where the journal ends; before anyone has connected."""
+    if history.starts == 1:
+        return
+    if history.solved and progress.config.algorithm.dynamic_sampling.enabled:
+        progress.solve(history.next_step, history.solved)
+    parts.book.restore(history)
+    parts.ledger.restore(history)
+    parts.intake.restore(history)
+    parts.former.restore(history)
+    parts.recorder.restore(history)
+    parts.evaluator.restore(history)
+    parts.environments.restore(history)
+    leased_again = sum(not group.is_complete for group in parts.book.groups.values())
+    progress.events.add(
+        f"the run goes on at version {history.version}; the journal has the batches of "
+        f"{history.next_step} steps, and {leased_again} open groups are leased again"
+    )
+    newest = history.batches.get(history.version.step)
+    if newest is not None:
+        progress.events.add(f"batch {newest.batch_id} was formed and is not trained yet")
+
+
+def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
+    """Writes what the engines have counted, all or the one of a lost server.
+
+    It cannot be asked for after a crash.
+    """
+    generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
+    journal.append("servers", generated=[list(entry) for entry in generated])
+
+
+def journal_busy(journal: Journal, busy: BusySeconds) -> None:
+    """Writes how busy engines and trainer were since this start, for the summary of the run."""
+    journal.append("busy", **asdict(busy))
+
+
+def journal_evaluation(journal: Journal, result: EvaluationResult) -> None:
+    """Writes what a round measured."""
+    journal.append(
+        "evaluation",
+        version=result.step,
+        episodes=result.num_episodes,
+        failed=result.num_failed,
+        reward_mean=result.reward_mean if result.num_episodes else None,
+        evaluations={name: dict(values) for name, values in result.evaluations.items()},
+        wall_s=result.wall_s,
+    )

@@ -1,0 +1,183 @@
+"""How a rollout server comes into the fleet: its stream, from the hello to the end.
+
+Consumes: the server's messages. Produces: orders to it.
+Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.transport_choice import misfit
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.tasks.relay import raise_failure
+from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.errors import ConfigError, ProtocolError
+from slipstream.protocol.names import check_server_id
+from slipstream.protocol.queue.seal import server_key
+from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.types import ServerId
+from slipstream.v1 import fleet_pb2
+
+# Of one server; no machine has so many GPUs.
+MAX_ENGINE_WORKERS = 1024
+# More than any engine generates: a server that reports more is not believed.
+MAX_TOKENS_PER_S = 1e7
+# An engine may have had requests before its server joined, while its last stream broke.
+BUSY_BEFORE_S = 60.0
+
+
+class FleetServicer:
+    """The servers' end of `FleetService.Join`."""
+
+    def __init__(self, fleet: Fleet, progress: RunProgress) -> None:
+        self._fleet = fleet
+        self._progress = progress
+
+    async def join(
+        self,
+        requests: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[fleet_pb2.ControllerMessage, None]:
+        """One server, from its hello to the end of its stream."""
+        session = await self._greet(requests, context)
+        settings = self._progress.config.controller
+        yield fleet_pb2.ControllerMessage(
+            welcome=fleet_pb2.Welcome(
+                run_id=self._progress.run_id,
+                heartbeat_s=settings.heartbeat_s,
+                heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                delivery_key=server_key(self._progress.run_key, session.key.epoch),
+            )
+        )
+        self._fleet.add(session)
+        reader = asyncio.create_task(self._read(session, requests))
+        try:
+            async for message in session.outbox.messages():
+                yield message
+            raise_failure(reader)
+        finally:
+            reader.cancel()
+            self._fleet.remove(session, "its stream ended")
+
+    async def _greet(
+        self,
+        requests: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> ServerSession:
+        try:
+            limit_s = self._progress.config.controller.heartbeat_timeout_s
+            hello = (await self._fleet.clock.within(limit_s, anext(requests))).hello
+        except (TimeoutError, StopAsyncIteration):
+            await abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the first message is a hello",
+                Reason.PROTOCOL,
+            )
+        config = self._progress.config
+        problem, reason = "", Reason.TOO_SMALL
+        if hello.protocol_version != PROTOCOL_VERSION:
+            problem = (
+                f"protocol version {hello.protocol_version}, "
+                f"the controller speaks {PROTOCOL_VERSION}"
+            )
+            reason = Reason.PROTOCOL
+        elif problem := _impossible(hello):
+            reason = Reason.PROTOCOL
+        elif hello.max_episodes < config.algorithm.group_size:
+            problem = (
+                f"room for {hello.max_episodes} episodes, a group has {config.algorithm.group_size}"
+            )
+        elif hello.max_model_len < config.sampling.max_episode_tokens:
+            problem = (
+                f"room for {hello.max_model_len} tokens, an episode may have "
+                f"{config.sampling.max_episode_tokens}"
+            )
+        elif hello.queue_bytes < config.queue.max_bytes:
+            problem = (
+                f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
+                f"{config.queue.max_bytes}: leases count on it"
+            )
+        elif any(key.epoch == hello.server_epoch for key in self._fleet.known):
+            # Its key would be that of the server that had the epoch.
+            problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
+            reason = Reason.PROTOCOL
+        elif problem := misfit(self._progress, hello.server_id, hello.place):
+            reason = Reason.WRONG_STATE
+        elif self._progress.is_over:
+            problem, reason = "the run is over", Reason.WRONG_STATE
+        if problem:
+            await abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"server {hello.server_id[:100]}: {problem}",
+                reason,
+                {"server_id": hello.server_id[:100]},
+            )
+        key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
+        return ServerSession(key, hello, clock=self._fleet.clock)
+
+    async def _read(
+        self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]
+    ) -> None:
+        try:
+            async for message in requests:
+                if self._fleet.find(session.key) is session:
+                    _check_counters(session, message)
+                    self._fleet.receive(session, message)
+        except grpc.aio.AioRpcError as error:
+            self._fleet.remove(session, f"its stream broke: {error.details()}")
+        finally:
+            session.disconnect()
+
+
+def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
+    """ProtocolError for more tokens than an engine can have made, and for counters that fall.
+
+    Also for more busy time than has passed since the server joined.
+    """
+    if message.WhichOneof("message") not in ("heartbeat", "drained"):
+        return
+    report = message.drained if message.HasField("drained") else message.heartbeat
+    served_s = session.clock.now_s() - session.joined_s
+    most = int(MAX_TOKENS_PER_S * (served_s + 1))
+    for name in ("generated_tokens", "ended_tokens", "in_flight_tokens"):
+        tokens: int = getattr(report, name)
+        if tokens > most:
+            raise ProtocolError(
+                f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
+                f"{served_s:.1f} s, at most {MAX_TOKENS_PER_S:.0e} a second are possible"
+            )
+        before: int = getattr(session.report, name)
+        if tokens < before and name != "in_flight_tokens":
+            raise ProtocolError(
+                f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
+                f"{before}: counters of an epoch never fall"
+            )
+    session.busy_s += sum(max(0.0, span.end_s - span.start_s) for span in report.busy_intervals)
+    # The clock of the loop leaves out its own standstills, in which engines go on.
+    passed_s = time.monotonic() - session.began_s
+    if session.busy_s > passed_s + BUSY_BEFORE_S:
+        raise ProtocolError(
+            f"rollout server {session.name} reports that its engine was busy for "
+            f"{session.busy_s:.1f} s, {passed_s:.1f} s after it joined"
+        )
+
+
+def _impossible(hello: fleet_pb2.ServerHello) -> str:
+    """What no server of ours would say of itself; empty: nothing."""
+    try:
+        check_server_id(hello.server_id)
+    except ConfigError as error:
+        return str(error)
+    if not 1 <= hello.engine_workers <= MAX_ENGINE_WORKERS:
+        return f"an engine has 1 to {MAX_ENGINE_WORKERS} workers, got {hello.engine_workers}"
+    return ""

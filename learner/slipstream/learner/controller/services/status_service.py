@@ -1,0 +1,114 @@
+"""Answers what people and programs ask about the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession, describe
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.types import ServerId
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+
+class StatusServicer(status_pb2_grpc.StatusServiceServicer):
+    """Reads the state; changes it only by `StopRun`."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        environments: EnvironmentBook,
+        fleet: Fleet,
+        ledger: TokenLedger,
+        scheduler: Scheduler,
+        newest_metrics: Callable[[], dict[str, float]],
+    ) -> None:
+        self._progress = progress
+        self._book = book
+        self._environments = environments
+        self._fleet = fleet
+        self._ledger = ledger
+        self._scheduler = scheduler
+        self._newest_metrics = newest_metrics
+
+    async def GetStatus(  # noqa: N802
+        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.RunStatus:
+        """The whole state at this moment."""
+        progress = self._progress
+        training = self._book.training_groups()
+        leased = self._book.groups_by_holder()
+        servers = [self._server(session, leased) for session in self._fleet.sessions.values()]
+        return status_pb2.RunStatus(
+            run_id=progress.run_id,
+            state=status_pb2.RunState.Name(progress.state),
+            cause=progress.cause,
+            step=progress.version.step,
+            num_steps=progress.config.run.steps,
+            max_staleness=progress.config.algorithm.max_staleness,
+            waiting_for=progress.waiting_for,
+            servers=[*servers, *self._fleet.departed.values()],
+            environments=[entry.describe() for entry in self._environments.entries.values()],
+            ledger=self._ledger.snapshot(),
+            leased_groups=len(training),
+            complete_groups=sum(group.is_complete for group in training),
+            queued_bytes=self._fleet.queued_bytes,
+            uptime_s=time.monotonic() - progress.started_s,
+            metrics=self._newest_metrics(),
+            lease_wait="" if progress.is_over else self._scheduler.lease_wait,
+            reserved_bytes=self._scheduler.reserved_bytes,
+            checkpoint_step=progress.checkpoint_step,
+        )
+
+    async def Watch(  # noqa: N802
+        self, request: status_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[status_pb2.Event]:
+        """Events as they come, until the last one."""
+        async for event in self._progress.events.follow(request.after):
+            yield event
+
+    async def StopRun(  # noqa: N802
+        self, request: status_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.StopRunResponse:
+        """Ends the run in order, as stopped, or as failed."""
+        if request.failed:
+            self._progress.fail(request.reason)
+        else:
+            self._progress.stop(request.reason or "a client asked for it")
+        return status_pb2.StopRunResponse()
+
+    async def DrainServer(  # noqa: N802
+        self, request: status_pb2.DrainServerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.DrainServerResponse:
+        """One rollout server ends or hands back what it runs, and leaves."""
+        session = self._fleet.sessions.get(ServerId(request.server_id))
+        if session is None:
+            known = ", ".join(sorted(self._fleet.sessions)) or "none"
+            await abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"no rollout server {request.server_id} is in the run; there are: {known}",
+                Reason.BAD_ARGUMENT,
+                {"server_id": request.server_id},
+            )
+        reason = request.reason or "a client asked for it"
+        self._fleet.order_drain(session, reason, finish=True)
+        return status_pb2.DrainServerResponse(warning=self._fleet.warn_without(session))
+
+    @staticmethod
+    def _server(
+        session: ServerSession, leased: Mapping[ServerKey | None, int]
+    ) -> status_pb2.ServerStatus:
+        status = describe(session)
+        status.leased_groups = leased.get(session.key, 0)
+        return status

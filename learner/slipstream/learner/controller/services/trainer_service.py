@@ -1,0 +1,349 @@
+"""The trainer's side of the controller: what to do next, and what was done.
+
+Consumes: the trainer's reports. Produces: batches, publish orders, the order to stop.
+Waits for: a batch, a server that needs weights, or the end. Unblocked by: the run's signal, or the
+limit of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.lease_waits import batch_wait
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.records.history import REMEDY
+from slipstream.learner.controller.services.trainer_hello import impossible
+from slipstream.learner.controller.services.trainer_place import TrainerPlace, epoch_of
+from slipstream.learner.controller.trajectories.batch import Batch, chunks, header
+from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
+from slipstream.learner.controller.trajectories.set_aside import way_past
+from slipstream.protocol.codec import version_from_pb, version_to_pb
+from slipstream.protocol.errors import ProtocolError, RunFailed
+from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
+
+# The longest answer of `Next`; the trainer asks again.
+NEXT_LIMIT_S = 5.0
+# Lines of a trainer's layout that are told, each as an event.
+MAX_LAYOUT_LINES = 256
+# What changes within this time is looked at together.
+GATHER_S = 0.005
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """One trainer: rank 0 speaks for all ranks."""
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        book: LeaseBook,
+        former: BatchFormer,
+        publisher: Publisher,
+        *,
+        evaluations_done: Callable[[], bool],
+        on_step: Callable[[Trained, trainer_pb2.StepReport], None],
+        on_checkpoint: Callable[[int], None],
+    ) -> None:
+        self._progress = progress
+        self._book = book
+        self._former = former
+        self._publisher = publisher
+        self._evaluations_done = evaluations_done
+        self._on_step, self._on_checkpoint = on_step, on_checkpoint
+        self.finished = asyncio.Event()
+        self.goodbye: trainer_pb2.TrainerGoodbye | None = None
+        self.hello: trainer_pb2.TrainerHello | None = None
+        self.batch_started_s = 0.0
+        self.place = TrainerPlace(progress)
+        # What the trainer's weights are; behind the run's version after a restart.
+        self._trainer_version = progress.version
+        self._lock = asyncio.Lock()
+
+    async def Register(  # noqa: N802
+        self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerWelcome:
+        """Takes a trainer in when the one before is gone; the journal has what it missed."""
+        if claim := impossible(request):
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
+        version = version_from_pb(request.version)
+        missing = self._former.first_missing(version.step)
+        problem = ""
+        if self._progress.is_over and not self._is_stopping:
+            problem = "the run is over"
+        elif version.step > self._progress.version.step:
+            problem = f"the run is at version {self._progress.version}"
+        elif missing is not None:
+            problem = f"{missing} is missing; {REMEDY}"
+        if problem:
+            await abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{problem}; a trainer of version {version} cannot go on",
+                Reason.WRONG_STATE,
+                {"version": str(self._progress.version)},
+            )
+        await self.place.check_free(request, context)
+        self._publisher.trainer_joined(max(1, request.num_senders))
+        if self._progress.pace is not None:
+            self._progress.pace.trainer_lost()
+        self._progress.learner_places = tuple(map(place_from_pb, request.places))
+        self._former.trainer_joined()
+        epoch = self.place.take(request, context)
+        self._trainer_version = self._former.identify(version, request.weight_digest.hex())
+        behind = self._progress.version.step - version.step
+        if behind == 0:
+            self._progress.reached(self._trainer_version)
+        else:
+            self._progress.events.add(
+                f"the trainer goes on from version {version.step}; {behind} steps are trained again"
+            )
+        self.hello = request
+        self._progress.trainer_registered = True
+        if not self._progress.is_over:
+            self._progress.state = status_pb2.RUN_STATE_RUNNING
+        sizes, *groups = request.layout_description.splitlines()
+        self._progress.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
+        for line in groups[:MAX_LAYOUT_LINES]:
+            self._progress.events.add(f"  {line}")
+        self._progress.moved()
+        return trainer_pb2.TrainerWelcome(
+            run_id=self._progress.run_id,
+            version=version_to_pb(self._trainer_version),
+            trainer_epoch=epoch,
+        )
+
+    async def KeepPlace(  # noqa: N802
+        self, request: trainer_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[trainer_pb2.PlaceKept]:
+        """The trainer lives until this stream ends."""
+        async with aclosing(self.place.keep(context)) as kept:
+            async for message in kept:
+                yield message
+
+    async def Next(  # noqa: N802
+        self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[trainer_pb2.Directive]:
+        """The order that is possible first: stop, publish, or the next batch."""
+        # Beforehand: an order that servers wait for comes alone.
+        await context.send_initial_metadata(())
+        async with self._lock:
+            order = await self._next_order(request, context)
+        if not isinstance(order, Batch):
+            yield order
+            return
+        yield trainer_pb2.Directive(batch=header(order))
+        for chunk in await asyncio.to_thread(chunks, order):
+            yield trainer_pb2.Directive(chunk=chunk)
+
+    async def ReportStep(  # noqa: N802
+        self, request: trainer_pb2.StepReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.StepReceipt:
+        """A version was made; a report that came before is answered as it was then."""
+        await self.place.check(context)
+        try:
+            answered = self._former.answered(request)
+        except ProtocolError as error:
+            await abort(
+                context, grpc.StatusCode.FAILED_PRECONDITION, str(error), Reason.WRONG_STATE
+            )
+        if answered is not None:
+            await self._former.durable()
+            return trainer_pb2.StepReceipt(version=version_to_pb(answered))
+        trained = self._former.trained(request)
+        self._trainer_version = trained.version
+        if not self._progress.is_over:
+            # The trainer has what it waited for; it will ask for more.
+            self._progress.waiting_for = "the trainer to ask for its next batch"
+        if trained.version.step >= self._progress.version.step:
+            self._progress.reached(trained.version)
+        if trained.version.incarnation > request.version.incarnation:
+            self._progress.events.add(
+                f"step {request.step + 1} came out different when it was trained again: "
+                f"its weights are version {trained.version} now, and are sent again",
+                Severity.WARNING,
+            )
+        self._on_step(trained, request)
+        await self._former.durable()
+        self._progress.moved()
+        return trainer_pb2.StepReceipt(version=version_to_pb(trained.version))
+
+    async def StartPublish(  # noqa: N802
+        self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.PublishStarted:
+        """The trainer can send."""
+        await self.place.check(context)
+        return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
+
+    async def FinishPublish(  # noqa: N802
+        self, request: trainer_pb2.PublishResult, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.PublishReceipt:
+        """The trainer has sent."""
+        await self.place.check(context)
+        return await self._publisher.finish(request)
+
+    async def ReportCheckpoint(  # noqa: N802
+        self, request: trainer_pb2.CheckpointReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.CheckpointReceipt:
+        """A checkpoint is complete."""
+        await self.place.check(context)
+        await self._former.saved(request)
+        self._progress.checkpoint_step = request.version.step
+        self._on_checkpoint(request.version.step)
+        self._progress.events.add(
+            f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
+            f"{request.wall_s:.1f} s"
+        )
+        return trainer_pb2.CheckpointReceipt()
+
+    async def ReportWork(  # noqa: N802
+        self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.WorkReceipt:
+        """The trainer gets on; one that loads has not registered yet."""
+        await self.place.check_loading(context)
+        self._progress.trainer_works()
+        if not epoch_of(context) and not self._progress.is_over:
+            loaded = f"{request.loaded_bytes / 1e9:,.1f} GB so far"
+            self._progress.waiting_for = f"the trainer to load its model, {loaded}"
+        return trainer_pb2.WorkReceipt()
+
+    async def ReportFailure(  # noqa: N802
+        self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerFailureReceipt:
+        """A rank cannot go on, or the trainer cannot train its batch."""
+        if request.HasField("data"):
+            await self.place.check(context)
+            is_set_aside = await self._set_aside(request, context)
+            return trainer_pb2.TrainerFailureReceipt(set_aside=is_set_aside)
+        # A rank that fails before it has registered has no epoch yet.
+        expected = "" if self.place.epoch == 0 else str(self.place.epoch)
+        told = epoch_of(context)
+        if told not in ("", expected):
+            return trainer_pb2.TrainerFailureReceipt()
+        self._suspect()
+        cause = f"trainer rank {request.rank}: {request.message}"
+        if request.final and told == expected:
+            self._progress.fail(cause)
+        else:
+            # Who started the ranks starts them again, or says that the run has failed.
+            self._progress.events.add(cause, Severity.WARNING)
+        return trainer_pb2.TrainerFailureReceipt()
+
+    async def _set_aside(
+        self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> bool:
+        """Whether the trainer may go on with another batch."""
+        most = self._progress.config.controller.max_set_aside_batches
+        try:
+            found = self._former.set_aside(request.data, request.message, most_in_a_row=most)
+        except ProtocolError as error:
+            await abort(
+                context, grpc.StatusCode.FAILED_PRECONDITION, str(error), Reason.WRONG_STATE
+            )
+        except RunFailed as failure:
+            self._suspect()
+            self._progress.fail(str(failure))
+            return False
+        await self._former.durable()
+        if found is not None:
+            self._progress.suspect = ""
+            self._progress.events.add(found.describe(), Severity.WARNING)
+            self._progress.waiting_for = "the trainer to ask for its next batch"
+        self._progress.moved()
+        return True
+
+    def _suspect(self) -> None:
+        """The trainer fails: names the batch that it has, if the run has no version from it."""
+        batch = self._former.untried
+        self._progress.suspect = "" if batch is None else way_past(batch, self._progress.config)
+
+    async def Finish(  # noqa: N802
+        self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerGoodbyeReceipt:
+        """The trainer leaves in order."""
+        await self.place.check(context)
+        self.goodbye = request
+        if request.export_path:
+            self._progress.events.add(f"the trained model lies in {request.export_path}")
+        self.finished.set()
+        self._progress.signal.notify()
+        return trainer_pb2.TrainerGoodbyeReceipt()
+
+    @property
+    def _is_stopping(self) -> bool:
+        """Whether a trainer is to save and export; one that is started again does it as well."""
+        stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
+        return stopping and self._progress.trainer_registered and not self.finished.is_set()
+
+    async def _next_order(
+        self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.Directive | Batch:
+        # Half of the call's own limit: an answer that comes too late would end the run.
+        limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
+        until = time.monotonic() + limit_s
+        while True:
+            # Another one may have taken over while this one waited: what it is given would be lost.
+            await self.place.check(context)
+            try:
+                order = await self._possible_order(request)
+            except (ProtocolError, RunFailed) as failure:
+                self._progress.fail(str(failure))
+                continue
+            if order is not None:
+                return order
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
+            # A server that is to be retried becomes due without a signal.
+            await self._progress.signal.wait(min(remaining, 0.25))
+            await asyncio.sleep(GATHER_S)
+
+    async def _possible_order(
+        self, request: trainer_pb2.NextRequest
+    ) -> trainer_pb2.Directive | Batch | None:
+        progress = self._progress
+        is_behind = self._trainer_version.step < self._book.step
+        if is_behind and (not progress.is_over or self._is_stopping):
+            # It starts again from a checkpoint, or an answer was lost.
+            return await self._former.recorded(self._trainer_version.step)
+        if progress.is_over:
+            reason = progress.cause or "the run is over"
+            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
+        publish = await self._publisher.prepare(request)
+        if publish is not None:
+            return trainer_pb2.Directive(publish=publish)
+        if not progress.all_steps_done:
+            asked_s = time.monotonic()
+            if progress.pace is not None:
+                progress.pace.trainer_asks(asked_s)
+            batch = await self._former.form()
+            if batch is not None:
+                if progress.pace is not None:
+                    # Its groups were there: writing it is no wait for them.
+                    progress.pace.batch_given(asked_s)
+                progress.waiting_for = f"the trainer to make version {batch.version}"
+                self.batch_started_s = time.time()
+                progress.moved()
+                # While the trainer makes it the servers can answer.
+                version = progress.version
+                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
+                return batch
+            progress.waiting_for = batch_wait(self._book)
+            return None
+        if self._evaluations_done():
+            reason = progress.solved or "all steps are done"
+            progress.state, progress.cause = status_pb2.RUN_STATE_STOPPING, reason
+            progress.signal.notify()
+            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
+        progress.waiting_for = "the last evaluation"
+        return None

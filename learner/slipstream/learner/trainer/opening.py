@@ -1,0 +1,185 @@
+"""Opens models from Hugging Face folders: the policy, a trained critic, a frozen reference."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+from slipstream.learner.trainer.checkpoints.starting_weights import (
+    check_no_adapters,
+    check_saved,
+    load_starting_weights,
+)
+from slipstream.learner.trainer.flops import model_sizes
+from slipstream.learner.trainer.model.lora import adapters
+from slipstream.learner.trainer.model.model import (
+    Change,
+    ParallelModel,
+    Policy,
+    TrainedModel,
+    defer_projections,
+)
+from slipstream.learner.trainer.model.offload import (
+    HostMemory,
+    Part,
+    gradient_buffers,
+    optimizer_state,
+    parameters,
+)
+from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
+from slipstream.learner.trainer.model.router_replay import replay_routers
+from slipstream.learner.trainer.ranks import compat, cpu
+from slipstream.learner.trainer.ranks.activity import Activity
+from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
+from slipstream.learner.trainer.untyped import Megatron
+from slipstream.protocol.access.exposure import narrow_sockets
+from slipstream.protocol.settings.config import Config
+from torch import Tensor
+
+
+def open_policy(
+    config: Config,
+    launch: Launch,
+    *,
+    load_weights: bool = True,
+    activity: Activity | None = None,
+) -> Policy:
+    """Starts this rank and loads `config.model.path` with an optimizer; collective.
+
+    Without `load_weights` the weights are random, and the folder need hold config.json only. What
+    is read of the folder is noted in `activity`. Raises ConfigError for a model or a setting that
+    cannot work. The caller closes the policy's `ranks`.
+    """
+    cpu.install()
+    compat.install()
+    meeting = os.environ.get("MASTER_ADDR", config.weights.host)
+    narrow_sockets(os.environ, gloo=meeting, nccl=(config.weights.host, meeting))
+    ranks = Ranks(launch, config.learner, seed=config.run.seed, activity=activity)
+    change: Change = defer_projections
+    if config.lora.rank:
+        change = adapters(config, ranks)
+    if config.algorithm.router_replay != "off":
+        change = _both(change, replay_routers)
+    model = load_trained(config, ranks, change=change, load_weights=load_weights)
+    return Policy(**vars(model))
+
+
+def _both(first: Change, second: Change) -> Change:
+    return lambda chunks: second(first(chunks))
+
+
+def load_trained(
+    config: Config,
+    ranks: Ranks,
+    *,
+    change: Change = defer_projections,
+    load_weights: bool = True,
+) -> TrainedModel:
+    """Loads `config.model.path` with an optimizer, in the layout of `config.learner`; collective.
+
+    `ranks` must have this layout, and it must be in force. The weights come from
+    `config.checkpoint.load` if that is set.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    model = _load(config, ranks, ddp_config_of(config), change=change, load_weights=load_weights)
+    chunks = model.chunks
+    optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
+    # Without this function the schedule silently leaves out the sum over replicas and over the
+    # gradients of shared parameters.
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        chunks[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    model.memory.own(
+        {
+            Part.GRADIENTS: lambda: gradient_buffers(chunks),
+            Part.OPTIMIZER: lambda: optimizer_state(optimizer, chunks),
+        }
+    )
+    return TrainedModel(**vars(model), optimizer=optimizer)
+
+
+def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
+    """Loads a model like `load_trained`, but without gradients, their buffers or an optimizer."""
+    model = _load(config, ranks, None, change=defer_projections, load_weights=True)
+    for chunk in model.chunks:
+        chunk.requires_grad_(False)
+    return model
+
+
+def _with_weights(chunks: list[Megatron], *, path: Path, ranks: Ranks) -> list[Megatron]:
+    check_saved(path, ranks)
+    check_no_adapters(path)
+    load_starting_weights(chunks, path, ranks)
+    return chunks
+
+
+def _load(
+    config: Config,
+    ranks: Ranks,
+    ddp_config: Megatron | None,
+    *,
+    change: Change,
+    load_weights: bool,
+) -> ParallelModel:
+    bridge = compat.install().from_hf_pretrained(str(config.model.path))
+    hf_config = bridge.hf_pretrained.config
+    if load_weights:
+        _note_reads(bridge.hf_pretrained.state.source, ranks.activity)
+    provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
+    weights = config.checkpoint.load
+    if weights is not None:
+        # The weights are loaded before the change, whose parameters they lack, and before the
+        # optimizer, which copies them.
+        provider.register_pre_wrap_hook(functools.partial(_with_weights, path=weights, ranks=ranks))
+    provider.register_pre_wrap_hook(change)
+    chunks = provider.provide_distributed_model(
+        ddp_config=ddp_config,
+        wrap_with_ddp=ddp_config is not None,
+        data_parallel_random_init=False,
+        use_cpu_initialization=provider.use_cpu_initialization,
+        bf16=provider.bf16,
+    )
+    logits_dtype = torch.float32 if config.model.head_dtype == "float32" else None
+    memory = HostMemory(config.learner.offload)
+    memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
+    return ParallelModel(
+        ranks=ranks,
+        parallel=config.learner.parallel,
+        bridge=bridge,
+        chunks=chunks,
+        dtype=provider.params_dtype,
+        max_positions=hf_config.max_position_embeddings,
+        vocab_size=hf_config.vocab_size,
+        attention_length=model_sizes(hf_config.to_dict()).attention_length,
+        kept_logits=_kept_logits(config, ranks, logits_dtype or provider.params_dtype),
+        logits_dtype=logits_dtype,
+        memory=memory,
+    )
+
+
+def _note_reads(source: Megatron, activity: Activity) -> None:
+    """Notes each tensor that Bridge takes out of a folder: a large model takes minutes."""
+    load = source.load_tensors
+
+    def noted(names: list[str]) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = load(names)
+        activity.loaded(sum(tensor.nbytes for tensor in tensors.values()))
+        return tensors
+
+    source.load_tensors = noted
+
+
+def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
+    """Returns how many logits fit into their share of GPU memory; 0 on a CPU."""
+    if ranks.device.type == "cpu":
+        return 0
+    learner = config.learner
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory
+    share = learner.kept_logits_share * (learner.gpu_memory_fraction or 1.0)
+    return int(share * memory) // dtype.itemsize

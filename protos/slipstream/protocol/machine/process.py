@@ -1,0 +1,58 @@
+"""Requests of a process to Linux: to end with its parent, to reap orphans, to open many files.
+
+`python -m slipstream.protocol.machine.process PROGRAM ARGUMENTS...` becomes PROGRAM, which will end
+with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+
+# Enough for a run of hundreds of servers; programs can still loop over all file numbers.
+MAX_OPEN_FILES = 65536
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Variables that processes with environment code may see: no secrets.
+_OPEN_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks Linux to send this process signal `number` when the thread that started it ends.
+
+    On other systems it does nothing. The request survives `exec`, not `fork`. Start such a process
+    from a thread that lives as long as its own process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def become_reaper() -> None:
+    """Asks Linux to make this process, not init, the parent of orphans below it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def raise_open_files() -> None:
+    """Raises this process's limit to `MAX_OPEN_FILES`, or as far as the system allows.
+
+    Child processes inherit the limit. Shells and Docker Engine 25 begin with 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < reachable:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+
+
+def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that a process with environment code gets."""
+    return {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.execvp(sys.argv[1], sys.argv[1:])

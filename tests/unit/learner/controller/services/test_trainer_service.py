@@ -1,0 +1,48 @@
+"""What the run waits for, as the trainer's calls change it."""
+
+from __future__ import annotations
+
+from publishing_scene import nothing, progress_of
+from slipstream.learner.controller.services.trainer_service import TrainerServicer
+from slipstream.learner.controller.trajectories.batches import Batch, Trained
+from slipstream.protocol.codec import TRAINER_EPOCH
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import trainer_pb2
+
+
+class OneBatch:
+    """Has given the batch of the first step, and takes the report of it."""
+
+    def answered(self, report: trainer_pb2.StepReport) -> None:
+        return None
+
+    async def durable(self) -> None:
+        pass
+
+    def trained(self, report: trainer_pb2.StepReport) -> Trained:
+        return Trained(Batch(report.step, "b000000", ()), PolicyVersion(0, 1), again=False)
+
+
+class FirstTrainer:
+    """The context of a call by the trainer with epoch 1."""
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [(TRAINER_EPOCH, "1")]
+
+
+async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
+    progress = progress_of()
+    servicer = TrainerServicer(
+        progress,
+        None,
+        OneBatch(),
+        None,
+        evaluations_done=lambda: False,
+        on_step=nothing,
+        on_checkpoint=nothing,
+    )
+    servicer.place.epoch = 1
+    progress.waiting_for = "the trainer to make version 1"
+    await servicer.ReportStep(trainer_pb2.StepReport(step=0), FirstTrainer())
+    assert progress.version == PolicyVersion(0, 1)
+    assert progress.waiting_for == "the trainer to ask for its next batch"

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from fake_controller import make_batch
+from pydantic import JsonValue
+from slipstream.learner.trainer.algorithms.sequences import (
+    ModelEstimates,
+    training_sequences,
+    weighted,
+)
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import Status
+
+
+def config(**algorithm: JsonValue) -> Config:
+    table: dict[str, JsonValue] = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "algorithm": {"group_size": 3, "groups_per_step": 2, "learning_rate": 1e-3} | algorithm,
+        "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
+    }
+    return parse_config(table, source="test.toml")
+
+
+def batch(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:
+    made = make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=20)
+    changed = [
+        dataclasses.replace(
+            t, reward=reward, status=Status.TRUNCATED if i in truncated else Status.COMPLETED
+        )
+        for i, (t, reward) in enumerate(zip(made.trajectories, rewards, strict=True))
+    ]
+    return Batch(0, made.batch_id, tuple(changed))
+
+
+def advantages(sequences) -> list[float]:
+    """Of each sequence's tokens, which all have one."""
+    found = []
+    for one in sequences:
+        values = set(one.estimates.advantages[one.loss_mask].tolist())
+        assert len(values) == 1
+        found.append(values.pop())
+    return found
+
+
+def test_sampled_tokens_get_the_advantage_of_their_episode() -> None:
+    found = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(advantage="dr_grpo"))
+    assert advantages(found) == pytest.approx([-1, 0, 1, -1, -1, 2])
+
+
+def test_only_sampled_tokens_are_trained() -> None:
+    """What the chat template appends behind a reply is context: no loss, whatever its logprob."""
+    one = batch([0, 1, 2, 5, 5, 8])
+    for trajectory, sequence in zip(
+        one.trajectories, training_sequences(one, config()), strict=True
+    ):
+        sampled = trajectory.sampled_mask()
+        assert sequence.loss_mask.tolist() == [*sampled[1:], False]
+        assert not sequence.behavior_logprobs[~sequence.loss_mask].any()
+
+
+def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_mean() -> None:
+    settings = config(advantage="dr_grpo", overlong={"filter": True})
+    found = training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings)
+    assert not found[2].loss_mask.any()
+    assert advantages(found[:2] + found[3:]) == pytest.approx([-0.5, 0.5, -1, -1, 2])
+    kept = training_sequences(
+        batch([0, 1, 2, 5, 5, 8], truncated=(2,)), config(advantage="dr_grpo")
+    )
+    assert advantages(kept)[:3] == pytest.approx([-1, 0, 1])
+
+
+def test_overlong_penalty_changes_the_advantages() -> None:
+    plain = batch([1, 1, 1, 1, 1, 1])
+    lengths = [max(t.run_lengths[1::2]) for t in plain.trajectories]
+    cut = dataclasses.replace(plain.trajectories[0], reward=1.0)
+    assert lengths[0] == max(cut.run_lengths[1::2])
+    settings = config(advantage="dr_grpo", overlong={"penalty": 0.6, "cache_tokens": 10})
+    rewards = np.array([1 - 0.6 * min(length / 10, 1) for length in lengths]).reshape(2, 3)
+    expected = (rewards - rewards.mean(axis=1, keepdims=True)).flatten()
+    assert len(set(lengths[:3])) > 1
+    assert advantages(training_sequences(plain, settings)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_reference() -> None:
+    one = batch([0, 0, 0, 0, 0, 0])
+    # The reference is log 2 less sure of the first episode's tokens: k1 costs 0.1 * log 2 for each.
+    known = [
+        ModelEstimates(t.behavior_logprobs - (math.log(2) if i == 0 else 0.0))
+        for i, t in enumerate(one.trajectories)
+    ]
+    cost = 0.1 * math.log(2) * one.trajectories[0].num_sampled_tokens
+    kl: JsonValue = {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}
+    settings = config(kl=kl, advantage="dr_grpo")
+    found = advantages(training_sequences(one, settings, known))
+    assert found[:3] == pytest.approx([-cost * 2 / 3, cost / 3, cost / 3], rel=1e-5)
+    assert found[3:] == [0, 0, 0]
+
+
+def test_shuffled_rewards_teach_something_else() -> None:
+    plain = training_sequences(batch([0, 1, 2, 5, 5, 8]), config())
+    control = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(shuffle_rewards=True))
+    assert advantages(plain) != advantages(control)
+
+
+def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
+    sequences = training_sequences(batch([0, 1, 2, 5, 5, 8]), config())
+    counts = [int(one.loss_mask.sum()) for one in sequences]
+    halves = [[0, 1, 2], [3, 4, 5]]
+    found = weighted(sequences, halves, config(aggregation="sequence_mean", mini_batches=2))
+    for half in halves:
+        total = sum(counts[i] for i in half)
+        for i in half:
+            assert found[i].loss_weight == pytest.approx(total / (3 * counts[i]))
+    fixed = weighted(sequences, [range(6)], config(aggregation="fixed"))
+    assert fixed[0].loss_weight == pytest.approx(sum(counts) / (6 * 10))
+    fixed = weighted(sequences, [range(6)], config(aggregation="fixed", fixed_tokens=3))
+    assert fixed[5].loss_weight == pytest.approx(sum(counts) / (6 * 3))

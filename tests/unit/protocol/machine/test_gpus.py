@@ -1,0 +1,110 @@
+"""The GPUs of a machine as CUDA would number them."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.protocol.machine import gpus
+from slipstream.protocol.machine.gpus import Gpu, find_gpu, list_gpus, visible_ids
+from slipstream.protocol.weights.nccl_environment import (
+    NCCL_ENVIRONMENT,
+    agreed_settings,
+    set_nccl_environment,
+)
+
+CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(4))
+
+
+@pytest.mark.parametrize(
+    ("value", "ids"),
+    [
+        (None, ("0", "1", "2", "3")),
+        ("", ()),
+        ("-1", ()),
+        ("2, 0", ("2", "0")),
+        ("3,9,1", ("3",)),
+        ("1,1,2", ("1",)),
+        ("GPU-2aaa-bbb,GPU-0", ("GPU-2aaa-bbb", "GPU-0")),
+        ("GPU-9,1", ()),
+        ("MIG-abc", ("MIG-abc",)),
+    ],
+)
+def test_visible_are_the_entries_before_the_first_that_names_no_card(
+    value: str | None, ids: tuple[str, ...]
+) -> None:
+    environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert visible_ids(environ, CARDS) == ids
+
+
+def test_a_card_is_found_by_number_and_by_the_beginning_of_its_uuid() -> None:
+    assert find_gpu("2", CARDS) is CARDS[2]
+    assert find_gpu("GPU-3aaa", CARDS) is CARDS[3]
+    assert find_gpu("4", CARDS) is None
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_LIBRARY", "libno-such-driver.so.1")
+    assert list_gpus() == ()
+
+
+class FakeLibrary:
+    """Two cards, as NVML answers."""
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, number: Any) -> int:
+        number._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        handle._obj.value = 100 + index
+        return 0
+
+    def nvmlDeviceGetUUID(self, handle: ctypes.c_void_p, buffer: Any, size: int) -> int:
+        buffer.value = f"GPU-{handle.value}".encode()
+        return 0
+
+    def nvmlDeviceGetName(self, handle: ctypes.c_void_p, buffer: Any, size: int) -> int:
+        buffer.value = b"NVIDIA H200"
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
+        memory[0] = 139 << 30
+        return 0
+
+
+def test_cards_have_the_drivers_numbers_and_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeLibrary())
+    assert list_gpus() == (
+        Gpu(0, "GPU-100", "NVIDIA H200", 139 << 30),
+        Gpu(1, "GPU-101", "NVIDIA H200", 139 << 30),
+    )
+
+
+def test_nccl_is_told_the_same_everywhere_unless_the_user_says_otherwise() -> None:
+    environ = {"NCCL_NVLS_ENABLE": "1"}
+    set_nccl_environment(environ)
+    assert environ == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+
+
+def test_members_agree_on_what_decides_how_they_talk_and_not_on_names_of_devices() -> None:
+    environ = {"NCCL_CUMEM_ENABLE": "0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_PROTO": "Simple"}
+    environ |= {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0", "PATH": "/bin"}
+    environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": ""}
+    assert agreed_settings(environ) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_PROTO": "simple"}
+
+
+def test_containers_are_told_the_same_as_processes() -> None:
+    text = Path(__file__).parents[3].joinpath("deploy", "docker-compose.yml").read_text()
+    for name, value in NCCL_ENVIRONMENT.items():
+        assert f'{name}: "{value}"' in text
