@@ -167,8 +167,9 @@ async def _streamed(method, requests: Sequence[bytes]) -> tuple[grpc.StatusCode,
     except grpc.aio.AioRpcError:
         pass
     except asyncio.CancelledError:
-        # Of the call by the controller, or of this task.
-        if not call.done():
+        # Of the call by the controller, unless this task is to end.
+        task = asyncio.current_task()
+        if not call.done() or (task is not None and task.cancelling()):
             raise
     return await call.code(), str(await call.details() or "")
 

@@ -122,11 +122,11 @@ def _field_check(field: FieldDescriptor) -> _Check | None:
 def _list_check(field: FieldDescriptor, one: _Check | None) -> _Check:
     bound = bound_of(field)
     assert bound is not None, f"{field.full_name} states no bound"
-    most = bound.max_items
+    most, are_fine = bound.max_items, _whole_list_check(field, bound)
 
     def check(values: Sequence[object]) -> None:
         _count(len(values), most)
-        if one is None:
+        if one is None or (values and are_fine(values)):
             return
         for index, value in enumerate(values):
             try:
@@ -136,6 +136,20 @@ def _list_check(field: FieldDescriptor, one: _Check | None) -> _Check:
                 raise
 
     return check
+
+
+def _whole_list_check(
+    field: FieldDescriptor, bound: bounds_pb2.Bound
+) -> Callable[[Sequence[Any]], bool]:
+    """Whether all elements are within the bound, without a look at each; True is never wrong."""
+    longest = bound.max_bytes
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return lambda values: max(map(len, values)) <= longest
+    is_number = field.message_type is None and field.enum_type is None
+    if not is_number or bound.any or field.type in (*_TEXTS, *_REALS, FieldDescriptor.TYPE_BOOL):
+        return lambda values: False
+    least, most = int(bound.min), int(bound.max)
+    return lambda values: least <= min(values) and max(values) <= most
 
 
 def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:

@@ -67,7 +67,9 @@ class _Accepted:
         return self
 
     async def __anext__(self) -> Message:
-        return await _accepted(await anext(self._requests))
+        request = await anext(self._requests)
+        # Most are ready: another coroutine for each of them costs as much as its checks.
+        return await _accepted(request) if isinstance(request, _Refused | _Large) else request
 
 
 class _NotOfCallersWhoLeft(logging.Filter):
