@@ -23,7 +23,7 @@ from slipstream.protocol.machine.gpus import Gpu
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import load_config, parse_config
 
-CONFIGS = Path(__file__).parents[3] / "deploy" / "configs"
+CONFIGS = Path(__file__).parents[4] / "deploy" / "configs"
 ENGINE_LINE = (
     "vLLM runs the model with torch.compile and CUDA graphs: rollout_server.enforce_eager is "
     "false by default on GPUs"

@@ -105,6 +105,6 @@ def test_members_agree_on_what_decides_how_they_talk_and_not_on_names_of_devices
 
 
 def test_containers_are_told_the_same_as_processes() -> None:
-    text = Path(__file__).parents[3].joinpath("deploy", "docker-compose.yml").read_text()
+    text = Path(__file__).parents[4].joinpath("deploy", "docker-compose.yml").read_text()
     for name, value in NCCL_ENVIRONMENT.items():
         assert f'{name}: "{value}"' in text
