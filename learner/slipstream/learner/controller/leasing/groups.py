@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slipstream.protocol.types import GroupId, Purpose, ServerId, Trajectory
 
 
-@dataclass(frozen=True, slots=True)
-class ServerKey:
-    """One life of one rollout server."""
+class ServerKey(NamedTuple):
+    """One life of one rollout server; a tuple, since a controller hashes dozens a trajectory."""
 
     server_id: ServerId
     epoch: int
