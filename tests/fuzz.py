@@ -45,6 +45,11 @@ class Readings:
         self.counts: Counter[str] = Counter()
         self.broken: Counter[str] = Counter()
 
+    def some(self, number: int) -> None:
+        """Gives so many times some bytes to some reader."""
+        for _ in range(number):
+            self.one()
+
     def one(self) -> None:
         """Gives some bytes to some reader."""
         reader = self._draw.choice(self._readers)
@@ -90,9 +95,9 @@ async def fuzz(arguments: argparse.Namespace, address: str) -> tuple[Answers, Re
         ]
         while (passed_s := time.monotonic() - begun_s) < arguments.seconds:
             # As many readings as messages: the processor is shared with the controller.
-            for _ in range(READINGS_A_TURN):
-                if readings.counts.total() < arguments.readings_a_message * answers.messages:
-                    readings.one()
+            due = int(arguments.readings_a_message * answers.messages) - readings.counts.total()
+            # In a thread: some readers run a loop of their own.
+            await asyncio.to_thread(readings.some, min(due, READINGS_A_TURN))
             await asyncio.sleep(0.001)
             if any(caller.done() for caller in callers) or arguments.peers.poll() is not None:
                 break

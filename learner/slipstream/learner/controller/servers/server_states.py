@@ -9,8 +9,8 @@ all of them --left--> LEFT
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
@@ -72,9 +72,8 @@ def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.Se
     return following
 
 
-@dataclass(frozen=True, slots=True)
-class ServerKey:
-    """One life of one rollout server."""
+class ServerKey(NamedTuple):
+    """One epoch of one rollout server; a tuple: a controller hashes dozens for a trajectory."""
 
     server_id: ServerId
     epoch: int
