@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import JsonValue
 from slipstream.protocol.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.prompt_gathering import MOST_STEPS
 
@@ -23,7 +22,7 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def graph_values(
-    section: RolloutServerSection, passed: Mapping[str, JsonValue], *, on_cpu: bool
+    section: RolloutServerSection, passed: Mapping[str, object], *, on_cpu: bool
 ) -> dict[str, object]:
     """What vLLM is told of its graphs; `passed`, the user's own arguments of vLLM, come first."""
     has_graphs = section.has_graphs(on_cpu=on_cpu)
