@@ -10,6 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -327,6 +328,27 @@ def counted_plans(engine: Engine) -> list[int]:
     return sizes
 
 
+@both
+def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(
+    start, overlapping: bool
+) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = start(ours=True, overlapping=overlapping)
+    own_plans = counted_plans(engine)
+    add(engine, "steady", 60)
+    for _ in range(10):
+        engine.step()
+    assert own_plans == [1] * 9
+    add(engine, "streamed", 20, output_kind=RequestOutputKind.CUMULATIVE)
+    while "streamed" not in engine.finished:
+        engine.step()
+    # Its last token may have been under way beside one of ours.
+    assert len(own_plans) <= 10
+    engine.drain()
+    assert len(own_plans) > 30
+
+
 def test_every_step_is_vllms_in_another_version_and_with_windows(start) -> None:
     from slipstream.rollout_server.inference.steady_decoding import decodes_plainly
 
@@ -352,6 +374,10 @@ def test_a_pause_finds_the_same_blocks_in_the_cache(start, overlapping: bool) ->
             engine.drain()
         assert ours.state() == theirs.state()
     assert len(ours.tokens["r0"]) > 22
+    # The older runner is told all tokens of a request that was not in the step before.
+    after_nothing = [plan[1] for one, plan in pairwise(ours.plans) if plan[2] and not one[2]]
+    assert bool(after_nothing) is not overlapping
+    assert all(list(cached.all_token_ids) == ["r0"] for cached in after_nothing)
 
 
 @both

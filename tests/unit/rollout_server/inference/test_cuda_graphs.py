@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import JsonValue
 from slipstream.protocol.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.cuda_graphs import (
     PROMPT_TOKENS,
@@ -13,7 +12,7 @@ from slipstream.rollout_server.inference.cuda_graphs import (
 
 
 def values(
-    passed: dict[str, JsonValue] | None = None, *, on_cpu: bool = False, **settings: object
+    passed: dict[str, object] | None = None, *, on_cpu: bool = False, **settings: object
 ) -> dict[str, object]:
     section = RolloutServerSection.model_validate({"max_episodes": 512, **settings})
     return graph_values(section, passed or {}, on_cpu=on_cpu)
@@ -62,6 +61,6 @@ def test_prompts_wait_for_as_long_as_they_are_told_to(steps: int, on_cpu: bool) 
         {"compilation_config": {"max_cudagraph_capture_size": 8}},
     ],
 )
-def test_sizes_that_the_user_chose_are_left_alone(passed: dict[str, JsonValue]) -> None:
+def test_sizes_that_the_user_chose_are_left_alone(passed: dict[str, object]) -> None:
     assert "cudagraph_capture_sizes" not in values(passed)
     assert "cudagraph_capture_sizes" in values({"compilation_config": {"mode": 3}})
