@@ -44,7 +44,7 @@ class Rig:
         self.fleet.handlers = FleetHandlers(*[nothing] * 7)
         self.folder, self.journal = folder / "journal", journal
         self.journal.append("start", format=1, run_id="r")
-        self.given_up: list[Group] = []
+        self.abandoned: list[Group] = []
         self.queue = AccountedReceiver(MemoryQueue(1000).receiver())
         self.scheduler = kind(
             self.progress,
@@ -53,12 +53,12 @@ class Rig:
             self.fleet,
             self.journal,
             self.queue,
-            self._give_up,
+            self._abandon,
         )
         self.entry = self.add_environment("e", 1.0)
 
-    def _give_up(self, group: Group) -> None:
-        self.given_up.append(group)
+    def _abandon(self, group: Group) -> None:
+        self.abandoned.append(group)
         self.book.remove(group.group_id)
 
     def add_environment(self, name: str, weight: float) -> EnvironmentEntry:

@@ -1,4 +1,4 @@
-"""Held-out environments, measured at one version while training goes on.
+"""Measures held-out environments at one version during training.
 
 Consumes: evaluation groups that came back. Produces: evaluation leases and their results.
 Waits for: a server that serves the wanted version. Unblocked by: the run's signal. That server
@@ -37,7 +37,7 @@ class Round:
 
     version: PolicyVersion
     session: ServerSession
-    # Episodes that are still to be leased: environment and task index.
+    # Environment and task index of the episodes that are not leased yet.
     waiting: list[tuple[str, int]]
     running: dict[GroupId, Group] = field(default_factory=dict)
     episodes: dict[str, list[EvaluatedEpisode]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Round:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one round measured; `reward_mean` is over all its episodes, NaN without one."""
+    """The result of one round; `reward_mean` is over all its episodes, NaN without an episode."""
 
     step: int
     reward_mean: float
@@ -63,7 +63,12 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Runs the rounds: before the first step, after every n-th, after the last."""
+    """Runs the rounds: before the first step, after every n-th, after the last.
+
+    Life of a round: `step_done` wants a version; `run_forever` pins a server that serves it, leases
+    the episodes to it as it has room, collects them, and tells `on_result`. If the server is lost
+    or serves another version, the round starts again on another server.
+    """
 
     def __init__(
         self,
@@ -77,7 +82,7 @@ class Evaluator:
         *,
         on_result: Callable[[EvaluationResult], None],
     ) -> None:
-        """`on_result` is told of every round that is over."""
+        """`on_result` is called with the result of every round that is over."""
         self._progress = progress
         self._sections = progress.config.evaluations
         self._book = book
@@ -89,14 +94,14 @@ class Evaluator:
         self._on_result = on_result
         self._round: Round | None = None
         self._wanted_step: int | None = 0 if self._sections else None
-        # The newest step that was ever wanted.
+        # The newest step whose version was ever to be evaluated.
         self._asked_step = 0
-        # Evaluations of which it was said that they have too few tasks.
+        # Evaluations with a warning that they have too few tasks.
         self._warned: set[str] = set()
         self.results: list[EvaluationResult] = []
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the results so far; what was due and is missing is measured now."""
+        """Takes over the results so far; a due evaluation that is missing is measured now."""
         for record in history.evaluations:
             mean = record["reward_mean"]
             self._keep(
@@ -116,14 +121,14 @@ class Evaluator:
             self._asked_step = due[-1]
 
     async def run_forever(self) -> None:
-        """Starts rounds and feeds them until it is cancelled."""
+        """Starts rounds and leases their episodes until the task is cancelled."""
         while True:
             if self._progress.trainer_registered and not self._progress.is_over:
                 self._turn()
             await self._progress.signal.wait(0.5)
 
     def step_done(self, step: int) -> None:
-        """A version exists: it may be one that is to be evaluated."""
+        """Notes that version `step` exists, and evaluates it if it is due."""
         if self._sections and self._is_due(step):
             self._wanted_step = self._asked_step = step
 
@@ -138,13 +143,13 @@ class Evaluator:
         return self._round is None and self._wanted_step is None
 
     def _want_the_last(self) -> None:
-        """No step says that it was the last one when the run is solved before its last step."""
+        """Wants the last version of a solved run: `step_done` did not know that it was the last."""
         progress = self._progress
         if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
             self.step_done(progress.version.step)
 
     def server_lost(self, session: ServerSession) -> None:
-        """The round of a server that serves no more starts again elsewhere."""
+        """Starts the round of a server that stopped serving again on another server."""
         round_, self._round = self._round, None
         if round_ is None:
             return
@@ -158,7 +163,7 @@ class Evaluator:
     def _turn(self) -> None:
         self._want_the_last()
         if self._round is not None and not self._round.session.is_serving:
-            # What it serves next is another version.
+            # The server will serve another version next.
             self._publisher.pinned.discard(self._round.session.key)
             self.server_lost(self._round.session)
         if self._round is None:
@@ -178,9 +183,9 @@ class Evaluator:
         held_out = self._environments.evaluations()
         broken = [entry for entry in held_out if session.key in entry.failed_on]
         if broken:
-            self._give_up(session, f"{broken[0].spec.name}: {broken[0].cause}")
+            self._abandon(session, f"{broken[0].spec.name}: {broken[0].cause}")
             return
-        # It keeps its version from here on, also while the environments are still loading.
+        # The server keeps its version from here on, also while the environments still load.
         if self._publisher.pin(session) and self._is_ready(session):
             self._round = Round(version, session, self._tasks())
             if self._suits(version):
@@ -188,9 +193,9 @@ class Evaluator:
             self._scheduler.reserved[session.key] = len(self._round.waiting)
 
     def _chosen(self) -> ServerSession | None:
-        """One that has the environments, before that which keeps its version until it has them.
+        """Chooses a server: one with the environments first, then one that is pinned, then any.
 
-        None but the chosen one keeps its version: nobody else would ever let it go.
+        All other servers are unpinned, because nothing else would unpin them.
         """
         if self._wanted_step is None:
             return None
@@ -206,12 +211,15 @@ class Evaluator:
         return all(entry.runs_on(session.key) for entry in self._environments.evaluations())
 
     def _suits(self, version: PolicyVersion) -> bool:
-        """The last version is measured itself; an earlier round takes what is served by now."""
+        """Whether `version` may be measured: the wanted version or a newer one.
+
+        The last version is measured exactly.
+        """
         wanted, last = self._wanted_step, self._progress.last_step
         assert wanted is not None
         return version.step >= wanted and (wanted < last or version.step == last)
 
-    def _give_up(self, session: ServerSession, cause: str) -> None:
+    def _abandon(self, session: ServerSession, cause: str) -> None:
         self._wanted_step = None
         self._publisher.pinned.discard(session.key)
         self._progress.events.add(f"no evaluation: {cause}", Severity.ERROR)
@@ -222,7 +230,7 @@ class Evaluator:
         for section in self._sections:
             asked = section.num_episodes // section.samples_per_task
             found = self._environments.entries[section.name].num_tasks
-            # A task that came twice would count twice in the reward, and once in pass@k.
+            # A task that is taken twice would count twice in the reward, and once in pass@k.
             count = min(asked, found) if found else asked
             if count < asked:
                 self._warn_of_few_tasks(section, count)
@@ -262,7 +270,7 @@ class Evaluator:
                 self._intake.end_evaluated(group)
                 del round_.running[group_id]
             elif group.holder is None:
-                # Its server handed it back.
+                # The server handed the lease back.
                 self._intake.start_afresh(group)
                 round_.waiting.append((group.environment, group.task_index))
                 del round_.running[group_id]

@@ -1,4 +1,4 @@
-"""What is told of the episodes of one evaluation: pure functions."""
+"""The statistics of the episodes of one evaluation: pure functions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slipstream.protocol.types import Status, Trajectory
 
 @dataclass(frozen=True)
 class EvaluatedEpisode:
-    """What an evaluation keeps of one episode that has a reward."""
+    """The facts that an evaluation keeps of one episode with a reward."""
 
     task_index: int
     reward: float
-    # Sampled tokens of each reply.
+    # Number of sampled tokens of each reply.
     reply_tokens: tuple[int, ...]
     truncated: bool
     metrics: tuple[tuple[str, float], ...] = ()
@@ -53,8 +53,8 @@ def evaluation_statistics(
 ) -> dict[str, float]:
     """The numbers of one evaluation in one round, by name; docs/metrics.md says what they mean.
 
-    Without an episode only the counts. `pass_at_k` is the mean over the tasks with at least k
-    replies (failed episodes are none) and is left out when there is no such task.
+    Returns only the counts when there is no episode. `pass_at_k` is the mean over the tasks with at
+    least k replies, not counting failed episodes. It is left out when there is no such task.
     """
     counts = {"num_episodes": float(len(episodes)), "num_failed": float(num_failed)}
     if not episodes:

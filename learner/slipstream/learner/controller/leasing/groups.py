@@ -1,4 +1,4 @@
-"""Leased groups, and who runs them."""
+"""Leased groups and the servers that run them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Group:
     holder: ServerKey | None
     finished: dict[int, Trajectory] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
-    # The first attempt of the present lease, and the first that no closed lease has begun.
+    # First attempt of the present lease; first attempt that no closed lease has begun.
     first_attempt: int = 0
     unused_attempt: int = 0
-    # By the epoch of a server: the attempts that its leases of this group allow.
+    # The attempts that the leases of this group allow, by the epoch of the server.
     allowed: dict[int, range] = field(default_factory=dict)
-    # How many times it was given to a server.
+    # Number of times that the group was leased to a server.
     num_leases: int = 1
     # Members that are missing and that the holder will not run again.
     ended: set[int] = field(default_factory=set)
-    # Whether the holder has closed the lease: what it finished may still be on its way.
+    # Whether the holder has closed the lease; trajectories of it may still arrive.
     closed: bool = False
-    # By member: servers that were lost with it, and trajectories of it that were quarantined.
+    # By member: number of lost servers that ran it, plus its quarantined trajectories.
     setbacks: Counter[int] = field(default_factory=Counter)
-    # When it was leased, by the clock of its scheduler; None: by an earlier controller.
+    # Time of its first lease by `time.monotonic`; None: an earlier controller leased it.
     leased_s: float | None = None
 
     @property
@@ -59,22 +59,25 @@ class Group:
 
     @property
     def num_running(self) -> int:
-        """Number of members that its holder still runs, or is to run."""
+        """Number of members that the holder still runs or will run."""
         return len(self.running) if self.ended else self.num_missing
 
     @property
     def running(self) -> list[int]:
-        """The members that its holder still runs, or is to run."""
+        """The members that the holder still runs or will run."""
         return [member for member in self.missing if member not in self.ended]
 
     def may_end(self, epoch: int, attempt: int) -> bool:
-        """Whether this attempt by this life of a server ends a member: no other one is made."""
+        """Whether the end of this attempt, by the server of `epoch`, ends its member.
+
+        False when a later lease runs the member again.
+        """
         if self.holder is None:
             return True
         return self.holder.epoch == epoch and attempt >= self.first_attempt
 
     def excess(self, epoch: int, attempt: int) -> str:
-        """Why no lease of this group allows the attempt; empty: one does."""
+        """The reason why no lease of this group allows the attempt; empty: a lease allows it."""
         allowed = self.allowed.get(epoch)
         if allowed is None:
             return f"{self.group_id} was never leased to the server of epoch {epoch:x}"
@@ -86,7 +89,7 @@ class Group:
         return ""
 
     def check_report(self, unfinished: Sequence[int], next_attempt: int) -> None:
-        """ProtocolError when the holder's report of its lease contradicts the lease."""
+        """Raises ProtocolError when the holder's report contradicts the lease."""
         assert self.holder is not None
         fault = self.excess(self.holder.epoch, next_attempt - 1) if next_attempt else ""
         if max(unfinished, default=0) >= self.size:
@@ -95,7 +98,7 @@ class Group:
             raise ProtocolError(f"rollout server {self.holder.server_id} reports {fault}")
 
     def allow(self, epoch: int, first: int, count: int) -> None:
-        """Leases `count` attempts from `first` on to a server."""
+        """Allows the server of `epoch` the `count` attempts that begin with `first`."""
         before = self.allowed.get(epoch)
         start = first if before is None else min(first, before.start)
         self.allowed[epoch] = range(start, first + count)
@@ -106,13 +109,13 @@ class Group:
         return max(self.unused_attempt, max(self.attempts.values(), default=-1) + 1)
 
     def in_order(self) -> list[Trajectory]:
-        """The trajectories by member."""
+        """The trajectories, sorted by member."""
         return [self.finished[member] for member in sorted(self.finished)]
 
 
 @dataclass(eq=False)
 class ClosingLease:
-    """A lease that is over while its server still ends the episodes."""
+    """A lease whose group has left the book while its server still runs `members`."""
 
     environment: str
     holder: ServerKey
@@ -120,18 +123,18 @@ class ClosingLease:
 
 
 class Fate(Enum):
-    """What became of a trajectory that came in."""
+    """The fate of a trajectory that came in."""
 
-    # It fills its place in its group and waits for the batch.
+    # The trajectory fills its member's place and waits for the batch.
     HELD = "held"
-    # It fills the last place.
+    # The trajectory fills the last place of its group.
     COMPLETED_GROUP = "completed group"
     # The member runs again.
     RETRIED = "retried"
     # The member failed for the last time: the group is over.
     SET_ASIDE = "set aside"
     CANCELLED = "cancelled"
-    # Its place is filled already, or its group is over.
+    # The member is finished already, or the group is over.
     SUPERSEDED = "superseded"
 
 

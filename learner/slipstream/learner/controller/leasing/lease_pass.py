@@ -1,7 +1,7 @@
-"""Which groups go to which servers, from one look at the state: pure but for the book it changes.
+"""One pass over servers and groups that grants leases: pure, except that it changes the book.
 
-What a pass counts once it keeps true while it grants. It grants what a scan of all servers and all
-groups before every single lease would grant.
+A pass counts rooms and episodes once and updates these counts with each grant. The result is the
+same as that of a scan of all servers and all groups before every single lease.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 
 @dataclass(frozen=True)
 class Grant:
-    """A group for a server."""
+    """The lease of a group to a server."""
 
     session: ServerSession
     group: Group
-    # Its number among the tasks of its environment; below 0: the task was leased before.
+    # Number of the group among those of its environment; -1: the task was leased before.
     number: int = -1
-    # The group in whose place it starts.
+    # The abandoned group whose task is leased again; empty: none.
     replaces: str = ""
 
 
@@ -40,7 +40,7 @@ class Room:
 
     @property
     def served_step(self) -> int:
-        """The version that it serves."""
+        """The step of the version that the server serves."""
         assert self.session.version is not None
         return self.session.version.step
 
@@ -48,7 +48,7 @@ class Room:
 def rooms(
     sessions: Sequence[ServerSession], book: LeaseBook, reserved: Mapping[ServerKey, int]
 ) -> list[Room]:
-    """The rooms of serving servers, largest first; `reserved` episodes are not for training."""
+    """The rooms of serving servers, largest first, without the slots of `reserved` episodes."""
     taken = book.episodes_by_holder()
     found = [
         Room(s, s.hello.max_episodes - taken[s.key] - reserved.get(s.key, 0)) for s in sessions
@@ -60,7 +60,7 @@ def place_orphans(
     book: LeaseBook, environments: EnvironmentBook, by_room: Sequence[Room], limit: int
 ) -> list[Grant]:
     """Gives at most `limit` interrupted groups to servers that may finish them."""
-    # Orphans of one kind differ for no server; each has its place in the order of the leases.
+    # Orphans of one kind suit the same servers; each keeps its place in the order of the leases.
     kinds: dict[tuple[str, int, int], deque[tuple[int, Group]]] = {}
     for place, group in enumerate(book.orphans()):
         kind = (group.environment, group.deadline_step, group.num_missing)
@@ -88,16 +88,19 @@ def place_orphans(
     return granted
 
 
-def give_up_stranded(
+def abandon_stranded(
     book: LeaseBook,
     environments: EnvironmentBook,
     by_room: Sequence[Room],
     limit: int,
-    give_up: Callable[[Group], None],
+    abandon: Callable[[Group], None],
 ) -> int:
-    """Gives up at most `limit` orphans that must start afresh; their number."""
+    """Abandons at most `limit` orphans that must start afresh; returns how many it abandoned.
+
+    These are orphans that the next batch needs and that no present server may finish.
+    """
     able: dict[str, set[int]] = {}
-    given_up, due = 0, None
+    num_abandoned, due = 0, None
     for group in book.orphans():
         name = group.environment
         if name not in able:
@@ -111,11 +114,11 @@ def give_up_stranded(
         if due is None:
             due = {each.group_id for each in book.due()}
         if group.group_id in due:
-            give_up(group)
-            given_up, due = given_up + 1, None
-            if given_up == limit:
+            abandon(group)
+            num_abandoned, due = num_abandoned + 1, None
+            if num_abandoned == limit:
                 break
-    return given_up
+    return num_abandoned
 
 
 def runs_on(environments: EnvironmentBook, name: str, key: ServerKey) -> bool:
@@ -125,7 +128,7 @@ def runs_on(environments: EnvironmentBook, name: str, key: ServerKey) -> bool:
 
 
 class NewLeases:
-    """Grants new groups one after the other: `next` until it says why there is none."""
+    """Grants new groups one by one: callers repeat `next` until it returns a LeaseWait."""
 
     def __init__(
         self,
@@ -137,25 +140,26 @@ class NewLeases:
         num_groups: float,
         num_episodes: int,
     ) -> None:
-        """At most `num_groups`, and `num_episodes` that the queue has room for.
+        """Grants at most `num_groups` groups and the `num_episodes` that fit into the queue.
 
-        A group of `again` was given up: its task is leased before any new one, and leaves the list.
+        `again` holds abandoned groups: their tasks are leased before any new task, and then leave
+        the list.
         """
         self._book = book
         self._environments = environments
         self._again = again
         self._num_groups, self._num_episodes = num_groups, num_episodes
         self._num_servers = len(by_room)
-        # The largest room first, and the first of several that are as large.
+        # Heap with the largest room first; among equal rooms the first in `by_room`.
         self._heap = [(-room.episodes, place, room) for place, room in enumerate(by_room)]
         self._episodes = book.episodes_by_environment()
-        # Versions of the servers that have room and were refused: nothing in a pass changes that.
+        # Versions of servers that have room and were refused; a refusal holds for the whole pass.
         self._refused: set[int] = set()
-        # Those of them of which the staleness rule allows no more.
+        # Versions for which the staleness rule allows no more groups.
         self._full: set[int] = set()
 
     def next(self) -> Grant | LeaseWait:
-        """A new group; or why there is none."""
+        """Returns the next grant, or the reason why there is none."""
         if not self._num_servers:
             return LeaseWait.SERVER
         if self._num_groups < 1:
@@ -196,7 +200,7 @@ class NewLeases:
         return step not in self._full
 
     def _first_again(self, key: ServerKey) -> Group | None:
-        """The first task that is to start afresh and can on this server."""
+        """The first abandoned group whose task can start afresh on this server."""
         book = self._environments
         for group in self._again:
             entry = book.entries.get(group.environment)

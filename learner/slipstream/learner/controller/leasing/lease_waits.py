@@ -1,4 +1,4 @@
-"""Why no group is leased at this moment, for people and for metrics."""
+"""The reasons why no group is leased at this moment, for people and for metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 
 
 class LeaseWait(IntEnum):
-    """What the next lease lacks; of several servers' reasons the largest is told."""
+    """What the next lease lacks; where servers have several reasons, the largest is told."""
 
     NOTHING = 0
     SERVER = 1

@@ -9,45 +9,48 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import GroupId
 
-# Seconds of serving in which a server must end what it was told to end.
+# Seconds of serving within which a server must end a cancelled lease.
 CANCEL_LIMIT_S = 60.0
 
 
 @dataclass
 class _Mark:
-    # Which of its leases.
+    # Number of the group's lease.
     number: int
-    # Attempts that ended: when one more does, the lease has made progress.
+    # The last ended attempt of each member; a change is progress of the lease.
     ended: tuple[tuple[int, int], ...]
-    # What the server's clock showed then.
+    # The server's clock at the last progress.
     served_s: float
     is_cancelled: bool = False
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """What is to be done about leases."""
+    """The leases and servers that are late."""
 
-    # They are to be taken back.
+    # Groups whose leases must be taken back.
     groups: tuple[Group, ...]
-    # They did not end what they were told to end.
+    # Servers that did not end a cancelled lease in time.
     servers: tuple[ServerKey, ...]
 
 
 class LeaseWatch:
     """Remembers when each lease made progress last, by the clock of its server.
 
-    That clock runs only while the server serves: time in which it loads weights, is stale or waits
-    for a publish is nobody's delay.
+    That clock runs only while the server serves: time in which the server loads weights, is stale
+    or waits for a publish does not count.
     """
 
     def __init__(self, limit_s: float) -> None:
-        """A lease is overdue when no attempt ended in `limit_s` of serving."""
+        """Makes a lease overdue when no attempt of it ended in `limit_s` seconds of serving."""
         self._limit_s = limit_s
         self._marks: dict[GroupId, _Mark] = {}
 
     def overdue(self, groups: Iterable[Group], served_s: Mapping[ServerKey, float]) -> Overdue:
-        """Each lease once, and each server that then keeps it; `served_s` are the clocks."""
+        """Returns each overdue lease once, and servers that still run it `CANCEL_LIMIT_S` later.
+
+        `served_s`: seconds that each server has served.
+        """
         late, stuck, marks = [], [], {}
         for group in groups:
             holder, number = group.holder, group.num_leases

@@ -1,4 +1,4 @@
-"""The book of leased groups: who runs them, what is back, and which of them make the next batch.
+"""The book of leased groups: their holders, their finished members and the choice of a batch.
 
 Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.protocol.staleness`.
 """
@@ -21,7 +21,12 @@ from slipstream.protocol.types import (
 
 
 class LeaseBook:
-    """All groups that are leased and not trained yet, in the order of their leases."""
+    """All groups that are leased and not trained yet, in the order of their leases.
+
+    Life of a training group: `lease` gives it to a server, `add` files its members, `take_batch`
+    takes it out. `closed` (lease ended) or `orphan` (server lost) leaves an unfinished group
+    without a holder; `reassign` gives it to another server. `remove` takes a group out early.
+    """
 
     def __init__(
         self,
@@ -34,7 +39,7 @@ class LeaseBook:
     ) -> None:
         self.groups_per_step = groups_per_step
         self.group_size = group_size
-        # Of what is leased from now on; what arrives is judged by the promise of the run.
+        # Bound for new leases; deliveries are checked against `algorithm.max_staleness`.
         self.max_staleness = max_staleness
         self.num_steps = num_steps
         self._attempts_per_lease = attempts_per_lease
@@ -43,18 +48,18 @@ class LeaseBook:
         self.groups: dict[GroupId, Group] = {}
         # Number of the groups to train on by their deadlines.
         self._deadlines: Counter[int] = Counter()
-        # They keep their slots and their bytes until the server says that they are closed.
+        # Leases that keep their slots and bytes until their server has ended every member.
         self.closing: dict[GroupId, ClosingLease] = {}
         self._next_number = 0
-        # Evaluations are not restored: their names tell the lives of a controller apart.
-        self._life = 1
+        # Number of controller starts. Evaluations are not restored; their ids contain this number.
+        self._starts = 1
         self._next_evaluation = 0
 
     def restore(self, history: RunHistory) -> None:
-        """Goes on where the journal ends; open groups wait for a server."""
+        """Continues where the journal ends; open groups wait for a server."""
         self.step = history.next_step
         self._next_number = history.next_group
-        self._life = history.starts
+        self._starts = history.starts
         for open_group in history.open_groups.values():
             allowed = range(open_group.num_leases * self._attempts_per_lease)
             self._keep(
@@ -77,7 +82,7 @@ class LeaseBook:
         return [group for group in self.groups.values() if group.purpose is Purpose.TRAINING]
 
     def held_by(self, holder: ServerKey) -> list[Group]:
-        """The groups that a server is to run or has run."""
+        """The groups whose present lease belongs to `holder`."""
         return [group for group in self.groups.values() if group.holder == holder]
 
     def orphans(self) -> list[Group]:
@@ -85,7 +90,7 @@ class LeaseBook:
         return [g for g in self.training_groups() if g.holder is None and not g.is_complete]
 
     def open_episodes(self, holder: ServerKey) -> int:
-        """Members that a server still runs, or is to run."""
+        """Number of members that a server still runs or will run, closing leases included."""
         ending = sum(len(c.members) for c in self.closing.values() if c.holder == holder)
         return ending + sum(group.num_running for group in self.held_by(holder))
 
@@ -100,11 +105,11 @@ class LeaseBook:
         return episodes
 
     def groups_by_holder(self) -> Counter[ServerKey | None]:
-        """Number of the groups that each server is to run or has run; None: no server is."""
+        """Number of groups that each server holds; the key None counts groups without a holder."""
         return Counter(group.holder for group in self.groups.values())
 
     def episodes_by_environment(self) -> Counter[str]:
-        """Members that are not back, those of closing leases included."""
+        """Number of unfinished members of each environment, those of closing leases included."""
         episodes: Counter[str] = Counter()
         for group in self.groups.values():
             episodes[group.environment] += group.num_missing
@@ -114,7 +119,7 @@ class LeaseBook:
 
     @property
     def promised_episodes(self) -> int:
-        """Episodes that may still be sent to the queue, whoever will run them."""
+        """Number of episodes that servers may still send to the queue."""
         return self.episodes_by_environment().total()
 
     def may_lease(self, served_step: int) -> bool:
@@ -145,7 +150,7 @@ class LeaseBook:
         )
 
     def is_stranded(self, group: Group, served_steps: Iterable[int]) -> bool:
-        """Whether servers of these versions could run an orphan, and none may finish it."""
+        """Whether there are servers of these versions, and none of them may finish an orphan."""
         return staleness.is_stranded(self.may_reassign(group, step) for step in served_steps)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
@@ -157,7 +162,10 @@ class LeaseBook:
         group.ended.clear()
 
     def orphan(self, holder: ServerKey) -> list[Group]:
-        """A server is gone: its unfinished groups wait for another one and keep what is back."""
+        """Takes all leases from a lost server; returns its unfinished groups.
+
+        They keep their finished members and wait for another server.
+        """
         self.closing = {g: lease for g, lease in self.closing.items() if lease.holder != holder}
         lost = [group for group in self.held_by(holder) if not group.is_complete]
         for group in lost:
@@ -166,7 +174,7 @@ class LeaseBook:
         return lost
 
     def add(self, trajectory: Trajectory) -> Fate:
-        """Files a trajectory; says what became of it."""
+        """Files a trajectory and returns its fate."""
         if not trajectory.will_retry:
             self._end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
         group = self.groups.get(trajectory.group_id)
@@ -177,7 +185,7 @@ class LeaseBook:
         may_end = group.may_end(trajectory.server_epoch, trajectory.attempt)
         if trajectory.has_reward:
             if member in group.running and not may_end:
-                # Late, from a lease that is over: its holder runs the member for nothing.
+                # Late, from a lease that is over: the present holder still runs the member.
                 self._keep_room(group, {member})
             group.finished[member] = trajectory
             self._hand_back(group)
@@ -185,21 +193,21 @@ class LeaseBook:
         if trajectory.failure is not None and trajectory.will_retry:
             return Fate.RETRIED
         if not may_end:
-            # Late, from a lease that is over: the member runs in another one by now.
+            # Late, from a lease that is over: the member runs under another lease by now.
             return Fate.CANCELLED if trajectory.failure is None else Fate.RETRIED
         group.ended.add(member)
         self._hand_back(group)
         return Fate.CANCELLED if trajectory.failure is None else Fate.SET_ASIDE
 
     def quarantined(self, name: TrajectoryName, *, will_retry: bool) -> Group | None:
-        """A trajectory that counts for nothing; its group, if the member must run again.
+        """Notes a quarantined trajectory; returns its group if the member must run again.
 
         `will_retry`: its server tries the member again by itself.
         """
         if not will_retry:
             self._end_member(name.group_id, name.member, name.epoch)
         group = self.groups.get(name.group_id)
-        # Nobody runs an attempt that no lease allows: it is made up.
+        # The name is forged if no lease allows its attempt.
         if group is None or group.excess(name.epoch, name.attempt):
             return None
         if name.member not in group.missing:
@@ -212,7 +220,7 @@ class LeaseBook:
         return group
 
     def remove(self, group_id: GroupId) -> Group | None:
-        """Forgets a group, whatever its state; None when it is not there."""
+        """Takes a group out of the book, whatever its state; None when the book lacks it."""
         if group_id not in self.groups:
             return None
         group = self._take(group_id)
@@ -228,11 +236,11 @@ class LeaseBook:
         *,
         next_attempt: int = 0,
     ) -> None:
-        """The server runs no member of this lease any more; these it did not finish.
+        """Notes that `holder` runs no member of this lease any more, and did not end `unfinished`.
 
-        As soon as everything else is back the group waits for another server. Attempts before
-        `next_attempt` may be on their way yet, so their numbers are not given again. ProtocolError
-        for members or attempts that are not in the lease.
+        As soon as all other members are back the group waits for another server. Trajectories of
+        attempts before `next_attempt` may still arrive, so their numbers are not used again.
+        ProtocolError for members or attempts that are not in the lease.
         """
         lease = self.closing.get(group_id)
         if lease is not None and lease.holder == holder:
@@ -246,7 +254,7 @@ class LeaseBook:
             self._hand_back(group)
 
     def _keep_room(self, group: Group, members: set[int]) -> None:
-        """For what the holder, if there is one, still ends."""
+        """Keeps the slots of `members` reserved until the holder has ended them."""
         if group.holder is not None:
             lease = ClosingLease(group.environment, group.holder, set())
             self.closing.setdefault(group.group_id, lease).members |= members
@@ -264,12 +272,12 @@ class LeaseBook:
 
     @property
     def has_whole_batch(self) -> bool:
-        """Whether as many groups are complete as a step trains."""
+        """Whether at least `groups_per_step` groups are complete."""
         complete = sum(group.is_complete for group in self.training_groups())
         return complete >= self.groups_per_step
 
     def take_batch(self) -> list[Group] | None:
-        """Takes the batch of the present step and goes on to the next; None while there is none."""
+        """Takes the batch of the present step and moves to the next step; None while not ready."""
         chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
         if chosen is None:
             return None
@@ -277,9 +285,9 @@ class LeaseBook:
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
-        """The batch of `step`, the newest, is taken back: another one with `groups` is formed.
+        """Returns `groups` of the newest batch, that of `step`, so that `step` is formed again.
 
-        The invariant holds: one step less is done, and that step had room for them all.
+        The staleness invariant holds: `step` is open again, and it had room for all of them.
         """
         assert step == self.step - 1
         self.step = step
@@ -308,7 +316,7 @@ class LeaseBook:
             group_id = GroupId(f"g{self._next_number:06d}")
             self._next_number += 1
         else:
-            group_id = GroupId(f"e{self._life}-{self._next_evaluation:06d}")
+            group_id = GroupId(f"e{self._starts}-{self._next_evaluation:06d}")
             self._next_evaluation += 1
         group = Group(
             group_id=group_id,
@@ -333,7 +341,7 @@ class LeaseBook:
         group = self.groups.pop(group_id)
         if group.purpose is Purpose.TRAINING:
             self._deadlines[group.deadline_step] -= 1
-            # Deadlines that nobody has left.
+            # Drops deadlines that no group has.
             self._deadlines = +self._deadlines
         return group
 

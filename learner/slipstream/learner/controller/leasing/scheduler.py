@@ -1,4 +1,4 @@
-"""Leases: which server starts which group now.
+"""Decides which server starts which group now.
 
 Consumes: the state of the lease book, the fleet and the environments. Produces: leases.
 Waits for: the run's signal, the journal. Unblocked by: a server that serves, a trajectory that came
@@ -16,7 +16,7 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
     Grant,
     NewLeases,
-    give_up_stranded,
+    abandon_stranded,
     place_orphans,
     rooms,
 )
@@ -35,14 +35,14 @@ from slipstream.protocol.types import Purpose
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
 RECHECK_S = 1.0
-# What changes within this time is looked at together.
+# Changes within this time are handled in one pass.
 GATHER_S = 0.005
-# The event loop serves everybody else between two passes.
+# Bound that lets the event loop serve other tasks between two passes.
 MAX_GRANTS_IN_A_PASS = 64
 
 
 class Scheduler:
-    """Keeps every serving server busy, as far as the staleness promise allows."""
+    """Leases groups to every serving server, as far as staleness, queue and pace allow."""
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class Scheduler:
         fleet: Fleet,
         journal: Journal,
         queue: AccountedReceiver,
-        give_up: Callable[[Group], None],
+        abandon: Callable[[Group], None],
     ) -> None:
+        """`abandon` takes a group out of the book for good."""
         self._progress = progress
         self._config = progress.config
         self._queue = queue
@@ -62,37 +63,38 @@ class Scheduler:
         self._environments = environments
         self._fleet = fleet
         self._journal = journal
-        # Takes a group out of the book for good.
-        self._give_up = give_up
-        # Groups that were given up and whose tasks are leased again, before new ones.
+        self._abandon = abandon
+        # Abandoned groups whose tasks are leased again, before new tasks.
         self._again: list[Group] = []
         self._wait = LeaseWait.NOTHING
         self._queue_waits = Stopwatch()
-        # Episodes that an evaluation is about to start on a server: training leaves them room.
+        # Number of episodes that an evaluation is about to start on each server; no training
+        # lease takes their slots.
         self.reserved: dict[ServerKey, int] = {}
 
     async def lease_forever(self) -> None:
-        """Grants what may be granted, whenever something changed, until it is cancelled."""
+        """Grants all leases that are allowed, after each change, until the task is cancelled."""
         while True:
             may_lease = not self._progress.is_over and not self._progress.solved
             if not (self._progress.trainer_registered and may_lease):
                 self._note(LeaseWait.NOTHING)
             elif (durable := self.lease_all()) is not None:
-                # Meanwhile something may have changed. The streams wait for it too.
+                # The state may have changed meanwhile. Streams wait for `durable` too.
                 await asyncio.shield(durable)
                 continue
             await self._progress.signal.wait(self._recheck_s())
             await asyncio.sleep(GATHER_S)
 
     def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
-        """Grants at most `limit` leases that rules and room allow; they leave when durable.
+        """Grants at most `limit` leases; they are sent once their records are durable.
 
-        Returns that, or None when there was none.
+        Abandoned groups count to `limit`. Returns a future that is done when the records are
+        durable; None when no lease was granted and no group abandoned.
         """
-        granted, given_up = self._lease_orphans(limit)
-        if len(granted) + given_up < limit:
+        granted, num_abandoned = self._lease_orphans(limit)
+        if len(granted) + num_abandoned < limit:
             granted += self._lease_new(limit - len(granted))
-        if not granted and not given_up:
+        if not granted and not num_abandoned:
             return None
         for grant in granted:
             self._record(grant)
@@ -121,9 +123,9 @@ class Scheduler:
         )
 
     def _lease_orphans(self, limit: int) -> tuple[list[Grant], int]:
-        """Groups that lost their server go on elsewhere, or their tasks start afresh.
+        """Leases groups without a holder to other servers, or starts stranded tasks afresh.
 
-        Returns the former and the number of the latter.
+        Returns the leases and the number of groups that were abandoned.
         """
         if not self._book.orphans():
             return [], 0
@@ -132,11 +134,11 @@ class Scheduler:
         if len(granted) == limit:
             return granted, 0
         left = limit - len(granted)
-        give_up = self._start_afresh
-        return granted, give_up_stranded(self._book, self._environments, by_room, left, give_up)
+        afresh = self._start_afresh
+        return granted, abandon_stranded(self._book, self._environments, by_room, left, afresh)
 
     def _start_afresh(self, group: Group) -> None:
-        self._give_up(group)
+        self._abandon(group)
         self._again.append(group)
         self._progress.events.add(
             f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
@@ -144,7 +146,7 @@ class Scheduler:
         )
 
     def _lease_new(self, limit: int) -> list[Grant]:
-        """At most `limit` groups that nobody has run yet; notes what the next one waits for."""
+        """Leases at most `limit` new groups; notes what the next lease waits for."""
         leases = NewLeases(
             self._book,
             self._environments,
@@ -163,7 +165,7 @@ class Scheduler:
         return granted
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
-        """A lease as its server reads it."""
+        """The message that leases the missing members of `group` to its holder."""
         entry = self._environments.entries[group.environment]
         return fleet_pb2.Lease(
             group_id=group.group_id,
@@ -180,7 +182,7 @@ class Scheduler:
         )
 
     def grant_evaluation(self, session: ServerSession, group: Group) -> None:
-        """Sends the lease of an episode that is measured; a restart begins its round again."""
+        """Sends the lease of an evaluation episode; after a restart its round begins again."""
         self._journal.append(
             "evaluation_lease",
             group=group.group_id,
@@ -216,21 +218,21 @@ class Scheduler:
         return settings
 
     def room(self, session: ServerSession) -> int:
-        """Episodes that a server can take on now."""
+        """Number of episodes that a server can take on now."""
         return session.hello.max_episodes - self._book.open_episodes(session.key)
 
     def may_send(self, episodes: int) -> bool:
-        """Whether the queue has room for so many more episodes, beside all that was promised."""
+        """Whether the queue has room for `episodes` more, besides all promised episodes."""
         return reservation.may_promise(self._free_bytes(), episodes, self._largest_bytes)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the queue that are used, and that leased episodes may still need."""
+        """Bytes of the queue that are used or that leased episodes may still need."""
         return self._config.queue.max_bytes - self._free_bytes()
 
     @property
     def lease_wait(self) -> str:
-        """What the next lease waits for, in words; empty: none is wanted."""
+        """What the next lease waits for, in words; empty when no lease is wanted."""
         return WORDS[self._wait]
 
     def gauges(self) -> dict[str, float]:
@@ -253,7 +255,7 @@ class Scheduler:
         self._queue_waits.note(time.monotonic(), running=wait is LeaseWait.QUEUE)
 
     def _evaluated_soon(self) -> int:
-        """Episodes of evaluations that would start now if the queue had room."""
+        """Number of evaluation episodes that would start now if the queue had room."""
         return sum(
             min(waiting, session.hello.max_episodes)
             for key, waiting in self.reserved.items()
@@ -261,16 +263,16 @@ class Scheduler:
         )
 
     def _groups_in_time(self) -> float:
-        """Number of groups for which the pace of the run has room."""
+        """Number of groups that the pace of the run allows to lease now."""
         pace = self._progress.pace
         limit = pace.limit(time.monotonic()) if pace is not None else None
         if limit is None:
             return math.inf
-        # One that waits for a server keeps no place.
+        # A group that waits for a server takes no place.
         return limit - sum(group.holder is not None for group in self._book.training_groups())
 
     def _recheck_s(self) -> float:
-        """How soon to look again without a signal."""
+        """Seconds until the next pass without a signal."""
         pace = self._progress.pace
         sooner = pace.recheck_s() if pace is not None else None
         return RECHECK_S if sooner is None else min(sooner, RECHECK_S)

@@ -41,13 +41,13 @@ class Publish:
     verify: bool
     receivers: list[ServerSession]
     order: weights_pb2.PublishOrder
-    # The digests of its buckets, if the trainer named them beforehand; else they come at the end.
+    # Digests of the buckets, if the trainer named them beforehand; else they come at the end.
     digests: tuple[bytes, ...] = ()
-    # Whether its receivers were told to receive.
+    # Whether the receivers were told to receive.
     is_announced: bool = False
     # The servers that hold this trainer's matrices, if adapters are published apart.
     holders: set[ServerKey] = field(default_factory=set)
-    # Receivers that failed in it.
+    # Receivers that failed in this publish.
     failed: set[ServerKey] = field(default_factory=set)
 
     @property
@@ -60,7 +60,13 @@ SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 
 class Deliveries:
-    """Follows every receiver of every publish to its end."""
+    """Follows every receiver of every publish to its end.
+
+    Phases of a receiver: `commit` lets it resume and waits for its report that it serves; then the
+    probe, if any, is checked, and the server gets its version. Any failure leads to `fail`, which
+    makes the server stale. `consequence` says what follows: retry, end of its stream, or of the
+    run.
+    """
 
     def __init__(
         self, fleet: Fleet, progress: RunProgress, tasks: asyncio.TaskGroup, reports: PhaseReports
@@ -70,8 +76,8 @@ class Deliveries:
         self._tasks, self._reports = tasks, reports
         self.membership = Membership(progress.run_id)
         self.totals = PublishTotals()
-        # Failed publishes in a row by server, over all of its epochs: since any server served last,
-        # and since that server served last.
+        # Failed publishes in a row of each server, over all of its epochs. The first counts since
+        # any server served last, the second since that server served last.
         self._failed_while_none_served: Counter[ServerId] = Counter()
         self._failed: Counter[ServerId] = Counter()
 
@@ -102,7 +108,7 @@ class Deliveries:
                 )
             )
         )
-        # Its buckets may still be on their way, each with its deadline; then it loads and resumes.
+        # The limit covers buckets on their way, each with its deadline, loading and resuming.
         settings = self._settings
         limit_s = 2 * settings.join_deadline_s + len(digests) * settings.bucket_deadline_s
         self._tasks.create_task(self._follow(publish, session, probe, limit_s))
@@ -115,7 +121,7 @@ class Deliveries:
         limit_s: float,
     ) -> None:
         if session.key in publish.failed:
-            # It failed before this task began, and no report will come.
+            # The receiver failed before this task began, and no report will come.
             return
         report = await self._reports.wait(publish.publish_id, session.key, SERVING, limit_s)
         if session.key in publish.failed:
@@ -160,10 +166,10 @@ class Deliveries:
         publish.failed.add(session.key)
         self.membership.forget(publish.communicator_id)
         self.make_stale(session, cause, publish.publish_id)
-        self._reports.give_up(publish.publish_id, session.key, cause)
+        self._reports.abandon(publish.publish_id, session.key, cause)
 
     def make_stale(self, session: ServerSession, cause: str, publish_id: str = "") -> None:
-        """Takes a server out of service until it has a whole version; aborts `publish_id` on it."""
+        """Takes a server out of service until it has a whole version; aborts `publish_id` there."""
         if publish_id:
             session.send(
                 fleet_pb2.ControllerMessage(

@@ -1,7 +1,7 @@
-"""Reports on the phases of a publish, and whoever waits for them.
+"""Reports on the phases of a publish, and the tasks that wait for them.
 
-Waits for: the report of one server on one phase. Unblocked by: it, a failure of that server, or the
-limit of the wait.
+Waits for: the report of one server on one phase. Unblocked by: that report, a failure of the
+server, or the limit of the wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.v1 import fleet_pb2
 Expectations: TypeAlias = dict[tuple[str, int], asyncio.Future[fleet_pb2.PublishReport]]
 
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
-# What a report of a phase says.
+# The phases that a server has reached when it reports a phase.
 SAID = {
     fleet_pb2.PUBLISH_PHASE_READY: (fleet_pb2.PUBLISH_PHASE_READY,),
     fleet_pb2.PUBLISH_PHASE_LOADED: (fleet_pb2.PUBLISH_PHASE_LOADED,),
@@ -29,37 +29,37 @@ SAID = {
 
 
 class PhaseReports:
-    """Open expectations: each server has few, so a report is matched against these alone."""
+    """Open expectations, by server: a report is matched only against those of its server."""
 
     def __init__(self, clock: LoopClock) -> None:
-        """Limits are measured by `clock`."""
+        """Measures limits by `clock`."""
         self._clock = clock
         self._open: dict[ServerKey, Expectations] = {}
 
     def expect(
         self, publish_id: str, server: ServerKey, phase: int
     ) -> asyncio.Future[fleet_pb2.PublishReport]:
-        """Keeps the report for a later `wait`, should it come before."""
+        """Returns the future of a report; a report that comes before `wait` is kept there."""
         future: asyncio.Future[fleet_pb2.PublishReport]
         future = asyncio.get_running_loop().create_future()
         return self._open.setdefault(server, {}).setdefault((publish_id, phase), future)
 
     def forget(self, publish_id: str, server: ServerKey, phase: int) -> None:
-        """Nobody will wait for it."""
+        """Drops the expectation of a report."""
         expected = self._open.get(server, {})
         expected.pop((publish_id, phase), None)
         if not expected:
             self._open.pop(server, None)
 
     def has_failed(self, publish_id: str, server: ServerKey, phase: int) -> bool:
-        """Whether what is expected will not come."""
+        """Whether the expected report is a failure."""
         future = self._open.get(server, {}).get((publish_id, phase))
         return future is not None and future.done() and future.result().phase == FAILED
 
     async def wait(
         self, publish_id: str, server: ServerKey, phase: int, limit_s: float
     ) -> fleet_pb2.PublishReport:
-        """The report, or one of phase FAILED when there is none within `limit_s`."""
+        """Returns the report, or a report of phase FAILED when none comes within `limit_s`."""
         future = self.expect(publish_id, server, phase)
         try:
             await self._clock.wait([future], limit_s)
@@ -71,15 +71,15 @@ class PhaseReports:
         return fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
 
     def receive(self, server: ServerKey, report: fleet_pb2.PublishReport) -> None:
-        """Hands a report on; a failure ends every wait of its publish for that server."""
+        """Completes the waits for a report; a failure ends every wait of its publish."""
         failed, said = report.phase == FAILED, SAID.get(report.phase, ())
         for (publish_id, phase), future in self._open.get(server, {}).items():
             concerned = publish_id == report.publish_id
             if concerned and (failed or phase in said) and not future.done():
                 future.set_result(report)
 
-    def give_up(self, publish_id: str, server: ServerKey, message: str) -> None:
-        """Ends every wait of a publish for a server, and forgets what nobody waits for."""
+    def abandon(self, publish_id: str, server: ServerKey, message: str) -> None:
+        """Ends every wait of a publish for a server as failed, and drops the expectations."""
         report = fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
         self.receive(server, report)
         for name, phase in list(self._open.get(server, {})):
@@ -87,7 +87,7 @@ class PhaseReports:
                 self.forget(publish_id, server, phase)
 
     def fail_all(self, server: ServerKey, message: str) -> None:
-        """Ends every wait for a server."""
+        """Ends every wait for a server as failed."""
         for publish_id in {name for name, _ in self._open.get(server, {})}:
             report = fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
             self.receive(server, report)

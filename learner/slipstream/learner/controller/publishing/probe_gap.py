@@ -1,4 +1,4 @@
-"""How far apart two computations of the same tokens' log-probabilities are."""
+"""The gap between two computations of the same tokens' log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import LogprobArray
 from slipstream.v1 import fleet_pb2, weights_pb2
 
-# Below it the rounding of log-probabilities near 0 would count as errors of logits.
+# Least 1 - p in the division: below it, rounding of log-probabilities near 0 would dominate.
 _LEAST_DOUBT = 0.01
 
 
 def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
-    """The size of a token's logit that explains the difference, typical of all tokens; in nats.
+    """The typical error of a token's logit that explains the difference, in nats.
 
-    A logit that is off by x moves the log-probability of its token by (1 - p) x: divided by 1 - p,
-    sure and unsure tokens show the same rounding. The mean has the exponent 1/2, so that a few
-    tokens that are off by much do not stand for all. NaN where one of the values is not finite.
+    A logit that is off by x moves the log-probability of its token by (1 - p) x. Divided by 1 - p,
+    sure and unsure tokens show the same rounding. The result is the power mean with exponent 1/2,
+    so that a few large errors do not dominate. NaN when a value is not finite.
     """
     wanted, given = expected.astype(np.float64), got.astype(np.float64)
     doubt = np.maximum(1.0 - np.exp(np.minimum(wanted, 0.0)), _LEAST_DOUBT)
     with np.errstate(invalid="ignore"):
         errors = np.abs(wanted - given) / doubt
-    # inf - inf and inf are no measure of anything.
+    # An infinite difference measures nothing.
     errors[~np.isfinite(errors)] = np.nan
     return float(np.sqrt(errors).mean() ** 2)
 
@@ -32,7 +32,10 @@ def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
 def check_probe(
     probe: weights_pb2.Probe, report: fleet_pb2.PublishReport, totals: PublishTotals
 ) -> str:
-    """Why a server does not compute with what it was sent, or nothing; `totals` hear of the gap."""
+    """The reason why the probe fails, or an empty string; adds the gap to `totals`.
+
+    A failed probe means that the server does not compute with the weights that it was sent.
+    """
     try:
         expected = unpack_logprobs(probe.expected_logprobs)
         got = unpack_logprobs(report.probe_logprobs)

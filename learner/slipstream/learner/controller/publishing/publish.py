@@ -1,9 +1,9 @@
 """Publishes new weights in two phases; no server serves weights that were not loaded whole.
 
 Consumes: publish reports of servers, start and result of the trainer. Produces: publish orders.
-Waits for: each phase of each receiver, with a deadline; the trainer only as long as a bucket may
-take. Unblocked by: its report, its loss, or the deadline: then it is stale, serves nothing and is
-sent the weights again between later steps.
+Waits for: each phase of each receiver, with a deadline; the trainer waits at most
+`bucket_deadline_s`. Unblocked by: the receiver's report, its loss, or the deadline. A receiver that
+misses its deadline is stale: it serves nothing and is sent the weights again between later steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
 
 
 class Publisher:
-    """Decides who is sent the newest version and follows each publish to its end."""
+    """Decides which servers are sent the newest version and follows each publish to its end.
+
+    Phases: `prepare` asks the due servers and returns the trainer's order; `start` tells them to
+    receive, unless `prepare` did so already; `finish` commits and waits until they have loaded.
+    """
 
     def __init__(self, fleet: Fleet, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
         self._fleet = fleet
@@ -46,9 +50,9 @@ class Publisher:
         self._membership = self._deliveries.membership
         self._count = 0
         self._current: Publish | None = None
-        # Servers that hold the matrices of this trainer: they may be sent adapters alone.
+        # Servers that hold this trainer's matrices, and may be sent only adapters.
         self._holders: set[ServerKey] = set()
-        # Whether the last publish sent adapters alone: one that begins at once has its layout.
+        # Whether the last publish sent only adapters: a publish without `start` has its layout.
         self._was_alone = False
         # Servers that keep their version, because an evaluation runs on them.
         self.pinned: set[ServerKey] = set()
@@ -80,7 +84,7 @@ class Publisher:
         return wanted and session.version != version
 
     def trainer_joined(self, num_senders: int) -> None:
-        """Takes over from the trainer before; the new one sends from `num_senders` ranks."""
+        """Takes over from the earlier trainer; the new one sends from `num_senders` ranks."""
         self.trainer_lost()
         self._membership.num_senders = num_senders
 
@@ -105,13 +109,13 @@ class Publisher:
     async def prepare(
         self, trainer: trainer_pb2.NextRequest | None = None
     ) -> weights_pb2.PublishOrder | None:
-        """Asks the servers that are due if they are ready; returns the trainer's order, or None.
+        """Asks the due servers if they are ready; returns the trainer's order, or None.
 
-        If `trainer` names its digests, the publish begins with the order: the servers are told to
-        receive, and the digests to expect, before the trainer is told to send.
+        If `trainer` names its digests, the publish begins with the order: before the trainer is
+        told to send, the servers are told to receive, and which digests to expect.
         """
         if self._current is not None:
-            # The trainer never got its order, or it would not ask for another one.
+            # The trainer asks for an order, so it never got the last one.
             self._abandon(self._current, "the trainer does not send")
         trainer = trainer or trainer_pb2.NextRequest()
         targets = self._deliveries.together(self.due())
@@ -136,7 +140,7 @@ class Publisher:
         self._current = publish = Publish(
             publish_id, version, order.verify, ready, order, holders=self._holders
         )
-        # The learner scores a probe first, and no engine pauses for that.
+        # With a probe the publish does not begin here: engines would pause while it is scored.
         is_known = bool(trainer.bucket_digests) and version_from_pb(trainer.version) == version
         is_known &= order.adapters_alone == self._was_alone
         if is_known and not order.new_communicator and not order.verify:
@@ -155,11 +159,11 @@ class Publisher:
         self._progress.pending_publish = OverduePublish(publish.publish_id, until_s, limit_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
-        """The trainer can send: tells every receiver that is still there to receive."""
+        """Tells all receivers to receive and returns them; returns none if a receiver was lost."""
         publish = self._current
         if publish is None or publish.publish_id != start.publish_id:
             return []
-        if start.is_question:
+        if start.is_question:  # The trainer asks which receivers are neither gone nor failed.
             return self._still_there(publish)
         publish.receivers = [s for s in publish.receivers if self._fleet.find(s.key) is s]
         known = {receiver.server_id: receiver for receiver in publish.order.receivers}
@@ -167,11 +171,11 @@ class Publisher:
             self._abandon(publish, "a receiver was lost")
             return []
         if publish.is_announced:
-            # A call that was repeated: a server told twice would join twice.
+            # The call was repeated: a server that is told twice would join twice.
             return list(known.values())
         publish.order.communicator.CopyFrom(start.communicator)
         self._tell_receivers(publish, start.layout)
-        # A bucket holds a tensor or more.
+        # Every bucket holds at least one tensor.
         self._await_end(publish, len(start.layout.tensors) + len(start.layout.adapters))
         return list(known.values())
 
@@ -188,13 +192,13 @@ class Publisher:
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
         """Takes the trainer's result: commits servers whose digests agree, aborts on the others.
 
-        Answers when all have loaded, or after the time that a bucket may take. A server that loads
-        for longer is followed to its end while the trainer trains.
+        Returns when all receivers have loaded, or after `bucket_deadline_s`. Slower receivers are
+        followed to their end while the trainer trains.
         """
         publish, self._current = self._current, None
         self._progress.pending_publish = None
         if publish is None or publish.publish_id != result.publish_id:
-            # The call was repeated: its trainer leaves the communicator now.
+            # The call was repeated: the trainer must leave the communicator.
             self._membership.forget()
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         if result.error:
@@ -214,7 +218,7 @@ class Publisher:
         try:
             await self._progress.clock.wait(loads, self._settings.bucket_deadline_s)
         except asyncio.CancelledError:
-            # The trainer that waited is gone: the servers would stay in LOADING for ever.
+            # The trainer is gone: without this the servers would stay in LOADING for ever.
             self._abandon(publish, "the trainer was lost")
             raise
         self.totals.sent(result)
@@ -249,7 +253,7 @@ class Publisher:
         self._reports.receive(session.key, report)
         is_served = session.is_serving and report.publish_id == session.publish_id
         if is_served and report.phase == fleet_pb2.PUBLISH_PHASE_FAILED:
-            # The server itself took the weights out of use.
+            # The server has itself stopped serving these weights.
             self._deliveries.make_stale(session, report.message)
 
     def server_lost(self, session: ServerSession) -> None:
@@ -298,7 +302,7 @@ class Publisher:
         kept = []
         for session, problem in zip(sessions, problems, strict=True):
             if session.is_serving and session.key in self.pinned:
-                # It was pinned after it was asked.
+                # The server was pinned after it was asked.
                 continue
             if problem:
                 self._deliveries.make_stale(session, problem)
@@ -308,11 +312,11 @@ class Publisher:
 
     def _abandon(self, publish: Publish, cause: str) -> None:
         if self._current is publish:
-            # A publish that is being finished may have a successor.
+            # Not always the current one: while a publish is finished, the next may have begun.
             self._current = self._progress.pending_publish = None
         self._membership.forget(publish.communicator_id)
         if not publish.is_announced:
-            # Its receivers know nothing of it.
+            # The receivers were told nothing yet.
             return
         for session in publish.receivers:
             # A server that serves this version keeps it.
@@ -320,18 +324,18 @@ class Publisher:
                 self._deliveries.fail(publish, session, cause)
 
     def _tell_receivers(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
-        """Tells all receivers to receive; `layout` None is that of the publish before."""
+        """Tells all receivers to receive; with `layout` None the earlier layout holds."""
         publish.is_announced = True
         self._was_alone = publish.order.adapters_alone
         if not self._was_alone:
             self._holders -= {session.key for session in publish.receivers}
         ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
-        # A server needs to know its own rank alone.
+        # A server needs to know only its own rank.
         order = weights_pb2.PublishOrder()
         order.CopyFrom(publish.order)
         order.ClearField("receivers")
         for session in publish.receivers:
-            # A server may have loaded before the learner reports its end.
+            # A server may have loaded before the trainer reports its result.
             self._reports.expect(publish.publish_id, session.key, LOADED)
             session.on(ServerEvent.RECEIVE)
             session.send(

@@ -1,8 +1,8 @@
 """The consequences of failed publishes to a rollout server: a pure rule on counts.
 
-A server that failed is sent the weights again, later each time. One that failed in two publishes
-gets a publish of its own, because a member that fails makes all others stale. After eight it is
-sent away and may join again; after sixteen in which no server got to serve, the run ends.
+A server that failed is sent the weights again, after a wait that doubles. After two failed
+publishes it gets a publish of its own, because a member that fails makes all others stale. After
+eight it is sent away and may join again. After sixteen, while no server serves, the run ends.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
-# The server is sent away after so many failures of one session.
+# Failed publishes of one session after which the server is sent away.
 MAX_FAILED_PUBLISHES = 8
-# The server shares publishes with others up to so many failures.
+# Failed publishes after which the server shares no publish with others.
 MAX_JOINT_FAILURES = 2
-# The run fails after so many while no server serves. By then this one was sent away once, and came
-# back.
+# Failed publishes of one server, while no server serves, after which the run fails. By then the
+# server was sent away once and came back.
 MAX_VAIN_PUBLISHES = 2 * MAX_FAILED_PUBLISHES
 
 
 @dataclass(frozen=True)
 class FailureCounts:
-    """Publishes to one server that failed in a row."""
+    """Numbers of publishes to one server that failed in a row."""
 
-    # Since this session of the server began, or served last.
+    # Failures since this session began or last served.
     in_session: int
-    # Since the server served last, in this epoch of it or an earlier one.
+    # Failures since the server last served, in this or an earlier epoch.
     of_server: int
-    # The same, since any server served last.
+    # Failures of the server since any server last served.
     while_none_served: int
 
     @property
     def needs_own_publish(self) -> bool:
-        """Whether the server is sent weights alone, after those that can be trusted."""
+        """Whether the server is sent weights alone, after the healthy servers."""
         return self.of_server >= MAX_JOINT_FAILURES
 
 
@@ -55,7 +55,7 @@ class FailRun:
 
 
 def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | SendAway | FailRun:
-    """Returns what follows from the failure that `counts` includes."""
+    """Returns the consequence of a failure; `counts` already includes that failure."""
     if counts.while_none_served >= MAX_VAIN_PUBLISHES and not is_any_serving:
         return FailRun()
     if counts.in_session >= MAX_FAILED_PUBLISHES:

@@ -1,4 +1,4 @@
-"""What publishing has cost."""
+"""The costs of publishing."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from slipstream.v1 import fleet_pb2, trainer_pb2
 
 @dataclass
 class PublishTotals:
-    """What publishing has cost so far."""
+    """Counts, bytes and seconds of all publishes of this start."""
 
     publishes: int = 0
     verified: int = 0
     paused_s: float = 0.0
     bytes_sent: int = 0
     last_paused_s: float = 0.0
-    # What the trainer said of the newest publish that it sent completely.
+    # The trainer's result of the newest publish that it sent completely.
     last_sent: trainer_pb2.PublishResult = field(default_factory=trainer_pb2.PublishResult)
     probe_gap_max: float = 0.0
     last_stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
 
     def sent(self, result: trainer_pb2.PublishResult) -> None:
-        """The trainer has sent a version completely."""
+        """Notes that the trainer has sent a version completely."""
         self.publishes += 1
         self.bytes_sent += result.bytes_sent
         self.last_sent = result
 
     def served(self, report: fleet_pb2.PublishReport) -> None:
-        """A server goes on with new weights."""
+        """Notes that a server serves new weights."""
         self.paused_s += report.paused_s
         self.last_paused_s, self.last_stages = report.paused_s, report.stages
 
     def gauges(self) -> dict[str, float]:
-        """What the newest publish cost the trainer, and the server that took it last."""
+        """The costs of the newest publish, for the trainer and for the server that loaded last."""
         stages, sent = self.last_stages, self.last_sent
         return {
             "pause_s": self.last_paused_s,
@@ -46,13 +46,13 @@ class PublishTotals:
             "weights_send_s": sent.send_s,
             "weights_gather_s": sent.export_s,
             "weights_bytes": float(sent.bytes_sent),
-            # Each side also waits for the other in it: the shorter one is that of both being there.
+            # Each side's time includes waits for the other side, so the shorter time is the wire's.
             "weights_wire_s": min(sent.wire_s, stages.wire_s or sent.wire_s),
             "weights_wire_bytes": float(sent.wire_bytes),
         }
 
     def summary(self) -> dict[str, float]:
-        """The totals under the names that they have in the summary."""
+        """The totals, by their names in the summary."""
         return {
             "publishes": self.publishes,
             "publishes_verified": self.verified,

@@ -1,7 +1,7 @@
-"""Who is ready for a publish: servers are asked ahead, and nobody waits for one that is late.
+"""Asks servers in advance if they are ready for a publish; a publish leaves late servers out.
 
-Consumes: the servers' answers. Produces: questions, the end of a server that never answers.
-Waits for: answers. Unblocked by: them, the loss of the server, or the deadline of the question.
+Consumes: the servers' answers. Produces: questions, and the end of servers that never answer.
+Waits for: answers. Unblocked by: an answer, the loss of the server, or the question's deadline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Question:
     session: ServerSession
     asked_s: float
     answer: asyncio.Future[fleet_pb2.PublishReport]
-    # A publish went on without it.
+    # A publish left the server out while the question was open.
     is_late: bool = False
 
     @property
@@ -38,7 +38,12 @@ class _Question:
 
 
 class Readiness:
-    """One question at a time to each server; its answer counts until the next publish to it."""
+    """One question at a time to each server; its answer counts until the next publish to it.
+
+    Life of a question: `ask` sends it, `answers` collects it for a publish and forgets it. If the
+    server has not answered after `bucket_deadline_s`, the publish leaves it out and `is_late` is
+    true. Its answer then makes it due again; after `join_deadline_s` its stream is ended.
+    """
 
     def __init__(
         self,
@@ -52,14 +57,14 @@ class Readiness:
         self._questions: dict[ServerKey, _Question] = {}
 
     def is_late(self, session: ServerSession) -> bool:
-        """Whether a publish went on without this server, and it has still not answered."""
+        """Whether a publish left this server out, and it has still not answered."""
         question = self._questions.get(session.key)
         return question is not None and question.is_late and question.is_open
 
     def ask(
         self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
     ) -> None:
-        """Asks these servers, except those whose answer is still to come."""
+        """Asks these servers if they are ready, except servers whose question is still open."""
         message = fleet_pb2.ControllerMessage(
             prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version_to_pb(version))
         )
@@ -78,9 +83,8 @@ class Readiness:
     ) -> dict[ServerKey, str]:
         """Maps each server that answered to its reason for staying out; "" means ready.
 
-        Servers that were not asked before are asked now. Each has as long to answer as a bucket may
-        take, counted from its question; a server without an answer by then is left out of this
-        publish.
+        Servers that were not asked before are asked now. Waits until `bucket_deadline_s` after the
+        newest open question; servers that have not answered by then are left out of this publish.
         """
         unasked = [session for session in targets if session.key not in self._questions]
         self.ask(unasked, publish_id, version)

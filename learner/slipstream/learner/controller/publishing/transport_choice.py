@@ -1,4 +1,4 @@
-"""Which transport joins the learner with its servers, and which servers it cannot join."""
+"""Chooses the transport between the trainer and its servers, and the servers that it can join."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from slipstream.v1 import weights_pb2
 
 
 def place_from_pb(message: weights_pb2.Place) -> Place:
-    """The value of a message."""
+    """The place that a message describes."""
     return Place(message.host_id, tuple(message.cards), dict(message.nccl))
 
 
 def choose_for(
     progress: RunProgress, servers: Mapping[str, weights_pb2.Place]
 ) -> tuple[str, list[str]]:
-    """The transport for the learner with these servers, and for each why it is left out.
+    """Returns the transport for these servers, and for each server the reason why it is left out.
 
-    A server whose line is empty takes part. The transport is empty when none does.
+    A server with an empty reason takes part. The transport is empty when no server takes part.
     """
     places = {name: place_from_pb(message) for name, message in servers.items()}
-    # Mostly all fit: to add one after another takes the square of their number.
+    # Usually all fit; adding servers one by one takes time square in their number.
     with contextlib.suppress(ConfigError):
         return _choose(progress, places) if places else "", [""] * len(places)
     fitting: dict[str, Place] = {}
@@ -52,7 +52,7 @@ def _choose(progress: RunProgress, places: Mapping[str, Place]) -> str:
 
 
 def misfit(progress: RunProgress, name: str, place: weights_pb2.Place) -> str:
-    """Why a server can never be sent weights; empty when it can, or no trainer came yet."""
+    """The reason why a server can never be sent weights; empty: it can, or no trainer came yet."""
     if not progress.learner_places:
         return ""
     _, (problem,) = choose_for(progress, {name: place})

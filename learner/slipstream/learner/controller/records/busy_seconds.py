@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BusySeconds:
-    """How long something was watched, and how much of that time was busy."""
+    """Seconds of a watched window, and the parts of it in which work was done."""
 
     window: float = 0.0
     generation: float = 0.0
@@ -15,7 +15,7 @@ class BusySeconds:
     both: float = 0.0
 
     def __add__(self, other: BusySeconds) -> BusySeconds:
-        """Of two windows that do not overlap."""
+        """Adds the seconds of two windows that do not overlap."""
         return BusySeconds(
             self.window + other.window,
             self.generation + other.generation,
@@ -24,6 +24,6 @@ class BusySeconds:
         )
 
     def shares(self) -> dict[str, float]:
-        """Shares of the window, between 0 and 1; 0 without one."""
+        """Shares of the window, between 0 and 1; 0 when the window is empty."""
         times = {"generation": self.generation, "training": self.training, "both": self.both}
         return {name: time / self.window if self.window else 0.0 for name, time in times.items()}

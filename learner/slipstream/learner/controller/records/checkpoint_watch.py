@@ -1,6 +1,6 @@
-"""The controller's eye on the folder of checkpoints, which it never writes.
+"""The controller's watch over the folder of checkpoints, which the controller never writes.
 
-Consumes: names and sizes of files. Produces: warnings of checkpoints that are not there any more.
+Consumes: names and sizes of files. Produces: warnings of checkpoints that are missing.
 Waits for: its period. Unblocked by: the clock.
 """
 
@@ -23,22 +23,25 @@ LOOK_S = 2.0
 
 
 class CheckpointWatch:
-    """Says when the newest checkpoint is not what a resume would take, each time once.
+    """Warns when a resume could not use the newest reported checkpoint, once for each change.
 
-    watch.begin(40)  # of the journal; told: what is passed over, or is not there
-    watch.saved(50)  # the trainer has reported it
-    await watch.watch_forever()  # told when version 50 was removed or lost a file
+    watch.begin(40)  # version 40 is in the journal; warns if its checkpoint is missing
+    watch.saved(50)  # the trainer has reported the checkpoint of version 50
+    await watch.watch_forever()  # warns when that checkpoint was removed or lost a file
     """
 
     def __init__(self, folder: Path, events: EventLog, *, look_s: float = LOOK_S) -> None:
         self._folder = folder
         self._events = events
         self._look_s = look_s
-        # The version that a resume would go on from; 0: the start.
+        # The version from which a resume would continue; 0: the start.
         self._newest = 0
 
     def begin(self, recorded: int) -> None:
-        """Looks at the start of a controller, whose journal has a checkpoint of `recorded`."""
+        """Checks the folder at the controller's start; the journal's newest version is `recorded`.
+
+        Warns of newer folders that are no whole checkpoints.
+        """
         over = passed_over(self._folder)
         self._newest = max(complete_steps(self._folder), default=0)
         for path in over:
@@ -47,21 +50,21 @@ class CheckpointWatch:
             self._warn(f"{checkpoint_path(self._folder, recorded)} is not there any more")
 
     def saved(self, step: int) -> None:
-        """Takes the version whose checkpoint the trainer has reported."""
+        """Notes that the trainer has reported the checkpoint of version `step`."""
         if step in complete_steps(self._folder):
             self._newest = step
 
     async def watch_forever(self) -> None:
-        """Looks every `look_s`, until it is cancelled."""
+        """Checks the newest checkpoint every `look_s` seconds until the task is cancelled."""
         while True:
             await asyncio.sleep(self._look_s)
             expected = self._newest
             trouble = await asyncio.to_thread(_missing, self._folder, expected)
-            # Meanwhile a newer one may have been reported.
+            # The trainer may have reported a newer checkpoint meanwhile.
             if trouble and self._newest == expected:
                 whole = complete_steps(self._folder)
                 self._newest = max((step for step in whole if step < expected), default=0)
-                # A resume would refuse it.
+                # A resume would refuse a checkpoint that still has its manifest.
                 self._warn(f"{trouble}; remove what is left" if expected in whole else trouble)
 
     def _warn(self, what: str) -> None:
@@ -70,7 +73,7 @@ class CheckpointWatch:
 
 
 def _missing(folder: Path, step: int) -> str:
-    """What the checkpoint of version `step` lacks; empty: nothing, or there is a newer one."""
+    """The fault of the checkpoint of version `step`; empty: none, or a newer checkpoint exists."""
     if not step:
         return ""
     path, lack = checkpoint_path(folder, step), ""
@@ -83,7 +86,7 @@ def _missing(folder: Path, step: int) -> str:
         lack = f"{MANIFEST_NAME} is missing or damaged"
     except OSError as error:
         lack = f"{error.filename}: {error.strerror}"
-    # The trainer removes an old one after a newer one has its name.
+    # The trainer removes an old checkpoint once a newer one is complete.
     if not lack or max(complete_steps(folder), default=0) > step:
         return ""
     return f"{path} was removed or damaged under the live run ({lack})"

@@ -1,4 +1,4 @@
-"""Which trajectories the journal of an earlier controller holds."""
+"""The trajectories that the journal of an earlier controller holds."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from slipstream.protocol.types import GroupId, TrajectoryId
 
 
 class EarlierIds:
-    """Knows the trajectories of an earlier controller that need no other record."""
+    """Knows the trajectories that an earlier controller has journaled."""
 
     def __init__(self, history: RunHistory, journal: Journal) -> None:
         self._ended, self._trained_in = history.ended, history.trained_in
         kept = journal.kept_batches() if history.batches else set()
         self._kept = {step: b for step, b in history.batches.items() if (step, b.attempt) in kept}
         self._journal = journal
-        # What was read last: what comes again comes in the order of the batches.
+        # Step and ids of the batch read last: redelivered trajectories come in batch order.
         self._newest: tuple[int, frozenset[TrajectoryId]] = (-1, frozenset())
 
     def holds(self, group_id: GroupId, trajectory_id: TrajectoryId) -> bool:
-        """Whether it ended, or is in a batch; reads the batch of its group when there is one."""
+        """Whether the trajectory has ended or is in a batch; reads the file of that batch."""
         if trajectory_id in self._ended:
             return True
         step = self._trained_in.get(group_id)
@@ -28,7 +28,7 @@ class EarlierIds:
             return False
         batch = self._kept.get(step)
         if batch is None or not self._journal.has_batch(step, batch.attempt):
-            # A checkpoint covers it.
+            # The file was removed because a checkpoint covers the batch.
             return True
         if self._newest[0] != step:
             self._newest = step, self._read(batch)

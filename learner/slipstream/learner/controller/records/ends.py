@@ -1,4 +1,4 @@
-"""The fates of trajectories."""
+"""The ends of trajectories."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class End(Enum):
     CANCELLED = "cancelled"
     QUARANTINED = "quarantined"
     EVALUATED = "evaluated"
-    # It was in a batch that the trainer could not train.
+    # The trajectory was in a batch that the trainer could not train.
     SET_ASIDE = "set_aside"

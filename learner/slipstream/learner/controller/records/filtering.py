@@ -1,4 +1,4 @@
-"""Groups that dynamic sampling leaves out, and what many of them in a row say about the tasks.
+"""Groups that dynamic sampling leaves out, and the verdict when many of them come in a row.
 
 Pure: no clock, no I/O.
 """
@@ -11,22 +11,22 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """What the groups that were left out while one batch was formed mean for the run."""
+    """The consequence, for the run, of the groups left out while one batch was formed."""
 
-    # Too few were left out to tell.
+    # Too few groups were left out to judge.
     GO_ON = "go on"
-    # Every one of them had full rewards: nothing is left to learn.
+    # Every group that was left out had full rewards: nothing is left to learn.
     SOLVED = "solved"
-    # So many have equal rewards that no batch comes together, and not because they are full.
+    # Too many groups had equal rewards that were not full: no batch comes together.
     STUCK = "stuck"
 
 
 @dataclass
 class Tally:
-    """The groups of one environment."""
+    """Counts of the groups of one environment that were left out."""
 
     groups: int = 0
-    # Those of which every episode has the full reward.
+    # Number of groups in which every episode has the full reward.
     solved: int = 0
     # Sum over the groups of the mean reward of their episodes.
     reward_sum: float = 0.0
@@ -34,7 +34,7 @@ class Tally:
 
 @dataclass
 class FilteredGroups:
-    """What was left out since the last batch, by environment."""
+    """The groups that were left out since the last batch, counted by environment."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class FilteredGroups:
         tally.reward_sum += reward_mean
 
     def clear(self) -> None:
-        """The batch is formed."""
+        """Starts the counts again once a batch is formed."""
         self.tallies.clear()
 
     @property
@@ -65,7 +65,7 @@ class FilteredGroups:
         return Verdict.SOLVED if solved else Verdict.STUCK
 
     def describe(self) -> str:
-        """Numbers of each environment, as text."""
+        """The numbers of each environment, as text."""
         return "; ".join(
             f"{name}: {tally.solved} of {tally.groups} solved, mean reward "
             f"{tally.reward_sum / tally.groups:.3g}"

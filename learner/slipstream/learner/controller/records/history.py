@@ -1,4 +1,4 @@
-"""What a journal says of the run so far: from its records alone to where the run goes on.
+"""The state of a run, rebuilt from the records of its journal alone.
 
 Pure: no clock, no I/O. Any prefix of a journal gives a state in which no group is lost and none can
 be trained twice: every leased group is either open, or in exactly one batch, or closed for good.
@@ -22,23 +22,23 @@ from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 
 FORMAT = 1
-# What helps when a journal, or a batch, is not as it was written.
+# The way out when a journal or a batch is not as it was written.
 REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
 START = PolicyVersion(0, 0)
 
 
 @dataclass
 class OpenGroup:
-    """A group that was leased and is not over: it is leased again."""
+    """A group that was leased and has not ended: the controller leases it again."""
 
     group_id: GroupId
     environment: str
     task_index: int
     seed: int
     deadline_step: int
-    # Member -> the last attempt that ended.
+    # The last attempt that ended, by member.
     attempts: dict[int, int] = field(default_factory=dict)
-    # Epochs of the servers that it was leased to.
+    # Epochs of the servers that the group was leased to.
     epochs: set[int] = field(default_factory=set)
     num_leases: int = 1
 
@@ -53,13 +53,13 @@ class RecordedBatch:
 
     @property
     def attempt(self) -> int:
-        """How many batches of the step were set aside before this one."""
+        """Number of batches of the step that were set aside before this one."""
         return attempt_of(self.batch_id)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """What the trainer made of a batch."""
+    """The version that the trainer made from a batch."""
 
     version: PolicyVersion
     digest: str
@@ -67,7 +67,7 @@ class RecordedStep:
 
 @dataclass
 class EnvironmentHistory:
-    """How far an environment has come."""
+    """Counts of an environment's groups."""
 
     next_number: int = 0
     accepted: int = 0
@@ -76,11 +76,11 @@ class EnvironmentHistory:
 
 @dataclass(slots=True)
 class ServerTokens:
-    """Sampled tokens of one life of a server."""
+    """Sampled tokens of one epoch of a server."""
 
-    # As its engine counted them, when it was heard of last.
+    # The engine's own count in the last journaled report.
     generated: int = 0
-    # Of trajectories that ended or are in a batch.
+    # Tokens of trajectories that ended or are in a batch.
     received: int = 0
 
 
@@ -89,9 +89,9 @@ class RunHistory:
     """The state of a run at the end of its journal."""
 
     run_id: str = ""
-    # How often a controller has begun.
+    # Number of controller starts.
     starts: int = 0
-    # Identity of the data in Redis when the controller began last.
+    # Identity of the data in Redis at the last start.
     queue_mark: str = ""
     next_group: int = 0
     open_groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class RunHistory:
     # The newest record of each step.
     steps: dict[int, RecordedStep] = field(default_factory=dict)
     environments: dict[str, EnvironmentHistory] = field(default_factory=dict)
-    # Environments that were submitted, as JSON of their specification.
+    # Specification of each submitted environment, as JSON.
     submitted: dict[str, str] = field(default_factory=dict)
     servers: dict[tuple[str, int], ServerTokens] = field(default_factory=dict)
     ends: Counter[End] = field(default_factory=Counter)
@@ -110,7 +110,7 @@ class RunHistory:
     # Number of trained trajectories that more than one version sampled.
     with_several_versions: int = 0
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
-    # Of all starts but the last one.
+    # Busy seconds of all starts except the last.
     busy: BusySeconds = BusySeconds()
     _busy_of_start: BusySeconds = BusySeconds()
     # The newest version with a whole checkpoint.
@@ -120,16 +120,16 @@ class RunHistory:
     filtered: FilteredGroups = field(default_factory=FilteredGroups)
     # Number of filtered groups, by the step whose batch was being formed.
     filtered_groups: Counter[int] = field(default_factory=Counter)
-    # Why training ended before its last step, if it did: the task is solved.
+    # Why training ended before its last step: the task is solved. Empty: it did not.
     solved: str = ""
-    # The step that was being formed then.
+    # The step whose batch was being formed when the task was solved.
     solved_step: int = 0
-    # Name and epoch of every server that was leased anything.
+    # Name and epoch of every server that was ever leased a group.
     leased_to: set[tuple[str, int]] = field(default_factory=set)
-    # Batches that could not be trained, and how many of them in a row the run set aside by itself.
+    # Batches that could not be trained, and the number that the run set aside by itself in a row.
     set_aside: list[RecordedBatch] = field(default_factory=list)
     set_aside_in_a_row: int = 0
-    # Open groups that a set-aside batch held, which are whole in its file.
+    # Open groups that a set-aside batch held; its file has all their trajectories.
     put_back: dict[GroupId, RecordedBatch] = field(default_factory=dict)
 
     @property
@@ -147,11 +147,11 @@ class RunHistory:
 
     @property
     def incarnation(self) -> int:
-        """The newest timeline."""
+        """The number of the newest timeline."""
         return max((step.version.incarnation for step in self.steps.values()), default=0)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Takes one record, the next one."""
+        """Applies the next record."""
         match record["kind"]:
             case "start":
                 self._start(record)
@@ -205,12 +205,12 @@ class RunHistory:
         self.leased_to.add((record["server"], record["epoch"]))
         number = int(group_id.removeprefix("g"))
         if number < self.next_group:
-            # The same group goes on with another server: groups are numbered as they are leased.
+            # New groups get rising numbers: this lease gives an old group to another server.
             if (group := self.open_groups.get(group_id)) is not None:
                 group.epochs.add(record["epoch"])
                 group.num_leases += 1
             return
-        # Its task was leased before, as a group that was given up.
+        # The task was leased before, as a group that was abandoned.
         self.open_groups.pop(GroupId(record.get("replaces", "")), None)
         name = record["environment"]
         self.next_group = number + 1
@@ -259,7 +259,7 @@ class RunHistory:
             )
         self.filtered.clear()
         if step >= self.solved_step:
-            # Training went on after all, under other settings. The batch before was being written.
+            # Training continued under other settings. The batch before was being written.
             self.solved = ""
         self.batches[step] = RecordedBatch(step, record["batch_id"], record["crc32"])
         for name in record["groups"]:
@@ -300,7 +300,7 @@ class RunHistory:
         for trajectory_id in record["ids"]:
             self.ended.add(TrajectoryId(trajectory_id))
         self.ends[End.SET_ASIDE] += record["tokens"]
-        # They count again with the batch, or the end, that they come to.
+        # These tokens count again with the later batch or end of their trajectories.
         for name, epoch, tokens in record["put_back_tokens"]:
             self._server(name, epoch).received -= tokens
 
@@ -323,18 +323,18 @@ class RunHistory:
 
 
 def batch_name(step: int, attempt: int) -> str:
-    """The id of the batch of a step of which `attempt` earlier ones were set aside."""
+    """The id of a batch of `step`, of which `attempt` earlier batches were set aside."""
     return f"b{step:06d}-{attempt}" if attempt else f"b{step:06d}"
 
 
 def attempt_of(batch_id: str) -> int:
-    """Inverse of `batch_name`."""
+    """Inverts `batch_name`: returns the attempt."""
     number = batch_id.partition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
-    """The state after all records; ProtocolError when they cannot be of one run."""
+    """Returns the state after all records; ProtocolError when they cannot belong to one run."""
     history = RunHistory()
     for number, record in enumerate(records, start=1):
         if number == 1 and record["kind"] != "start":

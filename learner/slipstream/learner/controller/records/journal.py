@@ -1,8 +1,8 @@
-"""The journal of a run: what was leased and trained, and how it ended. Append-only, one writer.
+"""The journal of a run: its leases, batches and ends of trajectories. Append-only, one writer.
 
-Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object, which names the
-number of its line, from 1; the batch of each step is a file of its own. What was appended is on
-disk when `sync` returns, or `durable` is done.
+Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object. The object names
+the number of its line, from 1. The batch of each step is a separate file. Appended records are on
+disk when `sync` returns or `durable` is done.
 """
 
 from __future__ import annotations
@@ -33,16 +33,22 @@ from slipstream.v1 import trainer_pb2
 LOG_NAME = "journal.log"
 BATCH_FOLDER = "batches"
 BLOCK_BYTES = 1 << 16
-# The number of a record's line, from 1; journals of earlier versions have none.
+# Field with the number of a record's line, from 1; journals of earlier versions lack it.
 LINE = "line"
-# The checksum of a record and the space behind it.
+# Length of a record's checksum and the space behind it.
 CHECKSUM_BYTES = 9
 
 
 class Journal:
-    """The writer; a context manager. Goes on behind the last whole record of an earlier writer.
+    """The writer; a context manager. Continues behind the last whole record of an earlier writer.
 
-    ConfigError while another process writes the journal of this folder, or when nobody can.
+    with Journal(folder) as journal:
+        journal.append("lease", group="g000000")  # in memory only
+        await journal.durable()                   # on disk
+        journal.write_batch(batch)                # file, then record; blocks until both are durable
+
+    The first failed write is final: `sync` raises it each time and `trouble` names it. ConfigError
+    while another process writes the journal of this folder, or when the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,11 +64,11 @@ class Journal:
             self._file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
         self._num_lines = _mend_end(folder / LOG_NAME, self._file)
-        # Batches are written by a thread, beside the records of the event loop.
+        # A thread writes batches while the event loop appends records.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
         self._pending: list[bytes] = []
-        # After one the disk may say that all is well, and what it lost stays lost.
+        # The first failure. It is final: a later sync may succeed although records are lost.
         self._failure: RunFailed | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
@@ -91,7 +97,7 @@ class Journal:
             self._num_appended += 1
 
     def sync(self) -> None:
-        """Makes all records durable; waits for the disk. RunFailed, for ever, when that fails."""
+        """Makes all records durable; blocks on the disk. Raises RunFailed after any failure."""
         with self._syncing:
             if self._failure is not None:
                 raise self._failure
@@ -109,10 +115,10 @@ class Journal:
                 raise self._failure from error
 
     def durable(self) -> asyncio.Future[None]:
-        """Done when all records that were appended until now are durable; the loop runs meanwhile.
+        """Returns a future that is done when all records appended so far are durable.
 
-        Who shares it must not cancel it. It is never done after a failure: `trouble` names that,
-        and whoever watches the journal ends the run.
+        Callers that share the future must not cancel it. It is never done after a failure:
+        `trouble` names the failure, and the run's watch ends the run.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -121,7 +127,7 @@ class Journal:
         return done
 
     def trouble(self) -> str:
-        """Why nothing can be recorded any more; empty: it can. Waits for no sync."""
+        """The reason why records cannot be written any more; empty: they can. Waits for no sync."""
         if self._failure is None:
             self._failure = self._vanished()
         return "" if self._failure is None else str(self._failure)
@@ -143,10 +149,10 @@ class Journal:
     def write_batch(
         self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()
     ) -> int:
-        """Makes the batch of a step durable, file and record, before anyone trains it.
+        """Makes the batch of a step durable, file and record; called before it is trained.
 
         `tokens`: name, epoch and sampled tokens of each server. Returns the checksum. RunFailed
-        when the disk takes no more, or the folder is gone.
+        when the disk cannot be written or the folder is gone.
         """
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
@@ -171,11 +177,11 @@ class Journal:
         return crc32
 
     def read_batch(self, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
-        """See the function of that name."""
+        """Calls `read_batch` of this module for this journal's folder."""
         return read_batch(self._folder, step, crc32, attempt)
 
     def path(self, step: int, attempt: int = 0) -> Path:
-        """Where the batch of `step` lies."""
+        """The path of a batch of `step`."""
         return batch_path(self._folder, step, attempt)
 
     def has_batch(self, step: int, attempt: int = 0) -> bool:
@@ -190,12 +196,12 @@ class Journal:
         return {(int(match[1]), int(match[2] or 0)) for match in found if match}
 
     def remove_batch(self, step: int, attempt: int = 0) -> None:
-        """Forgets a batch that no resume needs any more."""
+        """Removes the file of a batch that no resume needs any more."""
         batch_path(self._folder, step, attempt).unlink(missing_ok=True)
 
 
 def whole_bytes(path: Path) -> int:
-    """The length of a journal without a torn last line."""
+    """The length of a file of lines without a torn last line, in bytes."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -209,9 +215,9 @@ def whole_bytes(path: Path) -> int:
 
 
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
-    """All records in order, without a torn last line; ProtocolError for any other damage.
+    """Yields all records in order, without a torn last line; ProtocolError for any other damage.
 
-    None when there is no journal. The numbers of the lines are checked and left out.
+    Yields nothing when there is no journal. Line numbers are checked and left out.
     """
     path = folder / LOG_NAME
     if not path.exists():
@@ -245,9 +251,9 @@ def _parse(text: bytes) -> dict[str, JsonValue] | None:
 
 
 def _whole_record(line: bytes) -> bytes | None:
-    """The JSON text of a line whose checksum is right; None for any other.
+    """The JSON text of a line whose checksum is right; None for any other line.
 
-    The newline of the last line may be missing or damaged: the checksum tells a whole record.
+    The newline of the last line may be missing or damaged: the checksum shows if it is whole.
     """
     for end in (line[:-1],) if line.endswith(b"\n") else (line, line[:-1]):
         checksum, _, text = end.partition(b" ")
@@ -257,7 +263,7 @@ def _whole_record(line: bytes) -> bytes | None:
 
 
 def _mend_end(path: Path, file: FileIO) -> int:
-    """Takes a torn last line away, ends a whole one with its newline; the number of lines."""
+    """Removes a torn last line and completes a missing newline; returns the number of lines."""
     num_lines, num_bytes, last = 0, 0, b""
     with path.open("rb") as lines:
         for last in lines:
@@ -275,7 +281,7 @@ def _mend_end(path: Path, file: FileIO) -> int:
 
 
 def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
-    """The recorded batch of a step; ProtocolError when it is not the one that the journal names."""
+    """Reads the batch of a step; ProtocolError when its checksum is not the journal's `crc32`."""
     path = batch_path(folder, step, attempt)
     try:
         data = path.read_bytes()
@@ -288,7 +294,7 @@ def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer
 
 
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:
-    """Where the batch of `step` lies; `attempt` earlier ones of that step were set aside."""
+    """The path of a batch of `step`, of which `attempt` earlier batches were set aside."""
     suffix = f"-{attempt}" if attempt else ""
     return folder / BATCH_FOLDER / f"step-{step:06d}{suffix}.pb"
 

@@ -1,7 +1,6 @@
-"""Where every generated token went.
+"""The ledger: the end of every generated token.
 
-`generated` is what the engines counted; everything else is what the controller saw of it. Both must
-agree.
+Engines count `generated`; the controller counts everything else. The two must agree.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from slipstream.v1 import fleet_pb2, status_pb2
 
 @dataclass(slots=True)
 class EpochCount:
-    """Tokens of one life of one server."""
+    """Tokens of one epoch of one server."""
 
     generated: int = 0
     in_flight: int = 0
@@ -37,7 +36,7 @@ class TokenLedger:
         self._seen = SeenIds()
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over what the journal holds; the servers of then are dead."""
+        """Takes over the counts of the journal; all servers of earlier starts are dead."""
         self._seen = history.ended.copy()
         self._ends += history.ends
         for (name, epoch), tokens in history.servers.items():
@@ -46,7 +45,7 @@ class TokenLedger:
             count.dead = True
 
     def generated_by_server(self) -> list[tuple[str, int, int]]:
-        """Name, epoch and generated tokens of every server that lives."""
+        """Name, epoch and generated tokens of every server that is not dead."""
         return [
             (key.server_id, key.epoch, count.generated)
             for key, count in self._epochs.items()
@@ -76,20 +75,20 @@ class TokenLedger:
         self._ends[end] += tokens
 
     def die(self, key: ServerKey) -> None:
-        """A server epoch is over: what it generated and did not deliver is lost."""
+        """Ends a server epoch: tokens that it generated and did not deliver are lost."""
         self._epoch(key).dead = True
 
     @property
     def generated(self) -> int:
-        """Tokens that the engines counted, as far as they could report."""
+        """Number of tokens that the engines have generated, by their reports."""
         return sum(self._generated(count) for count in self._epochs.values())
 
     def trained(self) -> int:
-        """Tokens that were trained on."""
+        """Number of tokens that were trained on."""
         return self._ends[End.TRAINED]
 
     def snapshot(self) -> status_pb2.Ledger:
-        """The ledger now; `difference` is 0 unless a token went astray."""
+        """The ledger now; `difference` is 0 when every generated token is accounted for."""
         alive = [count for count in self._epochs.values() if not count.dead]
         dead = [count for count in self._epochs.values() if count.dead]
         received = sum(count.received for count in self._epochs.values())

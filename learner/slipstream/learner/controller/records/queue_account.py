@@ -1,7 +1,7 @@
-"""Which bytes lie in the trajectory queue, as far as they came in here, and what is settled.
+"""Counts the bytes that the queue delivered and that are not acknowledged yet.
 
-Consumes: deliveries of the queue, acknowledgements for it. Produces: both, unchanged, and their
-sum. Waits for: the queue. Unblocked by: the queue.
+Consumes: deliveries of the queue, acknowledgements for it. Produces: both, unchanged, and the
+number of waiting bytes. Waits for: the queue. Unblocked by: the queue.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from slipstream.protocol.types import TrajectoryId
 
 
 class AccountedReceiver(AsyncClosing):
-    """A receiver that knows what it delivered and nobody acknowledged yet."""
+    """A receiver that knows which of its deliveries are not acknowledged yet."""
 
     def __init__(self, receiver: TrajectoryReceiver) -> None:
-        """`receiver` stays the caller's to close."""
+        """Wraps `receiver`, which the caller closes."""
         self._receiver = receiver
         self._waiting: dict[TrajectoryId, int] = {}
-        # All that was ever acknowledged: the queue itself remembers the newest ones only.
+        # All ids that were ever acknowledged: the queue itself remembers the newest ones only.
         self._settled = SeenIds()
         self.waiting_bytes = 0
 
     async def get(self) -> Delivery:
-        """See `TrajectoryReceiver.get`; a trajectory that comes again counts once.
+        """Returns the next delivery, like `TrajectoryReceiver.get`; repeated deliveries count once.
 
-        One that is settled is acknowledged again: its sender has not seen the first answer.
+        A delivery that was acknowledged before is acknowledged again and not returned: its sender
+        has not seen the first answer.
         """
         delivery = await self._receiver.get()
         while delivery.trajectory_id in self._settled:

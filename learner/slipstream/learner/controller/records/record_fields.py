@@ -1,4 +1,4 @@
-"""The fields of journal records and their types: a record with other ones is refused by name."""
+"""The fields of journal records and their types; records that break these rules are refused."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 
 from slipstream.protocol.bounds import shown
 
-# A type; a list of one: each element is of it; a tuple: as many elements, each of its type.
+# A type; or a list of one type, for all elements; or a tuple with one type for each element.
 _Expected: TypeAlias = type | UnionType | list[Any] | tuple[Any, ...]
 
 _NUMBER = int | float
 _SERVER: Mapping[str, _Expected] = {"server": str, "epoch": int}
 _TOKENS: _Expected = [(str, int, int)]
 
-# What a resume reads, by the kind of the record.
+# The required fields that a resume reads, by the kind of the record.
 _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
     "start": {"format": int, "run_id": str},
     "queue": {"mark": str},
@@ -48,7 +48,7 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
     "unsubmitted": {"environment": str},
     "evaluation": {"version": int, "episodes": int, "failed": int},
 }
-# Fields that a record need not have; those of an end come together.
+# Optional fields, by the kind of the record; an end has all of them or none.
 _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
     "lease": {"replaces": str},
     "end": {"tokens": int, "end": str, **_SERVER},
@@ -57,7 +57,7 @@ _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
 
 
 def check_fields(record: Mapping[str, Any]) -> None:
-    """ValueError, with the field, its value and the rule; records of unknown kinds pass."""
+    """Raises ValueError that names field, value and rule; records of unknown kinds pass."""
     kind = record["kind"]
     for name, expected in _FIELDS.get(kind, {}).items():
         if name not in record:

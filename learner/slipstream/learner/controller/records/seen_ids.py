@@ -1,4 +1,4 @@
-"""Ids of trajectories that are remembered for ever, in a byte or so each; and numbers of groups."""
+"""Compact sets of trajectory ids, about a byte each, and the step of each group."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from slipstream.protocol.types import GroupId, TrajectoryId, TrajectoryName
 
-# Groups of one page; an id that nobody made costs a page at most.
+# Groups of one page; a forged id costs at most one page.
 PAGE = 256
-# Members of a group that share a word.
+# Number of members of a group that share a word.
 WORD = 64
 _NUMBERED = re.compile(r"(g|e[0-9]+-)(0[0-9]{5}|[1-9][0-9]{5,11})")
 
@@ -19,19 +19,19 @@ _NUMBERED = re.compile(r"(g|e[0-9]+-)(0[0-9]{5}|[1-9][0-9]{5,11})")
 class SeenIds:
     """A set of trajectory ids, exact for every text.
 
-    Most ids are the first attempt of a member by the one server that ran its group. They are bits
-    of a word, beside the epoch of that server. All others are kept as they are.
+    Most ids are the first attempt of a member by the only server that ran its group. Such ids are
+    bits of a word, next to the epoch of that server. All others are kept as text.
     """
 
     def __init__(self, ids: Iterable[TrajectoryId] = ()) -> None:
-        # By the kind of group, the page of its number and the word of its member: epochs and bits.
+        # Epochs and bits, by the kind of group, page of its number and word of its member.
         self._pages: dict[tuple[str, int, int], tuple[array[int], array[int]]] = {}
         self._others: set[TrajectoryId] = set()
         for trajectory_id in ids:
             self.add(trajectory_id)
 
     def add(self, trajectory_id: TrajectoryId) -> bool:
-        """Remembers an id; False when it was there."""
+        """Adds an id; returns False when the set has it already."""
         place = _place(trajectory_id)
         if place is not None:
             page, index, epoch, bit = place
@@ -50,7 +50,7 @@ class SeenIds:
         return is_new
 
     def __contains__(self, trajectory_id: TrajectoryId) -> bool:
-        """Whether it was added."""
+        """Whether the id was added."""
         place = _place(trajectory_id)
         if place is not None and place[0] in self._pages:
             page, index, epoch, bit = place
@@ -65,7 +65,7 @@ class SeenIds:
 
 
 def group_number(group_id: str) -> int | None:
-    """The number of a group that is trained; None for what is no id of one."""
+    """The number in the id of a training group; None for any other text."""
     numbered = _NUMBERED.fullmatch(group_id)
     return int(numbered[2]) if numbered is not None and numbered[1] == "g" else None
 
@@ -77,7 +77,7 @@ class GroupSteps:
         self._steps = array("i")
 
     def add(self, group_id: GroupId, step: int) -> None:
-        """Notes the step of a group that was leased; their numbers are without gaps."""
+        """Notes the step of a group that was leased; group numbers have no gaps."""
         number = group_number(group_id)
         assert number is not None, group_id
         self._steps.extend([-1] * (number + 1 - len(self._steps)))
@@ -90,7 +90,7 @@ class GroupSteps:
         self._steps[number] = -1
 
     def get(self, group_id: GroupId) -> int | None:
-        """The step; None when the group is in no batch, or the id is none."""
+        """The step of the group; None when it is in no batch or is no training group."""
         number = group_number(group_id)
         if number is None or number >= len(self._steps) or self._steps[number] < 0:
             return None

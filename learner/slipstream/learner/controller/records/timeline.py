@@ -1,4 +1,4 @@
-"""Which version weights are: on which timeline, when a step is trained again."""
+"""The timeline and version of weights when a step is trained again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ def version_of(
 ) -> PolicyVersion:
     """The version of weights with `digest` that `step` steps made.
 
-    `recorded`: what the journal holds of the step that made them. `trainer`: the timeline of the
-    weights before that step; `newest`: the newest one of the run. The same digest is the same
-    version. Another one begins a new timeline, unless the trainer is on a newer one than the record
-    already: then nothing was expected of it.
+    `recorded`: the journal's record of that step. `trainer`: the timeline of the weights before the
+    step; `newest`: the newest timeline of the run. The same digest gives the recorded version.
+    Another digest begins a new timeline, unless the trainer's timeline is newer than the record's.
     """
     if recorded is None or recorded.version.incarnation < trainer:
         return PolicyVersion(trainer, step)

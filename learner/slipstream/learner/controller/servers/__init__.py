@@ -1,1 +1,1 @@
-"""The rollout servers: how they come, in which state they are, what is told to them."""
+"""The controller's view of the rollout servers: sessions, states and orders."""

@@ -1,4 +1,4 @@
-"""The rollout servers: who is connected, in which state, serving which version.
+"""The rollout servers that are connected, with their states and served versions.
 
 Consumes: the servers' messages. Produces: orders to them.
 Waits for: hellos, heartbeats and reports. Unblocked by: a message, or the limit of its wait.
@@ -29,7 +29,7 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
-# Largest number of departed servers whose last state is told.
+# Largest number of departed servers whose last state the status shows.
 MAX_DEPARTED = 1000
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
 
@@ -41,28 +41,28 @@ class ServerSession:
     key: ServerKey
     hello: fleet_pb2.ServerHello
     state: fleet_pb2.ServerState = JOINING
-    # What it serves, or served last.
+    # The version that the server serves, or served last.
     version: PolicyVersion | None = None
-    # The publish by which it came there.
+    # The publish that delivered `version`.
     publish_id: str = ""
     cause: str = ""
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
-    # Seconds in which its engine had requests, as all its reports say.
+    # Seconds in which the engine had requests: the sum over all reports.
     busy_s: float = 0.0
-    # When it joined, by `time.monotonic`.
+    # Time at which the server joined, by `time.monotonic`.
     began_s: float = field(default_factory=time.monotonic)
-    # By it the server is found silent.
+    # The clock that measures the server's silence.
     clock: LoopClock = field(default_factory=LoopClock)
     joined_s: float = field(init=False)
     last_seen_s: float = field(init=False)
     outbox: Outbox[fleet_pb2.ControllerMessage] = field(default_factory=Outbox)
-    # Not before this moment may a publish be tried again.
+    # Earliest time of the next publish to this server, by `time.monotonic`.
     retry_publish_s: float = 0.0
     failed_publishes: int = 0
     drained: asyncio.Event = field(default_factory=asyncio.Event)
-    # Time in which it served.
+    # Measures the time in which the server serves.
     served: Stopwatch = field(default_factory=Stopwatch)
-    # Told of every change of the state.
+    # Called after every change of the state.
     changed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -75,21 +75,21 @@ class ServerSession:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its last message in which it could have been heard."""
+        """Seconds since the last message of the server, without stalls of the event loop."""
         return self.clock.now_s() - self.last_seen_s
 
     @property
     def is_serving(self) -> bool:
-        """Whether it may be leased a group."""
+        """Whether the server may be leased a group."""
         return self.state == SERVING
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it takes no part in anything new."""
+        """Whether the server drains, has left or is lost: it gets no new work."""
         return self.state in (DRAINING, DEAD, LEFT)
 
     def on(self, event: ServerEvent) -> None:
-        """Moves to the state that follows."""
+        """Moves to the state that follows `event`."""
         self.state = next_state(self.state, event)
         self.served.note(self.clock.now_s(), running=self.is_serving)
         self.changed()
@@ -97,10 +97,10 @@ class ServerSession:
     def send(
         self, message: fleet_pb2.ControllerMessage, after: asyncio.Future[None] | None = None
     ) -> None:
-        """Puts an order on its stream; ends the stream of a server that does not read.
+        """Puts an order on the server's stream; ends the stream of a server that does not read.
 
-        It leaves when `after` is done, and so do those behind it. Orders of a publish do not wait
-        for that: the trainer and the other servers would wait too.
+        The order is sent when `after` is done, and later orders wait with it. Orders of a publish
+        do not wait for earlier orders: the trainer and the other servers would wait too.
         """
         overtakes = message.WhichOneof("message") in PUBLISH_ORDERS
         if not self.outbox.put(message, after=after, overtakes=overtakes):
@@ -113,7 +113,7 @@ class ServerSession:
 
 @dataclass(frozen=True)
 class FleetHandlers:
-    """Who wants to know what a server says."""
+    """The controller's parts that are called for each event and message of a server."""
 
     joined: Callable[[ServerSession], None]
     lost: Callable[[ServerSession], None]
@@ -125,15 +125,20 @@ class FleetHandlers:
 
 
 class Fleet:
-    """All sessions, by server."""
+    """All sessions, by server.
+
+    Life of a session: `add` at the server's hello, `receive` for each message, `drains` when the
+    server takes no new work, `remove` at the end of its stream. `handlers` must be set before the
+    first `add`. A server that starts again replaces its older session.
+    """
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
         self.clock = progress.clock
         self.sessions: dict[ServerId, ServerSession] = {}
-        # Every life of a server that was ever taken in.
+        # Every epoch of every server that ever joined.
         self.known: set[ServerKey] = set()
-        # Last known state of servers that left.
+        # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         self.handlers: FleetHandlers | None = None
         self.empty_since_s = progress.clock.now_s()
@@ -143,7 +148,7 @@ class Fleet:
         return [session for session in self.sessions.values() if session.is_serving]
 
     def gauges(self) -> dict[str, float]:
-        """What the servers told last; docs/metrics.md says what each name means."""
+        """Sums over the newest server reports; docs/metrics.md says what each name means."""
         reports = [session.report for session in self.sessions.values()]
         return {
             "servers_serving": float(len(self.serving())),
@@ -156,25 +161,25 @@ class Fleet:
 
     @property
     def queued_bytes(self) -> int:
-        """What waits in the queue, as the servers told last."""
+        """Bytes that wait in the queue, by the servers' newest reports."""
         told = [session.report.queued_bytes for session in self.sessions.values()]
         if self._progress.config.queue.kind == "redis":
-            # There is one for all, and each of them tells the whole.
+            # All servers share one Redis queue, and each reports its whole size.
             return max(told, default=0)
         return sum(told)
 
     def find(self, key: ServerKey | None) -> ServerSession | None:
-        """The session of that very life of a server."""
+        """The session of the server and epoch of `key`; None when it is not connected."""
         session = None if key is None else self.sessions.get(key.server_id)
         return session if session is not None and session.key == key else None
 
     def broadcast(self, message: fleet_pb2.ControllerMessage) -> None:
-        """Sends one order to all."""
+        """Sends one order to all servers."""
         for session in self.sessions.values():
             session.send(message)
 
     def add(self, session: ServerSession) -> None:
-        """Takes a server in; an older life of it is over."""
+        """Adds a server that joined; removes the session of its earlier epoch."""
         older = self.sessions.get(session.key.server_id)
         if older is not None:
             older.disconnect()
@@ -189,7 +194,7 @@ class Fleet:
         self._progress.signal.notify()
 
     def remove(self, session: ServerSession, cause: str) -> None:
-        """Lets a server go: what it was running is lost with it."""
+        """Removes a server whose stream ended; the episodes that it was running are lost."""
         if self.find(session.key) is not session:
             return
         del self.sessions[session.key.server_id]
@@ -215,7 +220,7 @@ class Fleet:
         self._progress.signal.notify()
 
     def drains(self, session: ServerSession, reason: str) -> None:
-        """A server takes nothing new from now on; it leaves when it has ended what it runs."""
+        """Notes that a server drains: it gets no new work and leaves when its episodes end."""
         if session.is_leaving:
             return
         session.on(ServerEvent.DRAIN)
@@ -229,7 +234,7 @@ class Fleet:
         self._progress.signal.notify()
 
     def warn_without(self, session: ServerSession) -> str:
-        """What the run lacks when a server that drains is gone; empty where others stay."""
+        """The warning that `session` is the last server and leaves; empty where others stay."""
         others = [other for other in self.sessions.values() if not other.is_leaving]
         if others or self._progress.is_over:
             return ""
@@ -241,28 +246,28 @@ class Fleet:
         )
 
     def order_drain(self, session: ServerSession, reason: str, *, finish: bool) -> None:
-        """Tells a server to leave; `finish`: what runs may end first."""
+        """Tells a server to leave; with `finish` its running episodes may end first."""
         order = fleet_pb2.Drain(reason=reason, finish=finish)
         session.send(fleet_pb2.ControllerMessage(drain=order))
         self.drains(session, reason)
 
     def _note_serving(self) -> None:
-        # What the run waits for can only happen while a server serves.
+        # The idle time counts only while a server serves: without one there is no progress.
         serves = any(session.is_serving for session in self.sessions.values())
         self._progress.idle.note(self.clock.now_s(), running=serves)
 
     def served_s(self) -> dict[ServerKey, float]:
-        """How long each server has served, in seconds."""
+        """Seconds that each server has served."""
         now_s = self.clock.now_s()
         return {session.key: session.served.total_s(now_s) for session in self.sessions.values()}
 
     def _tell(self, text: str) -> None:
-        # At the end of a run all of them leave: the end itself is told.
+        # At the end of a run all servers leave, and the end has its own event.
         if not self._progress.is_over:
             self._progress.events.add(text)
 
     def remove_silent(self) -> None:
-        """Removes the servers that were silent for too long."""
+        """Removes servers that were silent for more than `controller.heartbeat_timeout_s`."""
         limit = self._progress.config.controller.heartbeat_timeout_s
         for session in list(self.sessions.values()):
             silent = session.silent_s
@@ -271,7 +276,7 @@ class Fleet:
                 self.remove(session, f"silent for {silent:.1f} s")
 
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-        """Takes one message of a server to whom it concerns."""
+        """Hands one message of a server to the part that it concerns."""
         session.last_seen_s = session.clock.now_s()
         assert self.handlers is not None
         match message.WhichOneof("message"):

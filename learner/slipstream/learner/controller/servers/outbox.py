@@ -1,7 +1,7 @@
-"""What waits to be written on one stream: bounded, and no writer ever waits for its reader.
+"""The messages that wait to be written on one stream: bounded; a writer never waits for the reader.
 
-Waits for: messages, and what a message must come after. Unblocked by: `put`, `close`, the end of
-that.
+Waits for: messages, and the future that a message must come after. Unblocked by: `put`, `close`,
+that future.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Outbox(Generic[Message]):
         after: asyncio.Future[None] | None = None,
         overtakes: bool = False,
     ) -> bool:
-        """False when it is closed, or full: its reader has not read for long.
+        """Adds a message; returns False when the outbox is closed or full.
 
-        The message waits until `after` is done, and those behind it with it, but for those that
-        overtake what is held so.
+        The message waits until `after` is done, and later messages wait with it. A message that
+        `overtakes` does not wait for earlier ones.
         """
         if self._closed or len(self._messages) >= MAX_MESSAGES:
             return False
@@ -57,14 +57,14 @@ class Outbox(Generic[Message]):
         return True
 
     def close(self) -> None:
-        """The reader's loop ends behind what is in it."""
+        """Ends the reader's loop behind the messages that are already in the outbox."""
         self._closed = True
         self._changed.set()
 
     def pop(self) -> Message | None:
-        """The next message that may leave; None when there is none.
+        """Takes the next message that may be sent; None when there is none.
 
-        Raises what it comes after, if that failed.
+        Raises the error of the message's `after`, if that failed.
         """
         is_held = False
         for place, waiting in enumerate(self._messages):
@@ -77,7 +77,7 @@ class Outbox(Generic[Message]):
         return None
 
     async def messages(self) -> AsyncIterator[Message]:
-        """One after another, until `close`; raises what a message comes after, if that failed."""
+        """Yields messages until `close`; raises the error of a message's `after` if it failed."""
         while True:
             while (message := self.pop()) is not None:
                 yield message

@@ -1,8 +1,8 @@
-"""The states of a rollout server, and how each follows from what happens: a pure function.
+"""The states of a rollout server and their transitions: a pure function.
 
 JOINING --receive--> LOADING --published--> SERVING --receive--> LOADING ...
 any of them --failed--> STALE --receive--> LOADING
-any of them --drain--> DRAINING, which nothing but its end leaves
+any of them --drain--> DRAINING, which only `lost` and `left` end
 all of them --lost--> DEAD
 all of them --left--> LEFT
 """
@@ -25,23 +25,23 @@ LEFT = fleet_pb2.SERVER_STATE_LEFT
 
 
 class ServerEvent(Enum):
-    """What moves a server from one state to another."""
+    """The events that move a server from one state to another."""
 
-    # It was told to receive new weights.
+    # The server was told to receive new weights.
     RECEIVE = "receive"
-    # It has loaded them whole, and they were proved.
+    # The server has loaded the whole weights, and a probe, if asked for, has passed.
     PUBLISHED = "published"
-    # A publish to it failed, in whatever phase.
+    # A publish to the server failed, in whatever phase.
     FAILED = "failed"
-    # It leaves: of its own, or because it was told to.
+    # The server leaves: by itself or because it was told to.
     DRAIN = "drain"
-    # Its stream ended, or it was silent, in the middle of something.
+    # The stream ended or was silent for too long before the server had drained.
     LOST = "lost"
-    # It is gone in order: it had drained, and told its last counters.
+    # The server left in order: it had drained and reported its last counters.
     LEFT = "left"
 
 
-# What ends every other state, and what nothing leaves.
+# Events that end every other state; nothing leaves the states that they lead to.
 _ENDS = {ServerEvent.LOST: DEAD, ServerEvent.LEFT: LEFT}
 _NEXT = {
     (JOINING, ServerEvent.RECEIVE): LOADING,
@@ -54,8 +54,8 @@ _NEXT = {
 def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.ServerState:
     """The state after `event`; ValueError where it cannot happen.
 
-    A server that drains may finish the publish that it is part of: others would lose it. That makes
-    it no server that serves.
+    A server that drains may finish the publish that it is part of, because the other receivers
+    would lose that publish. It stays DRAINING then.
     """
     if state in _ENDS.values():
         return state
@@ -73,7 +73,7 @@ def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.Se
 
 
 class ServerKey(NamedTuple):
-    """One epoch of one rollout server; a tuple: a controller hashes dozens for a trajectory."""
+    """One epoch of one rollout server; a tuple, as it is hashed dozens of times a trajectory."""
 
     server_id: ServerId
     epoch: int

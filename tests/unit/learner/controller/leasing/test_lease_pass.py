@@ -28,13 +28,13 @@ class PlainScheduler(Scheduler):
     """The rule without counts: everything is looked at before each lease."""
 
     def lease_all(self, limit: int = 10**9) -> asyncio.Future[None] | None:
-        num_given_up = len(self._again)
+        num_abandoned = len(self._again)
         granted = self._orphans()
-        num_given_up = len(self._again) - num_given_up
+        num_abandoned = len(self._again) - num_abandoned
         while not isinstance(lease := self._next(), LeaseWait):
             granted.append(lease)
         self._note(lease)
-        return self._journal.durable() if granted or num_given_up else None
+        return self._journal.durable() if granted or num_abandoned else None
 
     def _room_of(self, session: ServerSession) -> int:
         taken = sum(len(g.running) for g in self._book.held_by(session.key))
@@ -68,7 +68,7 @@ class PlainScheduler(Scheduler):
             view = staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
             verdicts = [book.may_reassign(group, step) for step in able]
             if staleness.must_start_afresh(view, views, book.step, book.groups_per_step, verdicts):
-                self._give_up(group)
+                self._abandon(group)
                 self._again.append(group)
         return granted
 
@@ -128,7 +128,7 @@ def state(rig: Rig) -> tuple[object, ...]:
         (g.group_id, g.environment, g.task_index, g.seed, g.deadline_step, g.holder, g.num_leases)
         for g in rig.book.groups.values()
     ]
-    return groups, [group.group_id for group in rig.given_up], rig.scheduler.lease_wait
+    return groups, [group.group_id for group in rig.abandoned], rig.scheduler.lease_wait
 
 
 class Both:
@@ -232,7 +232,7 @@ async def test_a_pass_grants_what_the_plain_rule_grants(tmp_path: Path) -> None:
             both.compare()
         for journal in both.journals:
             journal.__exit__(None, None, None)
-        seen["given up"] += len(both.rigs[0].given_up)
+        seen["given up"] += len(both.rigs[0].abandoned)
         seen["moved"] += sum(g.num_leases > 1 for g in both.rigs[0].book.groups.values())
         seen[both.rigs[0].scheduler.lease_wait] += 1
     # Everything that a pass decides came up.

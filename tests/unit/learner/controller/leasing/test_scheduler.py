@@ -115,7 +115,7 @@ async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_d
     await rig.lease()
     # Step 1 waits for one of them; the other can wait for a server of version 1.
     (again,) = rig.orders(old)
-    assert [group.group_id for group in rig.given_up] == [second.group_id]
+    assert [group.group_id for group in rig.abandoned] == [second.group_id]
     assert (again.task_index, again.seed) == (second.task_index, second.seed)
     assert again.group_id not in (first.group_id, second.group_id)
     assert (again.deadline_step, list(again.members), again.first_attempt) == (1, [0, 1], 0)
@@ -135,7 +135,7 @@ async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Ri
     other = rig.serving("b", 0)
     await rig.lease()
     assert [order.group_id for order in rig.orders(other)] == leased
-    assert rig.given_up == []
+    assert rig.abandoned == []
 
 
 async def test_without_a_server_an_interrupted_group_waits(rig: Rig) -> None:
@@ -144,7 +144,7 @@ async def test_without_a_server_an_interrupted_group_waits(rig: Rig) -> None:
     await rig.lease()
     rig.lose(lost)
     await rig.lease()
-    assert rig.given_up == []
+    assert rig.abandoned == []
     assert rig.scheduler.lease_wait == "a rollout server that serves"
 
 
@@ -159,7 +159,7 @@ async def test_a_task_that_starts_afresh_waits_for_the_room_of_its_client(rig: R
     rig.entry.client_episodes = 3
     await rig.lease()
     assert rig.orders(old) == []
-    assert [group.group_id for group in rig.given_up] == [second.group_id]
+    assert [group.group_id for group in rig.abandoned] == [second.group_id]
     assert rig.scheduler.lease_wait == "an environment that is ready and has room for a group"
     rig.entry.client_episodes = 4
     await rig.lease()
