@@ -307,7 +307,7 @@ def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def cpu_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
-    """Of the server's process and of the engine's, where they were seen."""
+    """Table cells: CPU time of the server's process and of the engine's; "" if not measured."""
     if "cpu_s" not in turns[0]:
         return ["", ""]
     return [

@@ -54,7 +54,7 @@ Run = Callable[[Turn], Coroutine[Any, Any, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every run."""
+    """The tokens of each prompt and of the longest reply, for every run."""
 
     prompt_tokens: int
     reply_tokens: int
@@ -255,7 +255,7 @@ class Bare:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
         self._sizes = sizes
-        # As vLLM's own server does, and ours.
+        # Both vLLM's own server and ours do this after the start.
         gc.collect()
         gc.freeze()
 

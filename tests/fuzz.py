@@ -94,7 +94,7 @@ async def fuzz(arguments: argparse.Namespace, address: str) -> tuple[Answers, Re
             for n in range(CALLERS)
         ]
         while (passed_s := time.monotonic() - begun_s) < arguments.seconds:
-            # As many readings as messages: the processor is shared with the controller.
+            # Readings keep pace with messages: the processor is shared with the controller.
             due = int(arguments.readings_a_message * answers.messages) - readings.counts.total()
             # In a thread: some readers run a loop of their own.
             await asyncio.to_thread(readings.some, min(due, READINGS_A_TURN))

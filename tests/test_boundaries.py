@@ -1,4 +1,4 @@
-"""Who may import whom, and what no source may contain."""
+"""Rules on which package may import which, and on what no source may contain."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class FakeServer:
         await self.outbox.put(fleet_pb2.ServerMessage(publish=report))
 
     async def leave(self, finish_s: float = 0.05) -> None:
-        """As on SIGTERM: what ends within `finish_s` is finished, the rest is handed back."""
+        """Drains as on SIGTERM: finishes what ends within `finish_s`, hands the rest back."""
         draining = fleet_pb2.Draining(reason="it was told to stop")
         await self.outbox.put(fleet_pb2.ServerMessage(draining=draining))
         await self.departure.wait()
@@ -250,7 +250,7 @@ class FakeServer:
         for task in self.running.values():
             task.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
-        # What belongs to an open group is acknowledged with it, which may be long after.
+        # Trajectories of an open group are acknowledged with the group, perhaps much later.
         until_s = time.monotonic() + 0.3
         while self.sender.queued_bytes and time.monotonic() < until_s:
             await asyncio.sleep(0.01)

@@ -167,7 +167,7 @@ async def _streamed(method, requests: Sequence[bytes]) -> tuple[grpc.StatusCode,
     except grpc.aio.AioRpcError:
         pass
     except asyncio.CancelledError:
-        # Of the call by the controller, unless this task is to end.
+        # The controller cancelled the call, unless this task itself was cancelled.
         task = asyncio.current_task()
         if not call.done() or (task is not None and task.cancelling()):
             raise

@@ -34,13 +34,13 @@ class Kill:
     """What followed one kill, in seconds since it."""
 
     moment: Moment
-    # The trainer was rid of the broken publish; it said why.
+    # Time at which the trainer reported the broken publish, and the error that it gave.
     freed_s: float
     error: str
-    # The survivor had the weights, and a step was trained.
+    # Times at which the survivor served the weights and the next step was trained.
     survivor_served_s: float
     next_step_s: float
-    # From the new start of the victim until it served the newest version.
+    # Seconds from the victim's new start until the victim served the newest version.
     rejoined_s: float
 
 

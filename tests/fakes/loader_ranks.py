@@ -69,7 +69,7 @@ class Outcome:
 
 
 def outcomes(folder: Path, tp_size: int, shapes: Mapping[str, Shape]) -> list[dict[str, Outcome]]:
-    """Of all shapes, one entry for each rank."""
+    """Outcomes by name of shape, one mapping for each rank."""
     return in_ranks(tp_size, _all_shapes, folder, tp_size, dict(shapes))
 
 

@@ -42,7 +42,8 @@ def make_models(folder: Path) -> None:
         "dtype": "float32",
     }
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
-    # As Llama 3.1's, with so high a base that frequencies of such short heads are scaled, too.
+    # Llama 3.1's scaling, with a base high enough that it also scales the frequencies of such
+    # short heads.
     scaled = {
         "rope_theta": 500000.0,
         "rope_type": "llama3",

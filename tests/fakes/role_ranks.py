@@ -115,7 +115,7 @@ def config_of(name: str, folder: Path) -> Config:
 
 
 def config_of_run(name: str, folder: Path, run: str, **tables: JsonValue) -> Config:
-    """As `config_of`, with the checkpoints of a run."""
+    """Returns `config_of(name, folder)` with the checkpoints of run `run`."""
     config = config_of(name, folder)
     table = config.model_dump(mode="json", exclude_none=True)
     table["run"] |= {"name": run, "dir": str(folder / "runs")}

@@ -550,7 +550,7 @@ def test_replies_are_the_same_however_long_prompts_wait(
         waiting = start(ours=True, overlapping=overlapping, num_blocks=num_blocks)
         theirs = start(ours=False, overlapping=overlapping, num_blocks=num_blocks)
         left = disturbed(gathering(waiting, most_steps), seed)
-        # Who is cancelled depends on who has ended by then.
+        # Which requests are cancelled depends on which have ended by then.
         both_left = left & disturbed(theirs, seed)
         assert left <= set(waiting.finished)
         assert len(both_left) > 5

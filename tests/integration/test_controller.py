@@ -329,7 +329,7 @@ async def test_leases_just_in_time_keep_the_lag_of_a_fast_fleet_low(tmp_path):
         for trajectory in trainer.batches[step]
         for span in trajectory.version_spans
     ]
-    # As early as may be it would be 6.
+    # Leases granted as early as possible would give a mean of 6.
     assert statistics.fmean(lags) < 4
 
 

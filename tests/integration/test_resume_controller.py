@@ -237,7 +237,7 @@ async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
     stopped_at = trainer.version.step
     assert summary["steps"] == stopped_at < 5
     again = moved(config, tmp_path, steps=STEPS)
-    # As if its first start had been watched for so long that the second hardly counts.
+    # The journal now says that the first start was watched so long that the second hardly counts.
     with Journal(config.run_dir / "journal") as journal:
         journal.append("busy", window=1e9, generation=5e8, training=2e8, both=1e8)
     summary, trainer, _ = await resume(again, trainer.newest_checkpoint)

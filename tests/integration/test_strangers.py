@@ -91,7 +91,7 @@ def test_weights_join_beside_strangers(host: str) -> None:
         assert len(opened) == len(noise())
         receiving.start()
         sender.connect(announced, 0)
-        # Of gloo, too.
+        # Strangers at the ports that gloo itself opened, too.
         with strangers(sorted(listening_ports() - before), host) as more:
             assert len(more) > len(opened)
             sender.send(bucket, data)()

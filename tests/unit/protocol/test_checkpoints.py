@@ -208,6 +208,6 @@ def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whol
         assert {path.name for path in folder.iterdir()} == {f"step-{s:06d}" for s in found}
         if ended:
             assert found == [3, 4]
-            # Of the new folder, and of two old ones each their own and their files.
+            # The new folder is one change; each of two old ones is one, too, and each of its files.
             assert change >= 1 + 2 * 4
             return

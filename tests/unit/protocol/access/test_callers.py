@@ -1,4 +1,4 @@
-"""Who is heard by a listener, and who is left."""
+"""Which callers a listener hears, and which it drops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may fill a GPU's memory beside whom."""
+"""Which processes may fill a GPU's memory at the same time."""
 
 from __future__ import annotations
 

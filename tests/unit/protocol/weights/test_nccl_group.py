@@ -15,7 +15,7 @@ from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 # Without the watchdog some of them would wait for ever.
 pytestmark = pytest.mark.timeout(60)
 LONG_S = 30.0
-# Who joins and the watchdog have the same deadline.
+# A joining member and the watchdog have the same deadline; either may raise first.
 LOST = "did not meet|was lost when all had met"
 MEMBER_1 = {"rank": 1, "world_size": 2}
 

@@ -270,7 +270,7 @@ def test_memory_of_a_learner_is_closed_again_when_joining_fails(
 
 
 class SlowDigests:
-    """Of one update; the first bucket waits in it for `go_on`."""
+    """Digests of one update; `add` blocks the first bucket until `go_on` is set."""
 
     def __init__(self) -> None:
         self.came, self.go_on = threading.Event(), threading.Event()

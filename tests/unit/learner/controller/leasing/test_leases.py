@@ -257,7 +257,7 @@ def test_a_report_that_contradicts_its_lease_is_refused(unfinished, next_attempt
     with pytest.raises(ProtocolError, match=f"^rollout server a reports {line}$"):
         book.closed(group.group_id, A, unfinished, next_attempt=next_attempt)
     assert (group.closed, group.next_attempt, group.running) == (False, 0, [0, 1])
-    # Who does not hold it is not listened to.
+    # A report of a server that does not hold the lease is ignored.
     book.closed(group.group_id, C, unfinished, next_attempt=next_attempt)
     assert (group.closed, group.next_attempt) == (False, 0)
     book.closed(group.group_id, A, [0, 1], next_attempt=7)

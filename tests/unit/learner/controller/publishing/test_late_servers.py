@@ -252,7 +252,7 @@ async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
         await finishing
         scene.say(order.publish_id, SERVING, probe_logprobs=pack_logprobs(np.zeros(1, np.float32)))
         await scene.until_serving()
-        # From here on its failures are its own, also when a new version is due for both.
+        # Server b now publishes alone, also when a new version is due for both.
         assert await failing(broken) == ["b"]
         scene.make_version(2)
         assert await failing(scene.session) == ["a"]

@@ -328,7 +328,7 @@ async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_el
 
 
 async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
-    """As many publishes as a server may fail before it is sent away."""
+    """Fails MAX_FAILED_PUBLISHES publishes, after which the server is sent away."""
     for _ in range(MAX_FAILED_PUBLISHES):
         session.retry_publish_s = 0.0
         order = await scene.ordered(session)

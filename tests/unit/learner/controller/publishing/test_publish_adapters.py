@@ -47,9 +47,9 @@ class Adapted:
         scored: float = -1.0,
         meanwhile: Callable[[], None] = nothing,
     ) -> weights_pb2.PublishOrder:
-        """Of the next version to those that are due, all of which are `sessions`.
+        """Publishes the next version to `sessions`, which must be all servers that are due.
 
-        `meanwhile`: between commit and proof.
+        `meanwhile` is called between commit and probe.
         """
         self.progress.version = PolicyVersion(0, self.progress.version.step + 1)
         for session in sessions:

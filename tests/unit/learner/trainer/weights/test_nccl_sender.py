@@ -27,7 +27,7 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 
 PATIENT = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=30.0)
-# Of a receiver that stays away, and of one that takes no more.
+# Deadlines for a receiver that never joins, and for one that stops taking buckets.
 NO_MEETING = PATIENT.model_copy(update={"join_deadline_s": 1.0})
 NO_BUCKET = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=0.5)
 BUCKET_BYTES = 4_000

@@ -42,7 +42,7 @@ ONE_SENDER = {
 }
 ONE_BUCKETS = plan_buckets(list(ONE_SENDER), BUCKET_BYTES)
 PATIENT = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=30.0)
-# Of receivers that stay away, and of such as take no more.
+# Deadlines for receivers that never join, and for receivers that stop taking buckets.
 NO_MEETING = PATIENT.model_copy(update={"join_deadline_s": 0.5})
 NO_BUCKET = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=0.5)
 
