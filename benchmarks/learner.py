@@ -89,7 +89,7 @@ class Work:
     batch: Batch
     micro_batches: list[MicroBatch]
     num_tokens: int
-    # By loop: ours computes no logits where nothing is trained, the peer computes all of them.
+    # FLOPs by name of the loop: ours skips the logits of untrained positions, the peer has all.
     flops: dict[str, float]
 
 

@@ -65,7 +65,7 @@ class FakeServer:
         queue_url: str = "",
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
-        """With `queue_url` trajectories go to that Redis, else to the controller itself."""
+        """Trajectories go to the Redis at `queue_url`, or to the controller itself if it is ""."""
         self.address, self.name = address, name
         self.epoch = epoch if epoch is not None else random.getrandbits(60)
         self.max_episodes, self.reply_tokens, self.delay_s = max_episodes, reply_tokens, delay_s

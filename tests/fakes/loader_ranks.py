@@ -61,9 +61,9 @@ class Outcome:
     num_copies: int
     # Parameters in which the replay differs from the loader.
     different: tuple[str, ...]
-    # Those that the replay changed.
+    # The number of parameters that the replay changed.
     changed: int
-    # What the proof said of the loader's work, and of it after one element was altered.
+    # What the check of the plan said of the loader's work, and after one element was altered.
     proof: str | None
     proof_of_altered: str | None
 

@@ -72,7 +72,7 @@ def train(folder: Path, job: str) -> None:
             metrics.append(step.run(batch).metrics)
         if batch.step == 0:
             torch.save(inputs, folder / f"{job}-rank-{policy.ranks.rank}.pt")
-    # At once: what a forward pass would complete must be complete without one.
+    # The weights are read at once: they must be complete without a forward pass.
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     logprobs.append(score())
     if policy.ranks.world_size == 1:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.roles.roles import Roles
 
 CRITIC_RATE = 1e-3
-# So narrow that some values reach it in a second mini-batch.
+# Narrow enough that some values reach the clip in a second mini-batch.
 VALUE_CLIP = 0.03
 REFRESH_STEPS = 2
 STEP_METRICS = (

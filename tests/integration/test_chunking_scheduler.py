@@ -427,7 +427,7 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
 
 
 def gathering(engine: Engine, most_steps: int) -> Engine:
-    """Whose prompts wait until there is one for every two replies."""
+    """Returns `engine` whose prompts wait until there is one for every two replies."""
     from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
 
     engine.scheduler._gathering = PromptGathering(most_steps, replies_per_prompt=2)
@@ -444,7 +444,7 @@ def begun(engine: Engine) -> dict[str, int]:
 
 
 def busy(engine: Engine, number: int) -> Engine:
-    """With so many replies under way, for 60 steps."""
+    """Returns `engine` with `number` replies under way that last 60 steps."""
     for n in range(number):
         add(engine, f"busy{n}", 60)
     engine.step()
@@ -787,7 +787,7 @@ def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
             name: theirs.tokens[name] for name in left
         }
         assert not ours.scheduler.requests
-        # At the end of a pause ours has a step of nothing more, to hand out what is held.
+        # At the end of a pause our scheduler has one more, empty step: it hands out what is held.
         mine, others = ([p for p in each.plans if p[2]] for each in (ours, theirs))
         assert len(mine) == len(others)
         for one, other in zip(mine, others, strict=True):

@@ -408,7 +408,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
             await asyncio.sleep(0.01)
         # The end of the run is not to come before the server has left.
         trainer.gate.clear()
-        # Nor is it to leave before somebody has seen that it is about to.
+        # The server must not leave before the test has seen that it is about to.
         leaving.departure.clear()
         published = len(leaving.loaded_versions)
         async with Client(address) as client:
@@ -446,7 +446,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
     assert handed_back
     ledger = summary["ledger"]
     assert (ledger["lost"], ledger["difference"]) == (0, 0)
-    # Nobody is to blame: with one attempt a lost server would have set them aside.
+    # A drain costs no attempt: with one attempt a lost server would have set the groups aside.
     kinds = {r["kind"] for r in read_records(config.run_dir / "journal")}
     assert "set_aside" not in kinds
     assert "rollout server leaving has left" in seen["events"]

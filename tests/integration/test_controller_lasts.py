@@ -84,7 +84,7 @@ async def test_a_loop_that_stands_still_costs_no_server(tmp_path: Path) -> None:
         await asyncio.wait_for(trainer.until_held(), 60)
         for _ in range(3):
             time.sleep(1.5)
-            # So that what has come meanwhile is heard.
+            # The controller reads what has come meanwhile.
             await asyncio.sleep(0.05)
         told.extend(event.text for event in controller._progress.events._events)
         trainer.gated_from = 31

@@ -153,7 +153,7 @@ def test_a_run_that_its_callers_may_end_ends_in_order(tmp_path, names):
                 answers.note(case, *await answered(channel, case, epochs[-1]), also=ENDED)
 
         run.do(call)
-        # Whoever has taken the trainer's place leaves in order.
+        # A fuzzed call may have taken the trainer's place; that trainer leaves in order.
         newest = 0 if run.is_over else run.do(registered)[0]
         if not run.is_over:
             run.stop()

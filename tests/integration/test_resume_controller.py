@@ -183,7 +183,7 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     summary, trainer, fleet = await resume(again, checkpoint, noise=b"rounding")
     records = check_run(again, summary)
     assert trainer.version == PolicyVersion(1, STEPS)
-    # Nobody is sent weights of the abandoned timeline.
+    # No server is sent weights of the abandoned timeline.
     assert all(version.incarnation == 1 for server in fleet for version in server.loaded_versions)
     first = [r["version"] for r in records if r["kind"] == "step"]
     assert [1, checkpoint[0].step + 1] in first

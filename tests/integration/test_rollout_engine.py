@@ -279,7 +279,7 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
         if len(spans) == 2:
             crossed += 1
             assert spans[1].version == PolicyVersion(0, 4)
-            # Also the context was computed anew: these agree with the new weights alone.
+            # The context was computed anew, too: these tokens agree with the new weights alone.
             assert new_gap[cut:].mean() <= 1e-4
             assert old_gap[cut:].mean() > 0.1
     assert crossed >= 3

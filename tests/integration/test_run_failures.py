@@ -157,7 +157,7 @@ async def test_a_server_that_is_drained_leaves_and_loses_nothing(
     assert summary["ledger"]["lost"] == 0
     assert summary["max_lag_seen"] <= 2
     check_ledger(summary)
-    # Nobody starts it again.
+    # The server is not started again.
     assert "start 2" not in run.out
 
 

@@ -121,7 +121,7 @@ def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_
     with pytest.raises(WeightSyncError, match=LOST):
         NcclGroup.join(backend, b"id", rank=0, world_size=2, deadline_s=0.3)
     joining.join()
-    # Else its kernel would wait on the device for ever.
+    # The communicator is aborted: its kernel would wait on the device for ever.
     assert [communicator.num_aborts for communicator in backend.made] == [1]
 
 

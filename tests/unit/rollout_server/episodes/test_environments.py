@@ -235,7 +235,7 @@ async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_
         await alone.step("x", truncated=False)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
     alone.close()
-    # Nobody else has noticed.
+    # The episode beside it is not affected.
     assert (await beside.step("x", truncated=False)).reward == 0.5
     # The task is still a suspect; one that passes is none any more.
     better = await hosted.open("Exiting", "e", 0)

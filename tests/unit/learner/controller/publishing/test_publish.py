@@ -422,7 +422,7 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: Run
         scene.publisher.start(start)
         told = scene.sent()
         assert [r.server_id for r in scene.publisher.start(question)] == [scene.session.name]
-        # Nobody is told anything by it.
+        # A question sends no message to any server.
         assert told[-1] == "receive"
         assert scene.sent() == []
         scene.say(order.publish_id, FAILED, message="could not join")

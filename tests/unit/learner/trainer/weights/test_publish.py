@@ -89,7 +89,7 @@ class Receivers:
                 where.store_port,
                 is_master=False,
                 wait_for_workers=False,
-                # Whoever comes late finds nobody.
+                # A receiver that comes late meets no sender, and gives up after 1 s.
                 timeout=timedelta(seconds=1 if self._delay_s else 60),
             )
             group = dist.ProcessGroupGloo(
@@ -304,7 +304,7 @@ class Publish:
         self.client = ControllerClient(config(self.controller.address))
         self.receivers: Receivers | None = None
         self._all_receivers: list[Receivers] = []
-        # That the trainer says it has, after a publish.
+        # The communicator that the trainer names after a publish.
         self.communicator_id: str | None = None
         self.senders = [
             BucketSenders(weights, torch.device("cpu"), largest_bucket=1)
