@@ -266,7 +266,7 @@ class Bare:
     async def close(self) -> None:
         """Ends it."""
         self._llm.shutdown(timeout=5)
-        # Its finaliser logs an error when it runs after that of its modules.
+        # The engine's finaliser logs an error when it runs after that of its modules.
         gc.unfreeze()
         del self._llm
 

@@ -85,7 +85,7 @@ class EntryPoint:
                 async with asyncio.timeout(START_LIMIT_S):
                     await child.wait()
             finally:
-                # Its engine is a process of its own, which may outlive it.
+                # The engine is a process of its own, which may outlive the program.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 await child.wait()

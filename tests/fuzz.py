@@ -75,7 +75,7 @@ class Readings:
 
 
 async def call(channel: grpc.aio.Channel, draw: random.Random, answers: Answers) -> None:
-    """One caller, for ever."""
+    """Makes calls for ever, one after the other."""
     while True:
         case = random_case(draw, CALLS)
         answers.note(case, *await answered(channel, case), also=("RESOURCE_EXHAUSTED",))
@@ -182,7 +182,7 @@ def main() -> int:
             return 1 if table(arguments, *found) else 0
         finally:
             for process in (arguments.peers, controller):
-                # Its peers are gone: a controller that is asked to end would wait for them.
+                # The controller's peers are gone: if it were asked to end it would wait for them.
                 process.kill()
                 process.wait(60)
 

@@ -50,7 +50,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
         "slipstream.rollout_server.inference.token_counter",
-        # Which of its settings of NCCL are for its own communicators alone.
+        # vLLM says which NCCL settings are for its own communicators alone.
         "slipstream.rollout_server.weights.nccl_receiver",
         "slipstream.rollout_server.weights.worker_calls",
         "slipstream.rollout_server.weights.weight_receiver",

@@ -241,7 +241,7 @@ def _compare(
     for place, bucket in enumerate(buckets):
         kept.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
         _fill(kept[place], bucket, second)
-        # One behind: the loader may finish later than its bucket.
+        # The check is one bucket behind: the loader may finish a bucket later.
         if place:
             fresh.load_weights(cut(kept[place - 1], buckets[place - 1]))
         proof.add(place, kept[place])

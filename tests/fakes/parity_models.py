@@ -103,7 +103,7 @@ def make_models(folder: Path) -> None:
 
 def make_mixture(folder: Path, *, seed: int, **sizes: int) -> None:
     """A mixture of experts of sizes that vLLM's kernels take, with the tokenizer of tests."""
-    # Where a script of this folder does not find it by itself.
+    # A script of this folder may not have `deploy` on its path.
     sys.path.append(str(Path(__file__).parents[2] / "deploy"))
     from make_tiny_model import make_tokenizer
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -100,7 +100,7 @@ class _Receivers:
             print(json.dumps(command), file=process.stdin, flush=True)
 
     def answers(self) -> list[dict]:
-        """One of each that lives; an empty one of a dead one, which is started again."""
+        """One answer of each live receiver; {} of a dead one, which is started again."""
         found = []
         for number, process in enumerate(self._processes):
             assert process.stdout is not None

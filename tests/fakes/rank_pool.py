@@ -173,7 +173,7 @@ def _start_plain(request: dict, rank: int) -> int:
             stdout=log,
             stderr=log,
         )
-    # It is waited for by its number, like a forked one.
+    # The process was waited for by its number, like a forked one.
     process.returncode = 0
     return process.pid
 

@@ -81,7 +81,7 @@ class Rig:
         self.step = 0
         self.sender: GlooSender | NcclSender | None = None
         self.weights: dict[str, dict[str, torch.Tensor]] = {}
-        # Which weights a version is.
+        # The label of the weights of each version.
         self.sent: dict[PolicyVersion, str] = {}
 
     def make_model(self) -> None:

@@ -109,7 +109,7 @@ def test_critic_and_reference_take_part_in_a_step(folder: Path, rank_pool: RankP
     assert result["is_policy_same"] == [True, False, False]
     assert all(step["critic_grad_norm"] > 0 for step in result["metrics"])
     assert result["metrics"][0]["kl_reference"] == pytest.approx(0.0, abs=1e-5)
-    # It takes the policy's weights after the second step.
+    # The reference takes the policy's weights after the second step.
     first, second, _ = result["references"]
     assert not torch.equal(first, second)
     torch.testing.assert_close(result["refreshed"], result["policy"], rtol=1e-3, atol=1e-4)

@@ -343,7 +343,7 @@ def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(
     add(engine, "streamed", 20, output_kind=RequestOutputKind.CUMULATIVE)
     while "streamed" not in engine.finished:
         engine.step()
-    # Its last token may have been under way beside one of ours.
+    # The last token of "streamed" may have been under way beside a plan of ours.
     assert len(own_plans) <= 10
     engine.drain()
     assert len(own_plans) > 30
@@ -598,7 +598,7 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
     assert not engine.has_work()
     pool = engine.scheduler.kv_cache_manager.block_pool
     num_blocks = len(pool.blocks)
-    # One of each request, all four under one hash: their tokens are alike.
+    # One block of each request is cached, all four under one hash: their tokens are alike.
     assert sum(block.block_hash is not None for block in pool.blocks) == 4
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert len(pool.blocks) == num_blocks

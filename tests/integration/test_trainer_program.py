@@ -313,7 +313,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
         processes = start_trainer(whole, model, controller.address, checkpoint={"every_steps": 2})
         assert finish(processes, whole) == [0]
     expected = [report.weight_digest for report in controller.steps]
-    # One is due after two steps, and the end has one of its own.
+    # A checkpoint is due after two steps, and the run's end writes another.
     assert [report.version.step for report in controller.checkpoints] == [2, 3]
     assert [report.weight_digest for report in controller.checkpoints] == expected[1:]
 

@@ -54,7 +54,7 @@ def test_a_damaged_manifest_is_one_line_with_what_to_remove(
     assert line.startswith(f"{path} is no whole checkpoint: manifest.json {cause}")
     assert line.endswith("; remove that folder to go on from an older checkpoint")
     if (path / "manifest.json").is_file():
-        # It looks whole, so it is not passed over.
+        # The folder looks whole, so it is not passed over.
         with pytest.raises(CheckpointError, match="remove that folder"):
             check_newest(tmp_path)
 

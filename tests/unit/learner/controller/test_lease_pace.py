@@ -147,7 +147,7 @@ class Simulation:
 
     @property
     def lag(self) -> float:
-        """Without the beginning, when nothing was measured yet."""
+        """Mean lag without the first fifth, when nothing was measured yet."""
         return statistics.fmean(self.lags[len(self.lags) // 5 :])
 
     def _lease(self) -> None:

@@ -12,7 +12,7 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights import nccl_group
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 
-# Without the watchdog some of them would wait for ever.
+# Without the watchdog some tests would wait for ever.
 pytestmark = pytest.mark.timeout(60)
 LONG_S = 30.0
 # A joining member and the watchdog have the same deadline; either may raise first.

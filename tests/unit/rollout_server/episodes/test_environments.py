@@ -462,7 +462,7 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
     assert [path for path in files.values() if not path.startswith(own)] == []
     known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
     assert set(variables) <= known | {"GRPC_ENABLE_FORK_SUPPORT"}
-    # Its token is gone when the environment is loaded, and never stood on the command line.
+    # The process's token is gone when the environment is loaded, and was never an argument.
     assert arguments[1::2] == ["--connect", "--record"]
     assert len(arguments) == 5
 

@@ -113,7 +113,7 @@ async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(
         rig.serve(second, 0)
         rig.turn()
         assert rig.publisher.pinned == {second.key}
-        # It serves a moment later, and stands before the other one in the fleet.
+        # Server `first` serves a moment later, and stands before `second` in the fleet.
         rig.serve(first, 0)
         rig.turn()
         assert rig.publisher.pinned == {second.key}

@@ -41,7 +41,7 @@ class Message:
 
 @dataclass
 class Lease:
-    """One that a server has: what still runs there, and what nobody has judged."""
+    """A lease that a server holds: members that run, and results without a verdict."""
 
     group: Group
     attempt: int

@@ -53,7 +53,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         scene = Scene(progress_of(weights={"bucket_deadline_s": 0.3}), tasks)
         late = await two_that_serve(scene)
         question = await order_without(scene, late)
-        # It goes on as it is.
+        # The late server goes on as it is.
         assert (late.is_serving, late.version) == (True, PolicyVersion(0, 0))
         (told,) = [text for text in texts(scene) if "left out" in text]
         assert told.startswith("rollout server b is left out of the publish of version 1: not rea")

@@ -78,7 +78,7 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         scene = Scene(progress, tasks)
         await scene.serve()
-        # It serves what the trainer has, and is due when the next version is there.
+        # The server serves what the trainer has, and is due when the next version is there.
         scene.session.version = PolicyVersion(0, 1)
         scene.publisher.ask_ahead(PolicyVersion(0, 2))
         publish_id = (await next_order(scene.session)).prepare.publish_id
@@ -87,7 +87,7 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(
         order = await scene.publisher.prepare(scene.trainer)
         assert order is not None
         assert order.begun
-        # It is not asked again.
+        # The server is not asked again.
         assert scene.sent() == ["receive", "commit"]
         scene.publisher.trainer_lost()
 
@@ -158,7 +158,7 @@ async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
         await scene.serve()
         order = await scene.ordered()
         assert scene.sent() == ["receive", "commit"]
-        # It asks again: the answer was lost.
+        # The trainer asks again: the answer was lost.
         assert await scene.publisher.prepare(scene.trainer) is None
         assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
         assert (await next_order(scene.session)).abort.publish_id == order.publish_id
@@ -371,7 +371,7 @@ async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) ->
         assert scene.publisher.due() == [leaving, staying]
         preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
         publish_id = (await next_order(leaving)).prepare.publish_id
-        # It was ready, and then it was told to leave.
+        # The server was ready, and then it was told to leave.
         scene.fleet.drains(leaving, "SIGTERM")
         for session in (leaving, staying):
             scene.say(publish_id, READY, session)

@@ -224,7 +224,7 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
 
 
 def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
-    """Its meeting place is gone; nobody has to tell them."""
+    """The leader's meeting place is gone; the other senders notice without a message."""
     leader, other = (GlooSender(WeightsSection(join_deadline_s=60.0)) for _ in range(2))
     where = leader.announce("members-1", num_senders=2, world_size=3)
     failures: queue.Queue[WeightSyncError] = queue.Queue()
