@@ -38,7 +38,7 @@ CHECKED_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Turn:
-    """`requests` of which `slots` run at one time, with replies of so many tokens."""
+    """`requests` requests, `slots` of them at one time, and the lengths of their replies."""
 
     first_seed: int
     requests: int
@@ -339,7 +339,7 @@ async def _start(role: str, config: Config, sizes: Sizes, address: str) -> Serve
 
 
 def _give_up(serving: asyncio.Task[None]) -> None:
-    """A server that broke ends its process: nobody would answer leases any more."""
+    """A server that broke ends its process: its leases would stay unanswered."""
     if not serving.cancelled() and (error := serving.exception()) is not None:
         traceback.print_exception(error)
         os._exit(1)

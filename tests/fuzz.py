@@ -46,12 +46,12 @@ class Readings:
         self.broken: Counter[str] = Counter()
 
     def some(self, number: int) -> None:
-        """Gives so many times some bytes to some reader."""
+        """Gives random bytes to random readers, `number` times."""
         for _ in range(number):
             self.one()
 
     def one(self) -> None:
-        """Gives some bytes to some reader."""
+        """Gives random bytes to a random reader."""
         reader = self._draw.choice(self._readers)
         data = sample(reader, self._draw)
         begun_s = time.thread_time()

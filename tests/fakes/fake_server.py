@@ -100,7 +100,7 @@ class FakeServer:
         self.departure.set()
         # Weights that did not pass their probe.
         self.rejected = 0
-        # Group and member of those that nobody has judged.
+        # Group and member of each trajectory without a verdict.
         self.unfinished: set[tuple[str, int]] = set()
         self.running: dict[str, asyncio.Task] = {}
         self.outbox: asyncio.Queue = asyncio.Queue()

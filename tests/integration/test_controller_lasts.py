@@ -1,4 +1,4 @@
-"""A controller that runs for long, or whose loop stands still: nobody is lost, nothing piles up."""
+"""A controller that runs long, or whose loop is blocked, loses no server and piles up nothing."""
 
 from __future__ import annotations
 

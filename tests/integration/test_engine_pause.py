@@ -206,7 +206,7 @@ async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_any
     await rig.engine.pause()
     await rig.ask("later")
     assert rig.llm.noted == ["pause", "request waiting", "request later"]
-    # The pause before was ended by nobody.
+    # The pause before has not been ended.
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[3:] == ["version 0:2", "resume"]
 

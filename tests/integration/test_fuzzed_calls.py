@@ -105,7 +105,7 @@ NAMES = trajectory_pb2.Trajectory(metrics={f"a\x1b[2J{n}": float("nan") for n in
 @example(case=delivered(changed(reply_text="y" * (8 << 20))))
 # Junk under the name of another server.
 @example(case=Case("Deliver", False, (delivery(b"junk", "g000001.0.0.1"),)))
-# A failure of a trainer that nobody knows.
+# A failure of a trainer that the controller does not know.
 @example(case=said("ReportFailure", trainer_pb2.TrainerFailure(message="made up", final=True)))
 # Clients.
 @example(case=submitted(num_workers=2**32 - 1))

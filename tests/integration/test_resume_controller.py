@@ -261,7 +261,7 @@ async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
         leases = len(fleet.leases)
         second.version, second.digest = first.newest_checkpoint
         started = second.version.step
-        # The network was cut: the first one lives on, and finds that nobody listens to it.
+        # The network was cut: the first one lives on, and finds that the controller refuses it.
         first.place.cancel()
         tasks.append(asyncio.ensure_future(second.run()))
         while second.version.step < 8:

@@ -352,7 +352,7 @@ def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path: Path, model: 
 
 
 def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path: Path, model: Path) -> None:
-    """The same file would fail the same way: nobody needs to start it again."""
+    """The same file would fail the same way: another start is of no use."""
     damaged = shutil.copytree(model, tmp_path / "damaged")
     sizes = json.loads((damaged / "config.json").read_text())
     dtype = {"dtype": "none that is known", "torch_dtype": "none that is known"}

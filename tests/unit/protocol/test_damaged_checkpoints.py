@@ -79,7 +79,7 @@ def test_what_is_newer_than_the_newest_whole_checkpoint_is_named(
     save_checkpoint(tmp_path, 30)
     assert passed_over(tmp_path) == []
     spoil(save_checkpoint(tmp_path, 10))
-    # Older ones are nobody's concern.
+    # Older checkpoints are not checked.
     assert passed_over(tmp_path) == []
     path = save_checkpoint(tmp_path, 40)
     spoil(path)

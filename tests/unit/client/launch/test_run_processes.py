@@ -69,7 +69,7 @@ def deaf_config(tmp_path: Path) -> Config:
 
 
 async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) -> int:
-    """Starts a controller that listens where nobody asks, and waits for its end."""
+    """Starts a controller that listens at another address, and waits for its end."""
     path = tmp_path / "test" / "config.toml"
     asked = tomllib.loads(path.read_text())["controller"]["address"]
     path.write_text(path.read_text().replace(asked, f"127.0.0.1:{free_port('127.0.0.1')}"))

@@ -1,4 +1,4 @@
-"""The hand-over of shared buffers between processes: nothing is read half-filled, nobody hangs."""
+"""The hand-over of shared buffers between processes: no half-filled read, no hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to leases in whichever order: no slot and no byte stays reserved for nobody."""
+"""No slot and no byte stays reserved without a lease, whatever happens to leases in any order."""
 
 from __future__ import annotations
 

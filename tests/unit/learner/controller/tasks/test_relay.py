@@ -1,4 +1,4 @@
-"""Calls to environments that clients serve: nobody waits for one who does not read."""
+"""Calls to environments that clients serve: no client waits for another that does not read."""
 
 from __future__ import annotations
 

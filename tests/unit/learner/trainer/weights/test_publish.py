@@ -122,7 +122,7 @@ def send_all(sender: GlooSender) -> None:
 
 
 class Work:
-    """A broadcast that is done when somebody waits for it."""
+    """A broadcast that is done when its `wait` is called."""
 
     def __init__(self) -> None:
         self.was_waited_for = False
@@ -132,7 +132,7 @@ class Work:
 
 
 class Group:
-    """A communicator of which nobody else is there."""
+    """A communicator without another member."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
