@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_engine import KINDS, MODES
-from measure import Spread, note, part, progress, table, write_result
+from measure import Spread, note, part, progress, settings_of, table, write_result
 from rollout import HERE, EngineProcess
 from rollout_engines import START_LIMIT_S, Sizes, Turn
 from rollout_episodes import Episodes
@@ -155,7 +155,7 @@ class Benchmark:
     def write(self) -> None:
         """What is known by now."""
         record = {
-            "settings": {key: str(value) for key, value in vars(self.arguments).items()},
+            "settings": settings_of(self.arguments),
             "check": self.check,
             "turns": self.turns,
             "table": table_of(self.turns),

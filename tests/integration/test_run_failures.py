@@ -288,9 +288,9 @@ async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         assert await run.wait(RUN_LIMIT_S) == 1
     assert config.is_file()
-    assert run.out.count("! server-0 exited with code 3: ") == 1
+    assert run.out.count("! server-0 exited with code 4: ") == 1
     # Once, when it comes.
-    assert re.fullmatch(r"slipstream: server-0 exited with code 3: ValueError: .*\n", run.err)
+    assert re.fullmatch(r"slipstream: server-0 exited with code 4: ValueError: .*\n", run.err)
     assert "the run failed" not in run.out
 
 

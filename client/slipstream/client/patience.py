@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from slipstream.protocol.backoff import Backoff
+
 # Seconds in which a lost controller may come back.
 RECONNECT_TIMEOUT_S = 120.0
 FIRST_BACKOFF_S = 0.2
@@ -21,22 +23,21 @@ class Patience:
 
     def __init__(self) -> None:
         self.served = False
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._lost_at_s: float | None = None
 
     def succeeded(self) -> None:
         """Notes that the controller answered."""
         self.served = True
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff.reset()
         self._lost_at_s = None
 
     async def wait(self, cause: str) -> bool:
         """Waits before the next attempt; returns False when the time for attempts is over."""
         now_s = asyncio.get_running_loop().time()
         self._lost_at_s = self._lost_at_s or now_s
-        if now_s + self._backoff_s > self._lost_at_s + RECONNECT_TIMEOUT_S:
+        if now_s + self._backoff.next_s > self._lost_at_s + RECONNECT_TIMEOUT_S:
             return False
-        logger.warning("lost the controller (%s); retrying in %.1f s", cause, self._backoff_s)
-        await asyncio.sleep(self._backoff_s)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        logger.warning("lost the controller (%s); retrying in %.1f s", cause, self._backoff.next_s)
+        await asyncio.sleep(self._backoff.take_s())
         return True

@@ -21,6 +21,7 @@ from pathlib import Path
 import uvloop
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.machine.process import die_with_parent
 from slipstream.protocol.names import check_server_id
@@ -51,18 +52,18 @@ def main(arguments: list[str] | None = None) -> int:
         uvloop.run(_serve(config, options))
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
-        return 2
+        return USAGE_ERROR
     except _NotStarted as error:
         traceback.print_exception(error.__cause__)
-        return process.NOT_STARTED
+        return NOT_STARTED
     except BaseExceptionGroup as group:
         return _report(group)
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     # vLLM's client logs a traceback when only the end of the interpreter collects it.
     gc.collect()
-    return 0
+    return DONE
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -149,7 +150,7 @@ def _report(group: BaseExceptionGroup[BaseException]) -> int:
             print(f"slipstream: {cause}", file=sys.stderr)
         else:
             traceback.print_exception(cause)
-    return 2 if all(isinstance(cause, ConfigError) for cause in causes) else 1
+    return USAGE_ERROR if all(isinstance(cause, ConfigError) for cause in causes) else FAILED
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
+from slipstream.protocol.exit_codes import NOT_STARTED
 from slipstream.protocol.machine.process import die_with_parent, open_variables
 from slipstream.protocol.settings.config import RolloutServerSection
 
@@ -28,9 +29,6 @@ _TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
 # An environment may fork: gRPC's handlers would then wait for its threads, some of which wait for
 # the fork.
 _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
-
-# Exit code of a server whose engine did not start; its log says why.
-NOT_STARTED = 3
 
 
 def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[str, str]:

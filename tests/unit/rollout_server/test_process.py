@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from slipstream.protocol.exit_codes import NOT_STARTED
 from slipstream.protocol.settings.config import RolloutServerSection
-from slipstream.rollout_server.process import NOT_STARTED, engine_environment
+from slipstream.rollout_server.process import engine_environment
 
 START = """
 import sys, time

@@ -18,6 +18,7 @@ import grpc.aio
 from slipstream.client.launch.children import Child, start_child, with_full_disk
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.placement import Placement, describe_sharing
+from slipstream.client.launch.restarts import RestartPolicy
 from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls
 from slipstream.client.launch.trainer_ranks import TrainerRanks
 from slipstream.client.launch.waits import tell_waits
@@ -25,6 +26,7 @@ from slipstream.client.run_folder import node_folder, write_config
 from slipstream.client.stopping import stop_signal
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.errors import QueueError, RunFailed
+from slipstream.protocol.exit_codes import FAILED
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import model_warnings
@@ -42,14 +44,8 @@ EVENTS_LIMIT_S = 5.0
 # Seconds that the other processes may need to end after the controller has ended.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
-# Exit code of a command whose run has failed.
-FAILED = 1
 # Seconds after which a rollout server that ends is granted as many restarts as a new one.
 FORGIVEN_S = 600.0
-# Exit codes of a rollout server: its settings cannot work; its engine did not start.
-USAGE_ERROR, NOT_STARTED = 2, 3
-# Starts of an engine that fail in a row before the run ends: a third one would fail too.
-MAX_FAILED_STARTS = 2
 
 
 class RunProcesses:
@@ -249,8 +245,7 @@ class RunProcesses:
         await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
     async def _keep(self, name: str, environ: Mapping[str, str]) -> None:
-        settings = self._config.rollout_server
-        restarts = failed_starts = 0
+        policy = RestartPolicy(self._config.rollout_server.max_restarts)
         address = self._config.controller.address
         while True:
             started_s = time.monotonic()
@@ -262,16 +257,13 @@ class RunProcesses:
             if self._over or self._display.is_over or child.process.returncode == 0:
                 return
             if time.monotonic() - started_s > FORGIVEN_S:
-                restarts = 0
-            restarts += 1
-            code = child.process.returncode
-            failed_starts = failed_starts + 1 if code == NOT_STARTED else 0
-            is_final = code == USAGE_ERROR or failed_starts == MAX_FAILED_STARTS
-            if is_final or restarts > settings.max_restarts:
+                policy.forgive()
+            pause_s = policy.pause_after(child.process.returncode)
+            if pause_s is None:
                 await self._stop_run(child.describe_end(), failed=True)
                 return
-            self._display.warn(f"{child.describe_end()}; start {restarts + 1}")
-            await asyncio.sleep(min(2.0**restarts / 2, 30.0))
+            self._display.warn(f"{child.describe_end()}; start {policy.restarts + 1}")
+            await asyncio.sleep(pause_s)
 
     async def _watch_trainers(self) -> None:
         if self._trainers is None:

@@ -16,18 +16,12 @@ from dataclasses import dataclass
 from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
+from slipstream.client.launch.restarts import FINAL_CODES, RestartPolicy
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.settings.config import Config, address_parts
 
 TRAINER = "slipstream.learner.trainer"
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-# Exit codes after which a restart would fail again: impossible settings, and what the trainer
-# itself judges to be a bug or damage.
-FINAL_CODES = (2, 3)
-# Exit code of a rank that failed while it loaded; after two in a row a third one would fail too.
-NOT_LOADED = 4
-MAX_FAILED_STARTS = 2
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class TrainerRanks:
 
         Returns the rank that died when its exit code is final or there were too many restarts.
         """
-        restarts, failed_starts, pause_s = 0, 0, FIRST_PAUSE_S
+        policy = RestartPolicy(self._config.learner.max_restarts)
         reached = Milestones(0, 0)
         while True:
             failed = await self._first_failure()
@@ -102,16 +96,15 @@ class TrainerRanks:
             await asyncio.gather(*(child.process.wait() for child in self.children))
             now = await self._milestones()
             if now is not None and now.is_beyond(reached):
-                restarts, pause_s, reached = 0, FIRST_PAUSE_S, now
-            restarts += 1
-            code = failed.process.returncode
-            failed_starts = failed_starts + 1 if code == NOT_LOADED else 0
-            is_final = code in FINAL_CODES or failed_starts == MAX_FAILED_STARTS
-            if is_final or restarts > self._config.learner.max_restarts:
+                policy.forgive()
+                reached = now
+            pause_s = policy.pause_after(failed.process.returncode)
+            if pause_s is None:
                 return failed
-            self._warn(f"{failed.describe_end()}; the trainer starts again, start {restarts + 1}")
+            self._warn(
+                f"{failed.describe_end()}; the trainer starts again, start {policy.restarts + 1}"
+            )
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
             await self.start(arguments)
 
     async def stop(self, grace_s: float) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvloop
 from slipstream.learner.controller.own_log import OwnLog, last_words
 from slipstream.protocol.errors import RunFailed, SlipstreamError
+from slipstream.protocol.exit_codes import FAILED, USAGE_ERROR
 from slipstream.protocol.settings.config_file import load_config
 
 
@@ -26,16 +27,16 @@ def main() -> int:
         return uvloop.run(_serve(arguments.config))
     except RunFailed as error:
         last_words(str(error))
-        return 1
+        return FAILED
     except (SlipstreamError, FileExistsError) as error:
         last_words(str(error))
-        return 2
+        return USAGE_ERROR
     except BaseExceptionGroup as group:
         ours = group.subgroup(SlipstreamError)
         if ours is None:
             raise
         last_words(str(_first(ours)))
-        return 1
+        return FAILED
 
 
 def _first(error: BaseException) -> BaseException:

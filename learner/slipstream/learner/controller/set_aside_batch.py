@@ -16,8 +16,8 @@ from slipstream.learner.controller.records.journal import LOG_NAME, Journal, rea
 from slipstream.learner.controller.trajectories.batch import from_record
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.errors import ConfigError, ProtocolError, SlipstreamError
+from slipstream.protocol.exit_codes import USAGE_ERROR
 
-USAGE_ERROR = 2
 CAUSE = "the user asked for it"
 
 

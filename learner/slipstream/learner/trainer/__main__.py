@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-USAGE_ERROR = 2
-# A restart would fail in the same way.
-FINAL_ERROR = 3
-# The rank failed before training: one restart may help if memory was not yet free.
-NOT_LOADED = 4
 # Most seconds between two signs of life of a trainer that works.
 WORK_PERIOD_S = 5.0
 # While a model is loaded these errors come from settings, files and code, which a restart does not
@@ -102,7 +98,7 @@ def _run_rank(config: Config) -> int:
         # A collective that the other ranks never finish would block an orderly exit.
         os._exit(code)
     client.close()
-    return 0
+    return DONE
 
 
 def exit_code(error: Exception, *, has_loaded: bool) -> int:
@@ -114,8 +110,8 @@ def exit_code(error: Exception, *, has_loaded: bool) -> int:
     if isinstance(error, SlipstreamError):
         return FINAL_ERROR
     if has_loaded or isinstance(error, (ConnectionError, TimeoutError)):
-        return 1
-    return FINAL_ERROR if isinstance(error, _LASTING) else NOT_LOADED
+        return FAILED
+    return FINAL_ERROR if isinstance(error, _LASTING) else NOT_STARTED
 
 
 def _load(

@@ -11,11 +11,10 @@ import tomllib
 
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.exit_codes import USAGE_ERROR
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.settings.roles import named, role_settings
-
-USAGE_ERROR = 2
 
 
 def main() -> int:

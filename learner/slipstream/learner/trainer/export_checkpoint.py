@@ -13,10 +13,10 @@ from pathlib import Path
 
 from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_manifest
 from slipstream.protocol.errors import CheckpointError, SlipstreamError
+from slipstream.protocol.exit_codes import USAGE_ERROR
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config, parse_config
 
-USAGE_ERROR = 2
 # Settings of learner, reference and critic about the number of ranks and about training. An export
 # does not need them, and many contradict a single rank.
 _OF_RANKS = {

@@ -19,13 +19,13 @@ from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.errors import SlipstreamError
+from slipstream.protocol.exit_codes import USAGE_ERROR
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
 
-USAGE_ERROR = 2
 FAILED = 3
 
 

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 from slipstream.protocol.access.security import Credentials, call_metadata
+from slipstream.protocol.backoff import Backoff
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing, Delivery
 from slipstream.protocol.queue.budget import ByteBudget
@@ -63,7 +64,7 @@ class GrpcSender:
         self._unacknowledged: dict[TrajectoryId, bytes] = {}
         self._to_send: deque[TrajectoryId] = deque()
         self._put = asyncio.Event()
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._stack = AsyncExitStack()
         self._running: asyncio.Task[None] | None = None
         self._closed = False
@@ -123,9 +124,10 @@ class GrpcSender:
             # A call that fails while it is cancelled swallows the cancellation.
             if self._closed:
                 return
-            logger.warning("trajectory stream lost: %s; again in %.1f s", cause, self._backoff_s)
-            await asyncio.sleep(self._backoff_s)
-            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            logger.warning(
+                "trajectory stream lost: %s; again in %.1f s", cause, self._backoff.next_s
+            )
+            await asyncio.sleep(self._backoff.take_s())
 
     async def _use(self, call: DeliverCall) -> None:
         """Sends and reads until the stream ends; raises the stream's status if not OK."""
@@ -139,7 +141,7 @@ class GrpcSender:
 
     async def _write(self, call: DeliverCall) -> None:
         try:
-            if self._backoff_s > FIRST_BACKOFF_S:
+            if not self._backoff.is_fresh:
                 # A write to a stream that is being refused hides the reason from `_read`.
                 await asyncio.sleep(REFUSAL_WAIT_S)
             while True:
@@ -158,7 +160,7 @@ class GrpcSender:
     async def _read(self, call: DeliverCall) -> grpc.aio.AioRpcError | None:
         try:
             async for response in call:
-                self._backoff_s = FIRST_BACKOFF_S
+                self._backoff.reset()
                 for acknowledged in response.acknowledged_ids:
                     data = self._unacknowledged.pop(TrajectoryId(acknowledged), None)
                     if data is not None:

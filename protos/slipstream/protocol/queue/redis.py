@@ -20,6 +20,7 @@ from types import TracebackType
 
 from redis.exceptions import WatchError
 from redis.typing import EncodableT, FieldT
+from slipstream.protocol.backoff import Backoff
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.budget import check_fits, queue_full
 from slipstream.protocol.queue.embedded import EmbeddedServer
@@ -137,17 +138,16 @@ class RedisSender:
                 place.stored.set_exception(error)
 
     async def _write(self) -> None:
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         try:
             while True:
                 await self._wake_writer.wait()
                 self._wake_writer.clear()
                 while self._waiting:
                     if await self._connection.persistently(self._add):
-                        backoff_s = FIRST_BACKOFF_S
+                        backoff.reset()
                     else:
-                        await asyncio.sleep(backoff_s)
-                        backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                        await asyncio.sleep(backoff.take_s())
         except QueueError as error:
             self._fail(error)
             raise

@@ -25,6 +25,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from slipstream.protocol.backoff import Backoff
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.redis_counters import Counted, Counters
 
@@ -106,7 +107,7 @@ class RedisConnection:
         call: Callable[[], Awaitable[Result]],
     ) -> Result:
         """Runs `call`, again for 30 s after a lost connection; QueueError names the server."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         deadline = asyncio.get_running_loop().time() + RECONNECT_TIMEOUT_S
         while True:
             try:
@@ -114,7 +115,7 @@ class RedisConnection:
             except CONNECTION_ERRORS as error:
                 if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
                     raise self.failure(error) from error
-                if asyncio.get_running_loop().time() + backoff_s > deadline:
+                if asyncio.get_running_loop().time() + backoff.next_s > deadline:
                     raise QueueError(
                         f"redis at {self.name} does not answer within "
                         f"{RECONNECT_TIMEOUT_S:g} s: {error}"
@@ -129,8 +130,7 @@ class RedisConnection:
                     logger.warning("redis at %s answers again", self.name)
                 self.trouble = None
                 return result
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff.take_s())
 
     @property
     def counted_keys(self) -> tuple[str, ...]:

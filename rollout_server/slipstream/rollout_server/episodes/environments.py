@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
+from slipstream.protocol.backoff import Backoff
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable, EnvironmentSession, StreamSession
 from slipstream.rollout_server.episodes.lone_workers import LoneWorkers
@@ -87,7 +88,7 @@ class HostedEnvironment:
         return worker.open(episode_key, task_index, timeout_s)
 
     async def _keep(self, index: int) -> None:
-        failures, backoff_s = 0, _FIRST_BACKOFF_S
+        failures, backoff = 0, Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             worker = EnvironmentWorker(
                 self._gateway,
@@ -105,14 +106,15 @@ class HostedEnvironment:
             was_ready = worker in self._ready
             self._ready.discard(worker)
             log.warning("environment %s, worker %d: %s", self.spec.name, index, self._last_failure)
-            failures, backoff_s = (
-                (1, _FIRST_BACKOFF_S) if was_ready else (failures + 1, 2 * backoff_s)
-            )
+            if was_ready:
+                failures = 0
+                backoff.reset()
+            failures += 1
             never_loaded = self._outcome is None or self._outcome.HasField("failure")
             if never_loaded or failures > _MAX_RESTARTS_IN_A_ROW:
                 self._abandon()
                 return
-            await asyncio.sleep(min(backoff_s, _MAX_BACKOFF_S))
+            await asyncio.sleep(backoff.take_s())
 
     def _abandon(self) -> None:
         self._num_abandoned += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import exits
 import pytest
-from slipstream.client.launch import trainer_ranks
+from slipstream.client.launch import restarts
 from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
@@ -53,7 +53,7 @@ async def kept(
         },
         source="test",
     )
-    monkeypatch.setattr(trainer_ranks, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
     told: list[str] = []
     answers = iter(reached)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.__main__ import FINAL_ERROR, NOT_LOADED, exit_code
+from slipstream.learner.trainer.__main__ import exit_code
 from slipstream.learner.trainer.train import StartAgain
 from slipstream.protocol.errors import ConfigError, RunFailed
+from slipstream.protocol.exit_codes import FINAL_ERROR, NOT_STARTED
 
 
 @pytest.mark.parametrize(
@@ -19,12 +20,12 @@ from slipstream.protocol.errors import ConfigError, RunFailed
         (ModuleNotFoundError("transformer_engine"), FINAL_ERROR, 1),
         (FileNotFoundError("model.safetensors"), FINAL_ERROR, 1),
         (AssertionError("num_query_groups"), FINAL_ERROR, 1),
-        (torch.OutOfMemoryError("CUDA out of memory"), NOT_LOADED, 1),
-        (dist.DistBackendError("NCCL error"), NOT_LOADED, 1),
-        (OSError(5, "Input/output error"), NOT_LOADED, 1),
+        (torch.OutOfMemoryError("CUDA out of memory"), NOT_STARTED, 1),
+        (dist.DistBackendError("NCCL error"), NOT_STARTED, 1),
+        (OSError(5, "Input/output error"), NOT_STARTED, 1),
         (TimeoutError("of 2 ranks 1 did not come"), 1, 1),
         (ConnectionResetError("by peer"), 1, 1),
-        (StartAgain("step 2 changed weights before it failed"), NOT_LOADED, 1),
+        (StartAgain("step 2 changed weights before it failed"), NOT_STARTED, 1),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -1,0 +1,30 @@
+"""Pauses between attempts, each twice as long as the one before, up to a limit."""
+
+from __future__ import annotations
+
+
+class Backoff:
+    """Gives the pause before the next attempt; the caller sleeps.
+
+    backoff = Backoff(0.2, 5.0)
+    await asyncio.sleep(backoff.take_s())  # 0.2 s, then 0.4 s, ... 5 s
+    backoff.reset()  # after an attempt that succeeded
+    """
+
+    def __init__(self, first_s: float, max_s: float) -> None:
+        self._first_s, self._max_s = first_s, max_s
+        self.next_s = first_s
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no attempt has failed since the last success."""
+        return self.next_s == self._first_s
+
+    def take_s(self) -> float:
+        """Returns the pause in seconds, and doubles the next one."""
+        pause_s, self.next_s = self.next_s, min(2 * self.next_s, self._max_s)
+        return pause_s
+
+    def reset(self) -> None:
+        """Begins with the first pause again."""
+        self.next_s = self._first_s
