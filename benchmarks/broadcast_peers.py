@@ -214,7 +214,7 @@ async def serve(arguments: argparse.Namespace, pipe: Pipe) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     pipe.put(imported=True)
-    # Until then another engine may be measuring this GPU's memory.
+    # The engine starts on "go": another engine may be measuring this GPU's memory before that.
     assert pipe.get()["do"] == "go"
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(

@@ -341,7 +341,7 @@ def protocol_of(checkout: Path) -> int:
 async def measure(
     name: str, checkout: Path, servers: int, arguments: argparse.Namespace
 ) -> list[str]:
-    """One run with so many servers."""
+    """One run with `servers` rollout servers."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         if not arguments.port:
             probe.bind(("127.0.0.1", 0))

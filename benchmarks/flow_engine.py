@@ -25,7 +25,8 @@ LEVERS = {
 }
 KINDS = ("decoding", "prompts")
 MODES = ("NONE", "PIECEWISE", "FULL")
-# Of each kind of step. Seconds of the engine's thread, but for `whole`, from plan to plan.
+# Sums for each kind of step: `whole` is seconds from plan to plan, `plan` to `take` are seconds
+# of the engine's thread.
 FIELDS = ("steps", "whole", "plan", "start", "sample", "take", "tokens", "replies", *MODES)
 _LEVER, _COUNTS, _FIRST_TOKENS, _RING = 0, 4, 64, 8192
 

@@ -89,7 +89,7 @@ class Work:
     batch: Batch
     micro_batches: list[MicroBatch]
     num_tokens: int
-    # By loop: ours computes no logits where nothing is trained, the peer computes all of them.
+    # FLOPs by name of the loop: ours skips the logits of untrained positions, the peer has all.
     flops: dict[str, float]
 
 
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
-        # It is set before any library asks for a device.
+        # The variable must be set before any library asks for a device.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU")

@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-# It comes before gRPC: its setting for forks must hold for programs that a benchmark starts too.
+# This import comes before gRPC's: its setting for forks must hold for programs started here too.
 import slipstream.rollout_server  # noqa: F401
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -41,7 +41,7 @@ PUBLISHES = {
 
 
 def result(name: str) -> dict[str, Any]:
-    """One result of benchmarks/results."""
+    """Reads the result `name` of benchmarks/results."""
     return json.loads((HERE / "results" / f"{name}.json").read_text())
 
 

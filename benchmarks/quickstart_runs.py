@@ -55,7 +55,7 @@ def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
     ]
     started_s = time.monotonic()
     done = subprocess.run(
-        # It runs as a module: the packages may be on PYTHONPATH only.
+        # The command runs as a module: the packages may be on PYTHONPATH only.
         [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,

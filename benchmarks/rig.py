@@ -62,7 +62,7 @@ class PublishTimes:
     # `sent`: the trainer has sent everything. `finished`: it was told that all servers have loaded.
     sent: float = 0.0
     finished: float = 0.0
-    # By server, when it said that it has loaded and that it serves, and when it began to serve.
+    # Times by server: when it reported that it has loaded, reported that it serves, began to serve.
     loaded: dict[str, float] = field(default_factory=dict)
     serving: dict[str, float] = field(default_factory=dict)
     served: dict[str, float] = field(default_factory=dict)

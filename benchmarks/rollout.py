@@ -53,7 +53,7 @@ RUN_LIMIT_S, ALONE_LIMIT_S = 240.0, 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One of the table."""
+    """One row of the table."""
 
     name: str
     process: str
@@ -62,7 +62,7 @@ class Row:
     flow: bool = False
 
     def turn(self, arguments: argparse.Namespace, first_seed: int) -> Turn:
-        """Its turn in the table's sizes."""
+        """The row's turn in the table's sizes."""
         slots, length = arguments.concurrent, arguments.reply_tokens
         if self.flow:
             return Turn(first_seed, 2 * slots, slots, length // 2, length + length // 2)
@@ -307,7 +307,7 @@ def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def cpu_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
-    """Of the server's process and of the engine's, where they were seen."""
+    """Table cells: CPU time of the server's process and of the engine's; "" if not measured."""
     if "cpu_s" not in turns[0]:
         return ["", ""]
     return [

@@ -38,7 +38,7 @@ CHECKED_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Turn:
-    """`requests` of which `slots` run at one time, with replies of so many tokens."""
+    """`requests` requests, `slots` of them at one time, and the lengths of their replies."""
 
     first_seed: int
     requests: int
@@ -54,7 +54,7 @@ Run = Callable[[Turn], Coroutine[Any, Any, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every run."""
+    """The tokens of each prompt and of the longest reply, for every run."""
 
     prompt_tokens: int
     reply_tokens: int
@@ -255,7 +255,7 @@ class Bare:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
         self._sizes = sizes
-        # As vLLM's own server does, and ours.
+        # Both vLLM's own server and ours do this after the start.
         gc.collect()
         gc.freeze()
 
@@ -266,7 +266,7 @@ class Bare:
     async def close(self) -> None:
         """Ends it."""
         self._llm.shutdown(timeout=5)
-        # Its finaliser logs an error when it runs after that of its modules.
+        # The engine's finaliser logs an error when it runs after that of its modules.
         gc.unfreeze()
         del self._llm
 
@@ -339,7 +339,7 @@ async def _start(role: str, config: Config, sizes: Sizes, address: str) -> Serve
 
 
 def _give_up(serving: asyncio.Task[None]) -> None:
-    """A server that broke ends its process: nobody would answer leases any more."""
+    """A server that broke ends its process: its leases would stay unanswered."""
     if not serving.cancelled() and (error := serving.exception()) is not None:
         traceback.print_exception(error)
         os._exit(1)

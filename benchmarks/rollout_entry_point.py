@@ -19,9 +19,9 @@ from rollout_engines import START_LIMIT_S, Sizes, Turn
 from slipstream.protocol.settings.config import Config
 from slipstream.rollout_server import process
 
-# So many requests go before those that count.
+# The number of requests sent before the measured ones.
 WARM_UP_REQUESTS = 64
-# Of its own modes: the offline engine, and the one below vLLM's server.
+# The benchmark's own modes: the offline engine, and the engine below vLLM's server.
 MODES = {"offline": [], "asynchronous": ["--async-engine"]}
 # What `vllm bench throughput` runs; the word before asks for an installed package of vLLM's name,
 # and that of CPUs has another one.
@@ -85,7 +85,7 @@ class EntryPoint:
                 async with asyncio.timeout(START_LIMIT_S):
                     await child.wait()
             finally:
-                # Its engine is a process of its own, which may outlive it.
+                # The engine is a process of its own, which may outlive the program.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 await child.wait()

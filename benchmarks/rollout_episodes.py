@@ -73,7 +73,7 @@ class Episodes:
             raise RuntimeError(report.failure.message)
 
     async def run(self, turn: Turn, limit_s: float) -> dict[str, Any]:
-        """As many episodes as requests of the other rows."""
+        """Runs `turn.requests` episodes: as many as the other rows send requests."""
         return await self._beside(self._run(turn, limit_s))
 
     async def _run(self, turn: Turn, limit_s: float) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Episodes:
         started_s = time.perf_counter()
         leased = 0
         while leased < turn.requests:
-            # As a controller does: a lease for every free place, which each trajectory makes.
+            # A controller does the same: one lease for every free place; each trajectory frees one.
             for number in range(leased, min(turn.slots + len(fleet.trajectories), turn.requests)):
                 self._lease(turn, turn.first_seed + number)
                 leased += 1

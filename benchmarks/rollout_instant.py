@@ -29,7 +29,7 @@ class InstantEngine:
     def __init__(self) -> None:
         """Nothing was generated yet."""
         self._tokens = 0
-        # As our engine does after its start.
+        # Our engine does the same after its start.
         gc.collect()
         gc.freeze()
 

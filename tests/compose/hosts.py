@@ -23,7 +23,7 @@ SECRETS = {
 }
 SECRETS["all"] = (*SECRETS["learner"], "redis_rollout_password")
 COMPOSE_LIMIT_S = 300.0
-# Containers of root's tests run as somebody else.
+# If root runs the tests, containers run as another user.
 USER = "1000:1000" if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}"
 
 

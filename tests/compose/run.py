@@ -90,7 +90,7 @@ def main() -> int:
     if cause is not None:
         print(f"skipped: no Docker Engine with Compose here: {cause}")
         return 0
-    # Whoever ends this program ends what it has started.
+    # SIGTERM ends this program and everything that it has started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="slipstream-compose-"))
     # Containers of another user go through it.

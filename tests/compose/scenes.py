@@ -43,7 +43,7 @@ class Run:
         return max((int(entry["step"]) + 1 for entry in steps if "loss" in entry), default=0)
 
     def wait_for_steps(self, num_steps: int, learner: Host) -> None:
-        """Waits until so many steps are trained; the learner must run."""
+        """Waits until `num_steps` steps are trained; the learner must run."""
         container = learner.container("learner")
         wait_for(
             f"{num_steps} steps are trained",

@@ -33,7 +33,7 @@ LORA = {"rank": RANK, "alpha": 32.0, "publish": "adapters"}
 
 
 def check(run: Path, *, item_bytes: int, whole: int, gap: float) -> dict:
-    """Its summary: `whole` publishes had matrices and adapters, all others adapters alone."""
+    """Returns the summary; `whole` publishes had matrices and adapters, the others adapters."""
     summary, rows = summary_of(run), [row for row in rows_of(run) if "weights_bytes" in row]
     alone, both = ADAPTERS * item_bytes, (ALL + ADAPTERS) * item_bytes
     assert {row["weights_bytes"] for row in rows} <= {alone, both}

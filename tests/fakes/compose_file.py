@@ -72,7 +72,7 @@ def write_env(path: Path, variables: Mapping[str, str]) -> Path:
 
 
 def host_path(service: Mapping[str, Any], target: str) -> Path:
-    """Where the host keeps what a service sees as `target`, a mounted file or folder."""
+    """The host's path of the file or folder that a service sees as `target`."""
     for volume in service["volumes"]:
         if volume["target"] == target:
             return Path(volume["source"])

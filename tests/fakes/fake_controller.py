@@ -38,7 +38,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self._orders = iter(orders)
         self._on_start_publish = on_start_publish
         self._taking_part: list[weights_pb2.Receiver] = []
-        # Of those that take part in the publish that was started last.
+        # Answers the trainer, when asked: the receivers that still take part in the newest publish.
         self.still_there = lambda: self._taking_part
         self._server = grpc.server(futures.ThreadPoolExecutor(5))
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, self._server)
@@ -90,7 +90,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         order = next(self._orders, None)
         if order is None:
             self.asked.set()
-            # As a real controller that has nothing to do: quiet until the limit of the call.
+            # A real controller without anything to do is quiet until the limit of the call, too.
             gone = threading.Event()
             context.add_callback(gone.set)
             gone.wait(self.idle_s)

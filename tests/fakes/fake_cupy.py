@@ -1,4 +1,4 @@
-"""As much of cupy as the wire of weights uses, on a machine without it or a GPU."""
+"""The part of cupy that the weight transports use, for machines without cupy or a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FakeCupy:
         self._pointers = itertools.count(1 << 20, 1 << 20)
 
     def modules(self) -> dict[str, ModuleType]:
-        """For `sys.modules`."""
+        """The fake modules by name, to be put into `sys.modules`."""
         package, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
         runtime, stream = self._runtime(), SimpleNamespace(synchronize=lambda: None)
         nccl = SimpleNamespace(NcclCommunicator=self._connect, NcclError=NcclError, NCCL_UINT8=1)
@@ -117,7 +117,7 @@ class FakeCupy:
 
 
 class Communicator:
-    """Of NCCL, as cupy wraps it."""
+    """An NCCL communicator as cupy wraps it."""
 
     def __init__(self, cupy: FakeCupy) -> None:
         self._cupy = cupy
@@ -133,9 +133,9 @@ class Communicator:
 
 @contextlib.contextmanager
 def installed() -> Iterator[FakeCupy]:
-    """In the place of cupy, which is not there; nothing of it is remembered afterwards."""
+    """Puts the fake in the place of cupy, which is not installed, and removes it afterwards."""
     fake = FakeCupy()
-    uses = ("slipstream.protocol.weights.card_buffers",)
+    uses = ("slipstream.protocol.weights.gpu_buffers",)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in fake.modules().items():
             patch.setitem(sys.modules, name, module)

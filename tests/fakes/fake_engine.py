@@ -24,7 +24,7 @@ from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.v1 import weights_pb2
 
 EOS = 2
-# Of the weights that it is sent.
+# Bucket digests that the engine reports for the weights it received.
 DIGESTS = (b"digest",)
 
 
@@ -50,12 +50,12 @@ class FakeEngine:
         self.running = asyncio.Event()
         self.limit: int | None = None
         self.stop_after = 3
-        # Of all requests.
+        # The sampling settings of each request, in order of arrival.
         self.samplings: list[Sampling] = []
         self.fail_with: str | None = None
         self.weights_error: str | None = None
         self.prepare_error: str | None = None
-        # Closed: other members are waited for.
+        # While it is not set, `prepare` waits for the other members.
         self.others_came = asyncio.Event()
         self.others_came.set()
         self.prepared = ""
@@ -86,7 +86,7 @@ class FakeEngine:
         self._wake()
 
     async def wait_tokens(self, number: int) -> None:
-        """Until the engine has sampled so many tokens in all."""
+        """Waits until the engine has sampled `number` tokens in all."""
         async with asyncio.timeout(10):
             while self._generated < number:
                 await asyncio.sleep(0)

@@ -17,7 +17,7 @@ class Meeting:
 
     world_size: int
     members: set[int] = field(default_factory=set)
-    # For each broadcast: who has come, and the bytes of the root.
+    # Each broadcast: the ranks that have come, and the bytes of the root.
     rounds: list[tuple[set[int], list[bytes]]] = field(default_factory=list)
     lock: threading.Condition = field(default_factory=threading.Condition)
 

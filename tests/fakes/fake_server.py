@@ -65,7 +65,7 @@ class FakeServer:
         queue_url: str = "",
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
-        """With `queue_url` trajectories go to that Redis, else to the controller itself."""
+        """Trajectories go to the Redis at `queue_url`, or to the controller itself if it is ""."""
         self.address, self.name = address, name
         self.epoch = epoch if epoch is not None else random.getrandbits(60)
         self.max_episodes, self.reply_tokens, self.delay_s = max_episodes, reply_tokens, delay_s
@@ -100,7 +100,7 @@ class FakeServer:
         self.departure.set()
         # Weights that did not pass their probe.
         self.rejected = 0
-        # Group and member of those that nobody has judged.
+        # Group and member of each trajectory without a verdict.
         self.unfinished: set[tuple[str, int]] = set()
         self.running: dict[str, asyncio.Task] = {}
         self.outbox: asyncio.Queue = asyncio.Queue()
@@ -236,7 +236,7 @@ class FakeServer:
         await self.outbox.put(fleet_pb2.ServerMessage(publish=report))
 
     async def leave(self, finish_s: float = 0.05) -> None:
-        """As on SIGTERM: what ends within `finish_s` is finished, the rest is handed back."""
+        """Drains as on SIGTERM: finishes what ends within `finish_s`, hands the rest back."""
         draining = fleet_pb2.Draining(reason="it was told to stop")
         await self.outbox.put(fleet_pb2.ServerMessage(draining=draining))
         await self.departure.wait()
@@ -250,7 +250,7 @@ class FakeServer:
         for task in self.running.values():
             task.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
-        # What belongs to an open group is acknowledged with it, which may be long after.
+        # Trajectories of an open group are acknowledged with the group, perhaps much later.
         until_s = time.monotonic() + 0.3
         while self.sender.queued_bytes and time.monotonic() < until_s:
             await asyncio.sleep(0.01)

@@ -74,7 +74,7 @@ def _on(stream: Stream) -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed() -> Iterator[Stream]:
-    """In the place of torch's; gives the stream that is current at first."""
+    """Replaces torch's CUDA streams; yields the stream that is current at first."""
     _current[:] = [Stream()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", Stream)

@@ -149,7 +149,7 @@ class FakeTrainer:
         self.gate.clear()
 
     async def until_held(self) -> None:
-        """Until only steps are left that wait for the gate."""
+        """Waits until every step before `gated_from` is trained."""
         while self.version.step < self.gated_from:
             await asyncio.sleep(0.005)
 
@@ -201,7 +201,7 @@ class FakeTrainer:
             )
 
     async def _refuse(self, header: trainer_pb2.BatchHeader, group_ids: list[str]) -> None:
-        """As the real one: it goes on if the batch is set aside, and fails for good if not."""
+        """Reports a data fault like the real trainer: stops unless the batch is set aside."""
         fault = trainer_pb2.DataFault(
             step=header.step, batch_id=header.batch_id, group_ids=group_ids
         )

@@ -49,7 +49,7 @@ versions = st.builds(PolicyVersion, steps, steps)
 
 @st.composite
 def routed_experts(draw: st.DrawFn, num_tokens: int) -> RoutedExperts:
-    """Of so many tokens; here and there nothing is recorded."""
+    """Draws the experts of `num_tokens` tokens; at some positions none are recorded."""
     num_experts = draw(st.sampled_from([1, 4, 255, 256, 300, 65535]))
     top_k = draw(st.integers(1, min(3, num_experts)))
     shape = (num_tokens, draw(st.integers(1, 3)), top_k)

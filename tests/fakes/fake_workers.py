@@ -213,4 +213,4 @@ class Empty(Environment[int]):
 
 
 class NoEnvironment:
-    """Not of the right class."""
+    """An object that is no Environment."""

@@ -18,12 +18,12 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 16384,
-    # So large that rounding does not hide it, so small that it shows.
+    # Large enough that rounding does not hide its effect, small enough that it has one.
     "rms_norm_eps": 0.02,
     "dtype": "float32",
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 300.0}
-# So high a base that frequencies of such short heads are scaled, too.
+# The base is high enough that the frequencies of such short heads are scaled, too.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 700000.0,

@@ -35,7 +35,7 @@ from slipstream.protocol.types import (
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trainer_pb2, trajectory_pb2
 
 METHODS = {method.name: method for method in methods()}
-# Whoever holds the token may end the run with these, send a server away, or begin as its trainer.
+# Calls with which any holder of the token may stop the run, drain a server or become its trainer.
 FATAL = ("StopRun", "DrainServer", "Register")
 OPENED = ("Join", "ServeEpisodes", "Deliver")
 # Our answers to what a caller does wrong, to a stream that waits, and to one that is asked to end.
@@ -167,7 +167,7 @@ async def _streamed(method, requests: Sequence[bytes]) -> tuple[grpc.StatusCode,
     except grpc.aio.AioRpcError:
         pass
     except asyncio.CancelledError:
-        # Of the call by the controller, unless this task is to end.
+        # The controller cancelled the call, unless this task itself was cancelled.
         task = asyncio.current_task()
         if not call.done() or (task is not None and task.cancelling()):
             raise

@@ -43,7 +43,7 @@ from slipstream.v1 import (
     weights_pb2,
 )
 
-# Of one reading, in processor time.
+# Most processor time that one reading may take.
 LONGEST_S = 1.0
 
 

@@ -219,7 +219,7 @@ def _fitting(field: FieldDescriptor, value: int) -> int:
 def _fill(message: Message, draw: random.Random, scalar: Scalar, depth: int = 0) -> None:
     chosen = ""
     if message.DESCRIPTOR.oneofs:
-        # One of them counts, so one of them is filled; now and then none.
+        # Only one field of a oneof counts, so one is filled; now and then none.
         names = [field.name for one in message.DESCRIPTOR.oneofs for field in one.fields]
         chosen = draw.choice(names) if draw.random() < 0.97 else ""
     for field in message.DESCRIPTOR.fields:

@@ -44,7 +44,7 @@ def main() -> None:
     weights = WeightsSection(join_deadline_s=30.0, bucket_deadline_s=20.0)
     sender = IpcSender(weights, device, num_bytes=largest)
     where = weights_pb2.Communicator()
-    # One lane: it is filled again as soon as `send` has returned.
+    # There is one lane, which is filled again as soon as `send` has returned.
     lane = torch.zeros(largest, dtype=torch.uint8, device=device)
     for line in sys.stdin:
         word, *arguments = line.split()

@@ -34,13 +34,13 @@ class Kill:
     """What followed one kill, in seconds since it."""
 
     moment: Moment
-    # The trainer was rid of the broken publish; it said why.
+    # Time at which the trainer reported the broken publish, and the error that it gave.
     freed_s: float
     error: str
-    # The survivor had the weights, and a step was trained.
+    # Times at which the survivor served the weights and the next step was trained.
     survivor_served_s: float
     next_step_s: float
-    # From the new start of the victim until it served the newest version.
+    # Seconds from the victim's new start until the victim served the newest version.
     rejoined_s: float
 
 
@@ -137,7 +137,7 @@ async def gaps_of_versions(
 
 
 async def kill_and_recover(rig: Rig, victim: Child, moment: Moment) -> Kill:
-    """One kill, one server, two servers again."""
+    """Kills `victim`, waits until one server goes on alone, and until the victim serves again."""
     controller = rig.controller
     killed = await kill_while_receiving(rig, victim, moment)
     broken = controller.publishes[-1]
@@ -180,7 +180,7 @@ async def kill_while_receiving(rig: Rig, victim: Child, moment: Moment) -> float
         await begun.wait()
     rig.controller.on_start = None
     await asyncio.sleep(0.3 if moment == "hung" else float(moment))
-    # It ends in a way that `until` would take for a failure.
+    # The victim ends in a way that `until` would take for a failure.
     rig.servers.remove(victim)
     for process in [psutil.Process(victim.process.pid), *engine_processes(victim)]:
         os.kill(process.pid, signal.SIGKILL)
@@ -195,10 +195,10 @@ def engine_processes(server: Child) -> list[psutil.Process]:
 
 
 def check(outcome: Outcome, *, gap_mean: float) -> None:
-    """The learner went on, nobody served torn weights, the dead one came back."""
+    """Checks that the learner went on, no server had torn weights, and the dead one came back."""
     for kill in outcome.kills:
-        # Its own error may be missing: when the survivor gives up first, NCCL lets the trainer's
-        # last broadcast end as if it had been received.
+        # The trainer's own error may be missing: if the survivor leaves first, NCCL lets the last
+        # broadcast of the trainer end as if it had been received.
         assert kill.freed_s > 0, f"the trainer had sent all before the kill: {kill}"
         assert kill.freed_s <= 5.0, kill
     # Torn weights would sample tokens that the learner finds far less probable than they said.

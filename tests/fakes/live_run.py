@@ -92,11 +92,11 @@ class LiveRun:
         return self._running.done()
 
     def stop(self) -> None:
-        """Ends the run before its last step, as somebody who wants no more of it."""
+        """Ends the run before its last step, as a user's stop does."""
         self._loop.call_soon_threadsafe(self._controller.stop, "the test is over")
 
     def summary(self) -> dict:
-        """What the run left; only behind its end."""
+        """The summary of the run, which exists only after its end."""
         return json.loads((self.config.run_dir / "summary.json").read_text())
 
     async def _begin(self) -> None:

@@ -61,15 +61,15 @@ class Outcome:
     num_copies: int
     # Parameters in which the replay differs from the loader.
     different: tuple[str, ...]
-    # Those that the replay changed.
+    # The number of parameters that the replay changed.
     changed: int
-    # What the proof said of the loader's work, and of it after one element was altered.
+    # What the check of the plan said of the loader's work, and after one element was altered.
     proof: str | None
     proof_of_altered: str | None
 
 
 def outcomes(folder: Path, tp_size: int, shapes: Mapping[str, Shape]) -> list[dict[str, Outcome]]:
-    """Of all shapes, one entry for each rank."""
+    """Outcomes by name of shape, one mapping for each rank."""
     return in_ranks(tp_size, _all_shapes, folder, tp_size, dict(shapes))
 
 
@@ -241,7 +241,7 @@ def _compare(
     for place, bucket in enumerate(buckets):
         kept.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
         _fill(kept[place], bucket, second)
-        # One behind: the loader may finish later than its bucket.
+        # The check is one bucket behind: the loader may finish a bucket later.
         if place:
             fresh.load_weights(cut(kept[place - 1], buckets[place - 1]))
         proof.add(place, kept[place])

@@ -26,7 +26,7 @@ BF16 = {"model": {"dtype": "bfloat16"}}
 NO_FUSIONS = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
 FP8 = {"transformer": {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | NO_FUSIONS}
 DETERMINISTIC = {"transformer": {"deterministic_mode": True}}
-# Only where there is a device other than the host.
+# Jobs that run only on a machine with a GPU.
 GPU_JOBS = {
     "bf16-cpu-optimizer": (1, BF16 | {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
 }

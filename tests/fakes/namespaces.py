@@ -164,7 +164,7 @@ class Host:
         folder = self.folder / name
         folder.mkdir(parents=True)
         script = folder / "start.sh"
-        # As Debian sets a host up: its own name is no address that others reach.
+        # Debian sets a host up like this: its own name is an address that no other host reaches.
         names = {"localhost": "127.0.0.1", self.name: "127.0.1.1", **hosts}
         (folder / "hosts").write_text("".join(f"{ip} {host}\n" for host, ip in names.items()))
         mounts = [*mounts, Mount(folder / "hosts", Path("/etc/hosts"))]

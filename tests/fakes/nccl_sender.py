@@ -85,7 +85,7 @@ class NcclSender:
         self._ask(load=[str(file), bucket_bytes])
 
     def kill(self) -> None:
-        """Without a goodbye to the receivers."""
+        """Kills the sender's process, without a goodbye to the receivers."""
         self._process.kill()
         self._process.wait()
 
@@ -124,7 +124,7 @@ def serve() -> None:
             answer = True
         elif "load" in command:
             path, bucket_bytes = command["load"]
-            # One memory for each bucket: what is measured is the receiver.
+            # Each bucket has memory of its own: only the receiver is to be measured.
             buckets, rooms = _fill(load_file(path, device="cuda"), bucket_bytes)
             digests = CudaDigests(buckets)
             torch.cuda.synchronize()

@@ -240,7 +240,7 @@ LAYOUTS = {
 }
 # A learning rate with which the second step cannot be finite.
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
-# With episodes that are all truncated.
+# A batch whose episodes are all truncated and filtered: nothing is trained.
 NOTHING_TRAINED = Layout(
     1, algorithm={"overlong": {"filter": True}, "aggregation": "sequence_mean"}
 )

@@ -42,7 +42,8 @@ def make_models(folder: Path) -> None:
         "dtype": "float32",
     }
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
-    # As Llama 3.1's, with so high a base that frequencies of such short heads are scaled, too.
+    # Llama 3.1's scaling, with a base high enough that it also scales the frequencies of such
+    # short heads.
     scaled = {
         "rope_theta": 500000.0,
         "rope_type": "llama3",
@@ -102,7 +103,7 @@ def make_models(folder: Path) -> None:
 
 def make_mixture(folder: Path, *, seed: int, **sizes: int) -> None:
     """A mixture of experts of sizes that vLLM's kernels take, with the tokenizer of tests."""
-    # Where a script of this folder does not find it by itself.
+    # A script of this folder may not have `deploy` on its path.
     sys.path.append(str(Path(__file__).parents[2] / "deploy"))
     from make_tiny_model import make_tokenizer
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

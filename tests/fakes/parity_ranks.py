@@ -55,7 +55,7 @@ def train(folder: Path, job: str) -> None:
         torch.save(extraordinary[job](policy, step, config), folder / f"{job}.pt")
         policy.ranks.close()
         return
-    # It compares Megatron's groups with the arithmetic of the dry run.
+    # `describe` compares Megatron's groups with the arithmetic of the dry run.
     policy.ranks.describe(has_experts=True)
     finalized = count_finalizations(policy)
     stream = open_stream(policy, config)
@@ -72,7 +72,7 @@ def train(folder: Path, job: str) -> None:
             metrics.append(step.run(batch).metrics)
         if batch.step == 0:
             torch.save(inputs, folder / f"{job}-rank-{policy.ranks.rank}.pt")
-    # At once: what a forward pass would complete must be complete without one.
+    # The weights are read at once: they must be complete without a forward pass.
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     logprobs.append(score())
     if policy.ranks.world_size == 1:
@@ -119,7 +119,7 @@ def slow_sends() -> Iterator[None]:
 
 @contextmanager
 def recorded_inputs(policy: Policy) -> Iterator[dict]:
-    """Where this rank is, and what enters its first chunk, one micro batch after the other."""
+    """Records this rank's coordinates, and what enters its first chunk for each micro batch."""
     ranks = policy.ranks
     found: dict = {
         "dp": ranks.dp_rank,

@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def runnable(world_size: int, dtype: str) -> list[str]:
-    """The layouts of so many ranks that this machine can run in this precision."""
+    """The layouts of `world_size` ranks that this machine can run in this precision."""
     has_cuda = torch.cuda.is_available()
     return [
         name

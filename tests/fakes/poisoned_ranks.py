@@ -40,12 +40,12 @@ class Job:
 
 
 def far_reward(trajectory: Trajectory) -> Trajectory:
-    """Its advantage is no float32."""
+    """Returns a trajectory whose advantage is no float32."""
     return dataclasses.replace(trajectory, reward=-1e39)
 
 
 def impossible_sample(trajectory: Trajectory) -> Trajectory:
-    """Its advantage is finite, the product with the ratio of the policies is not."""
+    """Makes an advantage that is finite, but not its product with the ratio of the policies."""
     logprobs = np.full_like(trajectory.behavior_logprobs, -30.0)
     return dataclasses.replace(trajectory, behavior_logprobs=logprobs, reward=-1e36)
 

@@ -58,9 +58,10 @@ class Found:
     results: list[trainer_pb2.PublishResult] = field(default_factory=list)
     answers: list[list[dict]] = field(default_factory=list)
     hello: trainer_pb2.TrainerHello | None = None
-    # From the order's start to the trainer's report of each publish.
+    # Seconds from the order's start to the trainer's report, for each publish.
     seconds: list[float] = field(default_factory=list)
-    # From the order for a new communicator after the death, joining included, to its end.
+    # Seconds from the order for a new communicator after the death to the end of that publish,
+    # joining included.
     recovered_s: float = 0.0
 
 
@@ -99,7 +100,7 @@ class _Receivers:
             print(json.dumps(command), file=process.stdin, flush=True)
 
     def answers(self) -> list[dict]:
-        """One of each that lives; an empty one of a dead one, which is started again."""
+        """One answer of each live receiver; {} of a dead one, which is started again."""
         found = []
         for number, process in enumerate(self._processes):
             assert process.stdout is not None
@@ -179,7 +180,7 @@ class _Controller(FakeController):
 
 
 def run(scenario: Scenario) -> Found:
-    """Until the trainer has ended; AssertionError with its log when it failed."""
+    """Runs until the trainer has ended; raises AssertionError with its log if it failed."""
     receivers = _Receivers(scenario)
     try:
         with _Controller(scenario, receivers) as controller:

@@ -24,7 +24,7 @@ def run_rank(folder: Path, job: str) -> None:
     world_size, sizes = LAYOUTS[job]
     tp, cp, pp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "pp", "ep"))
     etp = sizes.get("etp", tp)
-    # As initialize_model_parallel makes its two generators.
+    # Megatron's `initialize_model_parallel` makes its two generators the same way.
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=tp, ep=1, dp=world_size // (tp * cp * pp), pp=pp, cp=cp, order=order)
     replicas = world_size // (etp * ep * pp)

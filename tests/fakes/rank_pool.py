@@ -137,7 +137,7 @@ def _prepare() -> Callable[[dict, int], int]:
     import slipstream.learner.trainer.model.spec
     import slipstream.learner.trainer.step  # noqa: F401
 
-    # What is imported is never collected: the ranks share its memory as long as nobody touches it.
+    # Imported objects are never collected: the ranks share their memory until a rank writes to it.
     gc.freeze()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"cannot fork: the imports have started {len(threads) - 1} threads"
@@ -173,7 +173,7 @@ def _start_plain(request: dict, rank: int) -> int:
             stdout=log,
             stderr=log,
         )
-    # It is waited for by its number, like a forked one.
+    # The process was waited for by its number, like a forked one.
     process.returncode = 0
     return process.pid
 

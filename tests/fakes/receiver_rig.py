@@ -81,7 +81,7 @@ class Rig:
         self.step = 0
         self.sender: GlooSender | NcclSender | None = None
         self.weights: dict[str, dict[str, torch.Tensor]] = {}
-        # Which weights a version is.
+        # The label of the weights of each version.
         self.sent: dict[PolicyVersion, str] = {}
 
     def make_model(self) -> None:
@@ -264,7 +264,8 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         differ_from_first=float(np.abs(planned - first).mean()),
     )
 
-    # By the plan for these buckets, the sender stops too early; then a new communicator.
+    # The receiver copies by its plan for these buckets, but the sender stops too early. The update
+    # after that takes a new communicator.
     started = time.monotonic()
     try:
         await rig.publish("c", bucket_mib=1.5 * bucket_mib, max_buckets=1)

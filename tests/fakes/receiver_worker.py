@@ -19,7 +19,7 @@ SMALL, LARGE = 20_000, 30_000
 
 
 class Scene:
-    """One worker and who sends; `seen` says of each update how it went."""
+    """One worker and its sender; `seen` has the outcome of each update."""
 
     def __init__(self, folder: Path, shape: str, *, stage: bool, moving: bool = False) -> None:
         keep_matrices_plain()

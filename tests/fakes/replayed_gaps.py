@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class ReplayedGaps:
-    """Of the sampled tokens of one batch, with the policy's own experts and with the rollout's."""
+    """Log-probability gaps of a batch's sampled tokens: with own experts, and with replayed ones.
+
+    A gap is |policy_logprob - behavior_logprob|; replayed experts are those of the rollout.
+    """
 
     def __init__(
         self, policy: Policy, batch: Batch, config: Config, *, temperature: float = 1.0
@@ -36,7 +39,7 @@ class ReplayedGaps:
         )
 
     def both(self, suffix: str) -> dict[str, float]:
-        """Means of the absolute differences."""
+        """Mean gaps, as metrics whose names end with `suffix`."""
         return {
             f"gap_own{suffix}": self._mean(replayed=False),
             f"gap_replayed{suffix}": self._mean(replayed=True),
@@ -57,7 +60,7 @@ class ReplayedGaps:
 
 
 def sampled_by(policy: Policy, trajectory: Trajectory) -> Trajectory:
-    """As if the policy had sampled it at temperature 1: with its log-probabilities and experts."""
+    """Returns `trajectory` with log-probabilities (temperature 1) and experts of `policy`."""
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
 
     maps: list[torch.Tensor] = []

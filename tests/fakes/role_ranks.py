@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.roles.roles import Roles
 
 CRITIC_RATE = 1e-3
-# So narrow that some values reach it in a second mini-batch.
+# Narrow enough that some values reach the clip in a second mini-batch.
 VALUE_CLIP = 0.03
 REFRESH_STEPS = 2
 STEP_METRICS = (
@@ -115,7 +115,7 @@ def config_of(name: str, folder: Path) -> Config:
 
 
 def config_of_run(name: str, folder: Path, run: str, **tables: JsonValue) -> Config:
-    """As `config_of`, with the checkpoints of a run."""
+    """Returns `config_of(name, folder)` with the checkpoints of run `run`."""
     config = config_of(name, folder)
     table = config.model_dump(mode="json", exclude_none=True)
     table["run"] |= {"name": run, "dir": str(folder / "runs")}

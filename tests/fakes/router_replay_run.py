@@ -118,7 +118,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
 
 def generate(folder: Path, config: Config) -> None:
     """Writes the trajectories, each as it would travel."""
-    # Nobody may look for a GPU in this process: what it forks could not use one.
+    # This process must not initialize CUDA: processes forked from it could not use a GPU.
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
     torch.set_num_threads(1)
     trajectories = asyncio.run(_generate(config))

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "deploy" / "configs" / "quickstart.toml"
 EXAMPLE_ENVIRONMENTS = Path(__file__).with_name("example_environments.py")
 PROGRAM = Path(sys.executable).with_name("slipstream")
-# Where the packages are only on the path there is no script.
+# There is no script if the packages are only on PYTHONPATH.
 COMMAND = [str(PROGRAM)] if PROGRAM.exists() else [sys.executable, "-m", "slipstream.client.cli"]
 START_LIMIT_S = 120.0
 # Processes of a run, by what stands in their command line.
@@ -137,7 +137,7 @@ class Command:
         return (self.folder / "stderr").read_text()
 
     async def wait(self, limit_s: float) -> int:
-        """Its exit code; fails the test with what it said when it takes longer."""
+        """The command's exit code; fails the test with its output if it exceeds `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self.process.wait()
@@ -280,7 +280,7 @@ def parent_pid(process: psutil.Process) -> int | None:
 
 
 def describe(process: psutil.Process) -> str:
-    """Its command line, or its name where it has none."""
+    """The command line of `process`, or its name if it has none."""
     try:
         return f"{process.name()} {' '.join(process.cmdline())}"
     except (psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -10,7 +10,7 @@ from slipstream.rollout_server.engine_interface import Engine
 
 
 async def until_generated(engine: Engine, count: int, replies: Sequence[asyncio.Task[Any]]) -> None:
-    """Until the engine has generated `count` tokens; fails when no reply is left to do so.
+    """Waits until the engine has generated `count` tokens; fails when every reply has ended.
 
     A reply that failed raises here.
     """

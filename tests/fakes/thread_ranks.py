@@ -73,7 +73,7 @@ def run_ranks(
 
 
 class PlainModel:
-    """As much of a policy as a stream of its weights needs."""
+    """The part of a policy that a stream of its weights needs."""
 
     def __init__(self, ranks: ThreadRanks) -> None:
         from slipstream.learner.trainer.model.offload import HostMemory
@@ -82,7 +82,7 @@ class PlainModel:
         self.memory = HostMemory(OffloadSection())
 
     def gather_parameters(self) -> None:
-        """They are whole."""
+        """Does nothing: no rank holds only a shard of a parameter."""
 
 
 class PlainFilling:

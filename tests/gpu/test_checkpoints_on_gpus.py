@@ -53,7 +53,7 @@ def test_a_checkpoint_holds_every_bit(
     )
     assert again["error"] == ""
     assert again["loaded"] == 2
-    # Of the loaded weights, and of those of a save that trained on before it was written.
+    # Digests of the loaded weights, and of a save during whose writing training continued.
     assert again["digest"] == again["loaded_digest"] == again["late_digest"]
     assert again["loaded_optimizer"].keys() == saved["saved_optimizer"].keys()
     for key, value in saved["saved_optimizer"].items():

@@ -41,7 +41,7 @@ class Layout:
     learner: tuple[int, ...]
     server: int
     transport: str
-    # That of `parity_layouts` whose losses are compared.
+    # The layout of `parity_layouts` whose losses are compared.
     parity: str = ""
     is_mixture: bool = False
     more: dict = field(default_factory=dict)

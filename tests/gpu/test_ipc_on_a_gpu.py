@@ -39,10 +39,10 @@ def report(**facts: object) -> None:
 
 
 class Learner:
-    """The sender's process; it may write through another card than the receivers'."""
+    """The sender's process; it may write through another GPU than the receivers do."""
 
-    def __init__(self, card: int) -> None:
-        arguments = [sys.executable, ipc_learner.__file__, f"cuda:{card}", str(FACTOR)]
+    def __init__(self, gpu: int) -> None:
+        arguments = [sys.executable, ipc_learner.__file__, f"cuda:{gpu}", str(FACTOR)]
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -88,15 +88,15 @@ def expected_digests(seed: int) -> list[bytes]:
     return [bucket_digest(each) for each in digests.read()]
 
 
-@pytest.mark.parametrize("card", [0, 1])
-def test_what_is_read_is_what_was_sent(card: int) -> None:
-    if card >= torch.cuda.device_count():
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_what_is_read_is_what_was_sent(gpu: int) -> None:
+    if gpu >= torch.cuda.device_count():
         pytest.skip("one GPU only")
-    device, learner = torch.device("cuda", 0), Learner(card)
+    device, learner = torch.device("cuda", 0), Learner(gpu)
     torch.cuda.set_device(device)
     started_s = time.perf_counter()
     (transport,) = join(learner, "gpu", 1, device)
-    report(test="join", card=card, seconds=round(time.perf_counter() - started_s, 3))
+    report(test="join", gpu=gpu, seconds=round(time.perf_counter() - started_s, 3))
     copies = [torch.empty(b.num_bytes, dtype=torch.uint8, device=device) for b in BUCKETS]
     for seed in range(1, 6):
         own = seed == 1
@@ -112,7 +112,7 @@ def test_what_is_read_is_what_was_sent(card: int) -> None:
         got = transport.digests()
         report(
             test="pass",
-            card=card,
+            gpu=gpu,
             seed=seed,
             megabytes=sum(b.num_bytes for b in BUCKETS[1:]) / 1e6,
             milliseconds=round(1e3 * (time.perf_counter() - started_s), 3),

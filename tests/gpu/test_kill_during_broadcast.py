@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 3, reason="fewer than 3 GPUs"),
 ]
 
-# One channel: 1.2 GB take some hundredths of a second instead of three thousandths, so that a
+# With one channel 1.2 GB take some hundredths of a second, not three thousandths, so that a
 # moment can lie in their middle.
 SLOW = {"NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1"}
 

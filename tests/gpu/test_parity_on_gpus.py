@@ -47,7 +47,7 @@ def test_parity_with_transformer_engine(
 
 @pytest.fixture(scope="module")
 def one_rank(rank_pool: RankPool, folder: Path) -> Path:
-    """Where the results of one layout of each model are."""
+    """The folder with the results of one layout of each model."""
     parity_run.compare(rank_pool, folder, 1, "float32", list(LAYOUT_OF.values()))
     return folder
 

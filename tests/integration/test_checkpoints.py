@@ -29,7 +29,7 @@ DP2 = {"world_size": 2}
 VPP2 = {"world_size": 2, "parallel": {"pp": 2, "vpp": 2}}
 EP2 = {"world_size": 2, "parallel": {"ep": 2}}
 DISTOPT = {"world_size": 2, "use_distributed_optimizer": True}
-# Where each run is saved, after two of three steps.
+# The layout in which each run is saved, after two of three steps.
 SAVED = {
     "one": {"learner": {}},
     "tp2": {"learner": TP2},

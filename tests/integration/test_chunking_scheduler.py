@@ -343,7 +343,7 @@ def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(
     add(engine, "streamed", 20, output_kind=RequestOutputKind.CUMULATIVE)
     while "streamed" not in engine.finished:
         engine.step()
-    # Its last token may have been under way beside one of ours.
+    # The last token of "streamed" may have been under way beside a plan of ours.
     assert len(own_plans) <= 10
     engine.drain()
     assert len(own_plans) > 30
@@ -427,7 +427,7 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
 
 
 def gathering(engine: Engine, most_steps: int) -> Engine:
-    """Whose prompts wait until there is one for every two replies."""
+    """Returns `engine` whose prompts wait until there is one for every two replies."""
     from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
 
     engine.scheduler._gathering = PromptGathering(most_steps, replies_per_prompt=2)
@@ -444,7 +444,7 @@ def begun(engine: Engine) -> dict[str, int]:
 
 
 def busy(engine: Engine, number: int) -> Engine:
-    """With so many replies under way, for 60 steps."""
+    """Returns `engine` with `number` replies under way that last 60 steps."""
     for n in range(number):
         add(engine, f"busy{n}", 60)
     engine.step()
@@ -550,7 +550,7 @@ def test_replies_are_the_same_however_long_prompts_wait(
         waiting = start(ours=True, overlapping=overlapping, num_blocks=num_blocks)
         theirs = start(ours=False, overlapping=overlapping, num_blocks=num_blocks)
         left = disturbed(gathering(waiting, most_steps), seed)
-        # Who is cancelled depends on who has ended by then.
+        # Which requests are cancelled depends on which have ended by then.
         both_left = left & disturbed(theirs, seed)
         assert left <= set(waiting.finished)
         assert len(both_left) > 5
@@ -598,7 +598,7 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
     assert not engine.has_work()
     pool = engine.scheduler.kv_cache_manager.block_pool
     num_blocks = len(pool.blocks)
-    # One of each request, all four under one hash: their tokens are alike.
+    # One block of each request is cached, all four under one hash: their tokens are alike.
     assert sum(block.block_hash is not None for block in pool.blocks) == 4
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert len(pool.blocks) == num_blocks
@@ -787,7 +787,7 @@ def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
             name: theirs.tokens[name] for name in left
         }
         assert not ours.scheduler.requests
-        # At the end of a pause ours has a step of nothing more, to hand out what is held.
+        # At the end of a pause our scheduler has one more, empty step: it hands out what is held.
         mine, others = ([p for p in each.plans if p[2]] for each in (ours, theirs))
         assert len(mine) == len(others)
         for one, other in zip(mine, others, strict=True):

@@ -236,7 +236,7 @@ def test_help_is_instant() -> None:
         before = os.times()
         result = run_command("--help")
         after = os.times()
-        # Of processors: what else the machine does is none of its fault.
+        # Processor time: what else the machine does must not count.
         seconds.append(sum(after[2:4]) - sum(before[2:4]))
         assert result.returncode == 0
         assert "rollout-server" in result.stdout

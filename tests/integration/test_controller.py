@@ -329,7 +329,7 @@ async def test_leases_just_in_time_keep_the_lag_of_a_fast_fleet_low(tmp_path):
         for trajectory in trainer.batches[step]
         for span in trajectory.version_spans
     ]
-    # As early as may be it would be 6.
+    # Leases granted as early as possible would give a mean of 6.
     assert statistics.fmean(lags) < 4
 
 
@@ -408,7 +408,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
             await asyncio.sleep(0.01)
         # The end of the run is not to come before the server has left.
         trainer.gate.clear()
-        # Nor is it to leave before somebody has seen that it is about to.
+        # The server must not leave before the test has seen that it is about to.
         leaving.departure.clear()
         published = len(leaving.loaded_versions)
         async with Client(address) as client:
@@ -446,7 +446,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
     assert handed_back
     ledger = summary["ledger"]
     assert (ledger["lost"], ledger["difference"]) == (0, 0)
-    # Nobody is to blame: with one attempt a lost server would have set them aside.
+    # A drain costs no attempt: with one attempt a lost server would have set the groups aside.
     kinds = {r["kind"] for r in read_records(config.run_dir / "journal")}
     assert "set_aside" not in kinds
     assert "rollout server leaving has left" in seen["events"]

@@ -34,7 +34,7 @@ def services() -> Iterator[ServiceDescriptor]:
 
 
 async def call(channel: grpc.aio.Channel, method: MethodDescriptor, token: str | None) -> None:
-    """One empty request, whatever the method's shape."""
+    """Sends one empty request, whatever the method's shape."""
 
     async def requests() -> AsyncIterator[bytes]:
         yield b""

@@ -1,4 +1,4 @@
-"""A controller that runs for long, or whose loop stands still: nobody is lost, nothing piles up."""
+"""A controller that runs long, or whose loop is blocked, loses no server and piles up nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_loop_that_stands_still_costs_no_server(tmp_path: Path) -> None:
         await asyncio.wait_for(trainer.until_held(), 60)
         for _ in range(3):
             time.sleep(1.5)
-            # So that what has come meanwhile is heard.
+            # The controller reads what has come meanwhile.
             await asyncio.sleep(0.05)
         told.extend(event.text for event in controller._progress.events._events)
         trainer.gated_from = 31

@@ -138,7 +138,7 @@ def test_sinks_that_attention_copies_go_through_the_loader(precision: str) -> No
     from vllm.v1.attention.backend import AttentionImplBase
 
     class Backend(AttentionImplBase):
-        """In the place of FlashInfer's, which cannot be imported without a GPU."""
+        """Replaces FlashInfer's class, which cannot be imported without a GPU."""
 
     folder = Path(vllm.__file__).parent / "v1" / "attention" / "backends"
     assert "self._sinks_source = sinks" in (folder / "flashinfer.py").read_text()

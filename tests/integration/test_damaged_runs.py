@@ -139,7 +139,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
         trainer.gate.set()
         with caplog.at_level(logging.WARNING):
             async with asyncio.timeout(100):
-                # Its last words, of one line.
+                # The run fails with one line.
                 with pytest.raises(RunFailed, match="make room: the same command goes on then"):
                     await running
     finally:
@@ -262,7 +262,7 @@ async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
         async with asyncio.timeout(60):
             while not second.holds:
                 await asyncio.sleep(0.01)
-        # It trains batch 0 again, and has not asked for the next one.
+        # The trainer trains batch 0 again, and has not asked for the next one.
         spoil(config.run_dir / "journal" / "batches" / "step-000001.pb")
         second.gate.set()
         async with asyncio.timeout(100):

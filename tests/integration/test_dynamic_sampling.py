@@ -132,7 +132,7 @@ async def test_a_solved_run_that_was_killed_before_its_end_only_ends(tmp_path):
     (config.run_dir / "summary.json").unlink()
     journal = config.run_dir / "journal" / "journal.log"
     lines = journal.read_bytes().splitlines(keepends=True)
-    # It may be known before the trainer has reported the last step.
+    # The controller may know that the run is solved before the last step is reported.
     kinds = (b'"kind":"solved"', b'"kind":"step"')
     last = max(i for i, line in enumerate(lines) if any(kind in line for kind in kinds))
     journal.write_bytes(b"".join(lines[: last + 1]))

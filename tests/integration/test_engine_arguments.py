@@ -129,7 +129,7 @@ def test_the_source_has_the_names_of_the_class_itself() -> None:
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs) if field.init}
     source = VllmSource(Path(vllm.__file__).parent)
     assert set(source.arguments()) == {name for name in fields if not name.startswith("_")}
-    # Those whose type only vLLM knows are few.
+    # Few arguments have a type that only vLLM knows.
     known = [name for name, place in source.arguments().items() if source.forms(place)]
     assert len(known) > 0.9 * len(fields)
 

@@ -138,7 +138,7 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     rig.llm.arrived.clear()
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
     await rig.ask("early")
-    # Not paused: that waits for the device, and with it for the last bucket.
+    # The engine is not paused again: a pause would wait for the device, so for the last bucket.
     all_calls = ["begin", "version 0:2", "resume", "receive"]
     assert rig.llm.noted == all_calls
     rig.llm.arrived.set()
@@ -206,7 +206,7 @@ async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_any
     await rig.engine.pause()
     await rig.ask("later")
     assert rig.llm.noted == ["pause", "request waiting", "request later"]
-    # The pause before was ended by nobody.
+    # The pause before has not been ended.
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[3:] == ["version 0:2", "resume"]
 

@@ -97,7 +97,7 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
             return float(member)
         if lease.task_index == 3:
             return environment_failure(lease, member, attempt)
-        # Of the two samples of task 1 the first passes, of the others none.
+        # The first of the two samples of task 1 passes; no sample of another task does.
         asked[lease.task_index] += 1
         return float(lease.task_index == 1 and asked[1] % 2)
 

@@ -105,7 +105,7 @@ NAMES = trajectory_pb2.Trajectory(metrics={f"a\x1b[2J{n}": float("nan") for n in
 @example(case=delivered(changed(reply_text="y" * (8 << 20))))
 # Junk under the name of another server.
 @example(case=Case("Deliver", False, (delivery(b"junk", "g000001.0.0.1"),)))
-# A failure of a trainer that nobody knows.
+# A failure of a trainer that the controller does not know.
 @example(case=said("ReportFailure", trainer_pb2.TrainerFailure(message="made up", final=True)))
 # Clients.
 @example(case=submitted(num_workers=2**32 - 1))
@@ -153,7 +153,7 @@ def test_a_run_that_its_callers_may_end_ends_in_order(tmp_path, names):
                 answers.note(case, *await answered(channel, case, epochs[-1]), also=ENDED)
 
         run.do(call)
-        # Whoever has taken the trainer's place leaves in order.
+        # A fuzzed call may have taken the trainer's place; that trainer leaves in order.
         newest = 0 if run.is_over else run.do(registered)[0]
         if not run.is_over:
             run.stop()

@@ -58,7 +58,7 @@ async def test_replies_go_on_with_the_context_that_older_weights_computed(rig: R
         for span in others:
             crossed += 1
             assert span.version == PolicyVersion(0, 2)
-            # Neither of one nor of the other weights alone.
+            # The reply fits neither the old nor the new weights alone.
             assert rig.gap(rig.old, PROMPT, reply)[first.length :].mean() > 0.1
             assert rig.gap(rig.new, PROMPT, reply)[first.length :].mean() > 0.01
     assert crossed >= 2

@@ -95,7 +95,7 @@ async def test_nobody_sets_back_the_episodes_of_another_server(tmp_path):
     summary = await play(config, server, trainer=trainer, during=during)
     assert (summary["code"], summary["steps"]) == (0, 6)
     assert len(list(tmp_path.glob("r/quarantine/*.json"))) == 8
-    # Nobody lost his task, or ran it again.
+    # No group lost its task or ran it again.
     records = read_records(config.run_dir / "journal")
     assert not [r for r in records if r["kind"] == "set_aside"]
     assert {lease.first_attempt for lease in server.leases} == {0}

@@ -67,7 +67,7 @@ def test_the_learner_computes_what_transformers_does(case: str, folder: Path) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> None:
-    """Else the learner could ignore one of them unseen."""
+    """A field that changed nothing here could be ignored by the learner unseen."""
     family, rope = case.split(".")
     first = logprobs(folder / case, {})
     ropes: dict[str, Any] = {"rope_parameters": DEFAULT_ROPE | {"rope_theta": 10000.0}}

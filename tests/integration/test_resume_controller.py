@@ -183,7 +183,7 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     summary, trainer, fleet = await resume(again, checkpoint, noise=b"rounding")
     records = check_run(again, summary)
     assert trainer.version == PolicyVersion(1, STEPS)
-    # Nobody is sent weights of the abandoned timeline.
+    # No server is sent weights of the abandoned timeline.
     assert all(version.incarnation == 1 for server in fleet for version in server.loaded_versions)
     first = [r["version"] for r in records if r["kind"] == "step"]
     assert [1, checkpoint[0].step + 1] in first
@@ -237,7 +237,7 @@ async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
     stopped_at = trainer.version.step
     assert summary["steps"] == stopped_at < 5
     again = moved(config, tmp_path, steps=STEPS)
-    # As if its first start had been watched for so long that the second hardly counts.
+    # The journal now says that the first start was watched so long that the second hardly counts.
     with Journal(config.run_dir / "journal") as journal:
         journal.append("busy", window=1e9, generation=5e8, training=2e8, both=1e8)
     summary, trainer, _ = await resume(again, trainer.newest_checkpoint)
@@ -261,7 +261,7 @@ async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
         leases = len(fleet.leases)
         second.version, second.digest = first.newest_checkpoint
         started = second.version.step
-        # The network was cut: the first one lives on, and finds that nobody listens to it.
+        # The network was cut: the first one lives on, and finds that the controller refuses it.
         first.place.cancel()
         tasks.append(asyncio.ensure_future(second.run()))
         while second.version.step < 8:

@@ -258,7 +258,7 @@ SAVED = (
     "tp2-sp2-dp2-offload",
     "dp2-dp2-dp2-overlap",
 )
-# Which checkpoint goes on in which layout.
+# The checkpoint, and the layout into which it is loaded.
 LOADED = [
     ("one", "one"),
     ("one", "pp2-dp2-vpp2"),

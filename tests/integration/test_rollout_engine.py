@@ -279,7 +279,7 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
         if len(spans) == 2:
             crossed += 1
             assert spans[1].version == PolicyVersion(0, 4)
-            # Also the context was computed anew: these agree with the new weights alone.
+            # The context was computed anew, too: these tokens agree with the new weights alone.
             assert new_gap[cut:].mean() <= 1e-4
             assert old_gap[cut:].mean() > 0.1
     assert crossed >= 3
@@ -433,7 +433,7 @@ async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch
     monkeypatch.setattr(rig.engine, "_silence_limit_s", 1.0)
     before = rig.engine.use().generated_tokens
     replies = [asyncio.create_task(rig.generate("stopped", num_tokens=200, sampling=ENDLESS))]
-    # It told of its steps until now: that is no silence.
+    # The engine told of its steps until now, so it is not silent yet.
     watching = asyncio.create_task(rig.engine.watch())
     await until_generated(rig.engine, before + 16, replies)
     for each in rig.engine._processes:

@@ -114,7 +114,7 @@ async def test_a_trainer_that_dies_while_it_exports_may_come_again(tmp_path):
         while not first.stop_reason:
             await asyncio.sleep(0.02)
         first.place.cancel()
-        # It makes both versions again, and leaves with the same weights.
+        # The second trainer makes both versions again, and leaves with the same weights.
         await second.run()
 
     summary = await play(

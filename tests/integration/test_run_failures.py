@@ -157,7 +157,7 @@ async def test_a_server_that_is_drained_leaves_and_loses_nothing(
     assert summary["ledger"]["lost"] == 0
     assert summary["max_lag_seen"] <= 2
     check_ledger(summary)
-    # Nobody starts it again.
+    # The server is not started again.
     assert "start 2" not in run.out
 
 
@@ -237,7 +237,7 @@ async def test_a_signal_ends_the_run_in_order(
 
 
 async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: Path) -> None:
-    # Its episodes take longer than anyone waits.
+    # The environment's episodes take longer than any limit of the test.
     slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 600.0}}
     config = write_slow_run(
         tmp_path,
@@ -281,7 +281,7 @@ async def test_ctrl_c_ends_a_run_that_has_not_begun(
 async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    # One block of the cache holds no episode.
+    # A cache of one block holds no episode.
     config = write_slow_run(
         tmp_path, tiny_model, rollout_server__engine={"num_gpu_blocks_override": 1}
     )

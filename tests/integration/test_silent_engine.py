@@ -70,7 +70,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
         await engine.pause()
         request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))
         await asked.wait()
-        # Without an order to go on it owes nothing.
+        # Before an order to resume, the engine need not take a step.
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await engine.watch()

@@ -1,4 +1,4 @@
-"""Strangers on open ports: what they send, or do not send, holds nobody up beyond a deadline."""
+"""Strangers on open ports: what they send, or do not send, delays no member beyond a deadline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JOIN_S = 10.0
 
 
 def noise() -> list[bytes]:
-    """Nothing, another protocol, random bytes, and sizes that nobody can have."""
+    """Nothing, another protocol, random bytes, and impossible sizes."""
     generator = random.Random(1)
     return [
         b"",
@@ -91,7 +91,7 @@ def test_weights_join_beside_strangers(host: str) -> None:
         assert len(opened) == len(noise())
         receiving.start()
         sender.connect(announced, 0)
-        # Of gloo, too.
+        # Strangers at the ports that gloo itself opened, too.
         with strangers(sorted(listening_ports() - before), host) as more:
             assert len(more) > len(opened)
             sender.send(bucket, data)()

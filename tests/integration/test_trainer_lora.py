@@ -103,7 +103,7 @@ def test_first_gradient_is_that_of_the_whole_matrix_seen_through_the_adapter(
 
 
 def whole_gradients(path: Path, config: object) -> dict[str, torch.Tensor]:
-    """Of every weight in the first step, where all ratios are 1, by transformers and torch."""
+    """Gradient of each weight in the first step (all ratios are 1), by transformers and torch."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -70,7 +70,7 @@ def sixteen_ranks(rank_pool: RankPool, folder: Path, chosen: set[str]) -> dict[s
 
 
 def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str]) -> dict[str, dict]:
-    """Those of `chosen` that have so many ranks, one after the other in the same ranks."""
+    """Results by name: layouts of `chosen` with `world_size` ranks, in turn in the same ranks."""
     known = LAYOUTS | EXTRAORDINARY
     names = [name for name in known if name in chosen and known[name].world_size == world_size]
     pool.run(Path(parity_ranks.__file__), names, world_size=world_size, folder=folder)
@@ -278,7 +278,7 @@ def test_statistics_are_those_of_the_batch(folder: Path, one_rank: dict[str, dic
 
 
 def test_algorithms_that_are_compared_clip_cut_and_mask_a_part(one_rank: dict[str, dict]) -> None:
-    """Else their layouts would agree about nothing."""
+    """Layouts of an algorithm that clips and masks nothing would agree about nothing."""
     expected = {
         "one-gspo": ("clip_fraction", "importance_capped_fraction", "effective_sample_size"),
         "one-cispo": ("masked_token_fraction", "masked_sequence_fraction", "effective_sample_size"),

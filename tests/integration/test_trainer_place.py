@@ -132,7 +132,7 @@ async def test_after_a_cut_the_first_to_come_back_has_the_place(tmp_path):
         first = await stub.Register(HELLO, wait_for_ready=True, timeout=10)
         epoch = ((TRAINER_EPOCH, str(first.trainer_epoch)),)
         for _ in range(2):
-            # Its stream ends with the connection; it comes back.
+            # The trainer's stream ends with the connection; the trainer comes back.
             place = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
             await place.read()
             with pytest.raises(grpc.aio.AioRpcError, match="has the place in this run"):

@@ -313,7 +313,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
         processes = start_trainer(whole, model, controller.address, checkpoint={"every_steps": 2})
         assert finish(processes, whole) == [0]
     expected = [report.weight_digest for report in controller.steps]
-    # One is due after two steps, and the end has one of its own.
+    # A checkpoint is due after two steps, and the run's end writes another.
     assert [report.version.step for report in controller.checkpoints] == [2, 3]
     assert [report.weight_digest for report in controller.checkpoints] == expected[1:]
 
@@ -352,7 +352,7 @@ def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path: Path, model: 
 
 
 def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path: Path, model: Path) -> None:
-    """The same file would fail the same way: nobody needs to start it again."""
+    """The same file would fail the same way: another start is of no use."""
     damaged = shutil.copytree(model, tmp_path / "damaged")
     sizes = json.loads((damaged / "config.json").read_text())
     dtype = {"dtype": "none that is known", "torch_dtype": "none that is known"}

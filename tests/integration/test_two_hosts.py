@@ -208,7 +208,7 @@ def ask(container: Container, service: dict[str, Any], *, token: str, ca: str) -
 
 
 def make_foreign_secrets(folder: Path) -> None:
-    """The token and the authority of somebody else."""
+    """The token and the authority of another run."""
     make = DEPLOY / "make_certificates.sh"
     subprocess.run([make, folder / "foreign", "10.0.0.10"], check=True, capture_output=True)
     for file in ("token", "ca.pem"):

@@ -20,7 +20,7 @@ from table import ROOT, Mutant, Row, rows
 
 SOURCE_ROOTS = ("protos", "client", "rollout_server", "learner")
 ALL_PASSED, SOME_FAILED = 0, 1
-# Of one call of pytest.
+# Longest time of one call of pytest.
 LIMIT_S = 3600
 
 

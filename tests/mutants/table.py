@@ -40,7 +40,7 @@ class Mutant:
     file: str
     find: str
     replace: str
-    # Those of the row's tests that are run; empty: all of them.
+    # The tests of the row that must notice the change; empty: all of them.
     tests: tuple[str, ...] = ()
 
     @property
@@ -63,7 +63,8 @@ class Row:
     @classmethod
     def read(cls, entry: dict) -> Row:
         mutants = tuple(
-            Mutant(m["file"], m["find"], m["replace"]) for m in entry.get("mutants", [])
+            Mutant(m["file"], m["find"], m["replace"], tuple(m.get("tests", [])))
+            for m in entry.get("mutants", [])
         )
         return cls(
             item=entry["item"],

@@ -88,7 +88,7 @@ def test_a_window_that_failed_leaves_what_was_measured_before(
     written = json.loads(arguments.out.read_text())
     assert written["results"]["0"] == [step, step]
     assert written["failures"] == {"repeat 2": "it took too long"}
-    # Of a setting without any window nothing can be compared.
+    # A setting without any window leaves nothing to compare.
     found.rows["2"] = []
     assert asynchrony.write(arguments, found) == []
     assert json.loads(arguments.out.read_text())["results"]["alone"] == [alone, alone]
@@ -96,7 +96,7 @@ def test_a_window_that_failed_leaves_what_was_measured_before(
 
 def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
     row = {
-        # By the controller's clock, and by that of the server.
+        # Times by the controller's clock and by that of the server.
         "serving_s": 0.011,
         "served_s": 0.010,
         "started_s": 0.001,

@@ -116,7 +116,7 @@ def test_pretrain_waits_for_each_turn_and_takes_as_many_steps() -> None:
             steps += 1
     assert steps == 3
     told = [json.loads(line) for line in answers.getvalue().splitlines()]
-    # That it is ready, and each turn.
+    # One line when it is ready, and one for each turn.
     assert len(told) == len(settled) == 3
     assert all(set(one) == {"wall_s", "cpu_s", "peak_gib"} for one in told)
 
@@ -124,7 +124,7 @@ def test_pretrain_waits_for_each_turn_and_takes_as_many_steps() -> None:
 def entry_point(
     folder: Path, text: str, *steps: list[MicroBatch]
 ) -> learner_entry_point.EntryPoint:
-    """With a program of this text in the place of Bridge's loop."""
+    """Returns an entry point that runs a program `text` in the place of Bridge's loop."""
     script = folder / "program.py"
     script.write_text(text)
     return learner_entry_point.EntryPoint(folder, steps, folder, script=script)

@@ -137,7 +137,7 @@ def test_every_file_of_ours_that_is_named_exists() -> None:
     ]
     for page in PAGES:
         if page.name == "CHANGELOG.md":
-            # It tells of files as they were.
+            # The changelog names files as they were.
             continue
         for name in set(INLINE_FILE.findall(FENCE.sub("", page.read_text()))) - NOT_OURS:
             file = name.removeprefix("../")
@@ -253,7 +253,7 @@ ENVIRONMENT_BLOCKS = [
     for text in blocks(page, "python")
     if "(Environment)" in text and "def tasks" in text and "..." not in text
 ]
-# Where the class cannot do without.
+# Arguments of the classes that need some.
 ARGUMENTS = {"Warmer": {"temperatures": {"Rome": 21.5, "Oslo": 4.0}}}
 
 
@@ -272,7 +272,7 @@ async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: 
         messages = await opened if inspect.isawaitable(opened) else opened
         assert {message["role"] for message in messages} <= {"system", "user"}
     if found.__name__ == "Poem":
-        # Its judge is not there.
+        # The judge of this environment is not there.
         return
     judged = environment.step("<look>Rome</look>")
     verdict = await judged if inspect.isawaitable(judged) else judged

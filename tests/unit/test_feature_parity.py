@@ -47,3 +47,21 @@ def test_places_of_a_row_are_there_once(row: Row) -> None:
     for mutant in row.mutants:
         assert (ROOT / mutant.file).read_text().count(mutant.find) == 1, mutant.name
         assert mutant.find != mutant.replace
+
+
+def test_a_mutant_keeps_the_tests_that_are_to_notice_it() -> None:
+    place = {"file": "a.py", "find": "x", "replace": "y"}
+    entry = {
+        "item": 1,
+        "feature": "a feature",
+        "tests": ["tests/a.py", "tests/b.py"],
+        "mutants": [place, place | {"tests": ["tests/b.py"]}],
+    }
+    assert [mutant.tests for mutant in Row.read(entry).mutants] == [(), ("tests/b.py",)]
+
+
+@for_all_rows
+def test_tests_of_a_mutant_are_tests_of_its_row(row: Row) -> None:
+    for mutant in row.mutants:
+        for test in mutant.tests:
+            assert {test, test.partition("::")[0]} & {*row.tests}, mutant.name

@@ -55,7 +55,7 @@ ONCE_BROKEN = [
     *((name, DEEP) for name in ("journal", "summary of a run", "dashboard summary.json")),
     *((name, DEEP) for name in ("manifest", "model", "batch")),
     ("config.toml", b"a = " + DEEP),
-    # Of the attacks on a live run.
+    # Messages of the attacks on a live run.
     ("trajectory", trajectory_pb2.Trajectory(reward=1e308, status=1).SerializeToString()),
     ("trajectory", trajectory_pb2.Trajectory(attempt=2**32 - 1).SerializeToString()),
     ("trajectory", trajectory_pb2.Trajectory(group_id="g" * (1 << 24)).SerializeToString()),

@@ -22,7 +22,7 @@ import uvloop
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
-from slipstream.protocol.machine.gpu_lock import cards_of, fill_cards
+from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.machine.process import die_with_parent
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.settings.config import Config, RolloutServerSection, address_parts
@@ -105,11 +105,11 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     settings = config.rollout_server
     with process.limited_start(settings.start_timeout_s):
         from slipstream.rollout_server.inference.engine import VllmEngine
-    gpus = cards_of(os.environ, 0, settings.tensor_parallel_size)
+    gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s
     # Both may block the event loop: nothing else runs in it yet.
     with (
-        fill_cards(config.run_dir / "locks", gpus, alone=True, limit_s=limit_s),
+        fill_gpus(config.run_dir / "locks", gpus, alone=True, limit_s=limit_s),
         process.limited_start(settings.start_timeout_s),
     ):
         try:

@@ -17,7 +17,7 @@ from enum import Enum
 
 import grpc.aio
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.machine.gpu_lock import cards_of
+from slipstream.protocol.machine.gpu_lock import gpu_names
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import GroupId, ServerId
@@ -247,7 +247,7 @@ def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fl
         queue_bytes=config.queue.max_bytes,
         place=weights_pb2.Place(
             host_id=host_id(),
-            cards=[] if is_cpu_build() else cards_of(os.environ, 0, engine.num_workers),
+            cards=[] if is_cpu_build() else gpu_names(os.environ, 0, engine.num_workers),
             nccl=agreed_settings(os.environ),
         ),
     )

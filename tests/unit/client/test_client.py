@@ -459,7 +459,7 @@ async def test_a_controller_that_does_not_listen_yet_is_waited_for(
         served.set()
         await call.context.abort(grpc.StatusCode.UNIMPLEMENTED, "enough")
 
-    # As above: the client may ask a second time for the reason.
+    # The stream is served twice: the client may ask a second time for the reason.
     controller.streams = [serve, serve]
     async with asyncio.timeout(LIMIT_S), Client(address) as client:
         serving = asyncio.ensure_future(client.serve(Good()))

@@ -1,4 +1,4 @@
-"""The dashboard answers this machine with what runs wrote, and nobody with anything else."""
+"""The dashboard answers requests of this machine alone, and only with what runs wrote."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 
 GIB = 1 << 30
-CARDS = tuple(Gpu(n, f"GPU-{n}aaa", "NVIDIA H200", 140 * GIB) for n in range(3))
+GPUS = tuple(Gpu(n, f"GPU-{n}aaa", "NVIDIA H200", 140 * GIB) for n in range(3))
 
 
 class FakeNvml:
-    """Cards 0 and 1 have NVLink; card 2 is behind another processor, `apart`: out of reach."""
+    """GPUs 0 and 1 have NVLink; GPU 2 is behind another processor, `apart`: out of reach."""
 
     def __init__(self, *, apart: bool = False) -> None:
         self.apart = apart
@@ -56,14 +56,14 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 def found(number: int, environ: Mapping[str, str] = {}) -> dict[str, Finding]:
-    return {finding.area: finding for finding in check_gpus(CARDS[:number], environ)}
+    return {finding.area: finding for finding in check_gpus(GPUS[:number], environ)}
 
 
 def test_without_a_driver_nothing_is_said() -> None:
     assert found(0) == {}
 
 
-def test_driver_and_cards_are_named(nvml: FakeNvml) -> None:
+def test_driver_and_gpus_are_named(nvml: FakeNvml) -> None:
     assert found(2)["driver"].seen == "580.1 shows 2 x NVIDIA H200 with 140 GiB"
     assert found(2)["visible GPUs"].seen == "all: 0, 1"
     assert "links" not in found(1)
@@ -104,20 +104,20 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 
 def fits(
-    config: Config, monkeypatch: pytest.MonkeyPatch, cards: int, billions: float
+    config: Config, monkeypatch: pytest.MonkeyPatch, gpus: int, billions: float
 ) -> dict[str, Finding]:
-    """With a model of so many parameters in bf16 on so many cards, and 100 GiB of main memory."""
+    """Findings for a bf16 model of `billions` of parameters, `gpus` GPUs and 100 GiB of memory."""
     parameters = int(billions * 1e9)
     needs = Needs(parameters, 18 * parameters, 2 * parameters, 14 * parameters)
     monkeypatch.setattr(fit, "needs_of", lambda config: needs)
     monkeypatch.setattr(fit, "free_memory", lambda: (100.0, ""))
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
-    monkeypatch.setattr(placement, "list_gpus", lambda: CARDS[:cards])
+    monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:gpus])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return {finding.area: finding for finding in check_fit(config, CARDS[:cards])}
+    return {finding.area: finding for finding in check_fit(config, GPUS[:gpus])}
 
 
-def test_memory_of_each_card_is_compared_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
     own = fits(config_of(), monkeypatch, 2, 7.0)
     assert own["placement"].seen == "trainer rank 0: GPU 0; rollout server 0: GPU 1"
     # 7e9 * 18 bytes are 117.3 GiB, and activations want 15 % of 140.

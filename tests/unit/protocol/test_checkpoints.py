@@ -197,7 +197,7 @@ def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whol
 
         ended = crashing_at(change, publish)
         found = complete_steps(folder)
-        # It is there from the first change on: the rename.
+        # The new checkpoint is there from the first change on: the rename.
         assert found[-1] == (4 if change else 3)
         assert len(found) >= 2
         for step in found:
@@ -208,6 +208,6 @@ def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whol
         assert {path.name for path in folder.iterdir()} == {f"step-{s:06d}" for s in found}
         if ended:
             assert found == [3, 4]
-            # Of the new folder, and of two old ones each their own and their files.
+            # The new folder is one change; each of two old ones is one, too, and each of its files.
             assert change >= 1 + 2 * 4
             return

@@ -54,7 +54,7 @@ def test_a_damaged_manifest_is_one_line_with_what_to_remove(
     assert line.startswith(f"{path} is no whole checkpoint: manifest.json {cause}")
     assert line.endswith("; remove that folder to go on from an older checkpoint")
     if (path / "manifest.json").is_file():
-        # It looks whole, so it is not passed over.
+        # The folder looks whole, so it is not passed over.
         with pytest.raises(CheckpointError, match="remove that folder"):
             check_newest(tmp_path)
 
@@ -79,7 +79,7 @@ def test_what_is_newer_than_the_newest_whole_checkpoint_is_named(
     save_checkpoint(tmp_path, 30)
     assert passed_over(tmp_path) == []
     spoil(save_checkpoint(tmp_path, 10))
-    # Older ones are nobody's concern.
+    # Older checkpoints are not checked.
     assert passed_over(tmp_path) == []
     path = save_checkpoint(tmp_path, 40)
     spoil(path)

@@ -62,7 +62,7 @@ def entry(number: int, draw: random.Random) -> dict[bytes, bytes]:
 
 
 async def place(client: redis.asyncio.Redis, entries: list[dict[bytes, bytes]]) -> None:
-    """Adds entries as somebody does who counts them: the receiver takes nothing for lost."""
+    """Adds entries and counts them as a sender does: the receiver takes nothing for lost."""
     mark = (await client.get(MARK)).decode()
     async with client.pipeline(transaction=True) as pipeline:
         for fields in entries:

@@ -142,7 +142,7 @@ def test_memory_that_processes_share_counts_once() -> None:
 
 
 def test_a_fork_bomb_is_ended_with_the_cause() -> None:
-    # One that grew without end would hold up the whole machine if this test failed.
+    # An endless bomb would hold up the whole machine if this test failed.
     bomb = "import os, time\nfor _ in range(9): os.fork()\ntime.sleep(3600)\n"
     limit = ["--processes", "40", "--processes-setting", "some.setting"]
     kept = keeper(*limit, "--", sys.executable, "-c", bomb, "a-bomb-of-this-test")

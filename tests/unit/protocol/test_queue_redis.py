@@ -27,7 +27,7 @@ STREAM, MARK = "slipstream:run:trajectories", "slipstream:run:mark"
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
-    """One with an administrator, on which a controller has opened the queue of the run."""
+    """A server with an administrator, on which a controller has opened the run's queue."""
     async with EmbeddedServer(tmp_path / "valkey", USERS | ADMINISTRATOR) as server:
         async with RedisReceiver(server.url(), "run"):
             pass

@@ -87,7 +87,7 @@ class RedisPlace:
 async def make_place(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> AsyncIterator[Callable[[int], Place]]:
-    """Makes a place that holds so many bytes."""
+    """A function that makes a place; its argument is the bytes that the place holds."""
     match request.param:
         case "memory":
             yield MemoryPlace

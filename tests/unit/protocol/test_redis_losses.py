@@ -223,7 +223,7 @@ async def test_older_files_are_noticed_by_both_ends(server: EmbeddedServer, tmp_
         group.create_task(note("sender", send()))
     assert taken_back.is_set()
     assert set(ended) == {"receiver", "sender"}
-    # Which of them shows it depends on what each had read.
+    # The end that notices first depends on what each had read.
     assert all("lost data of run run: " in line for line in ended.values())
 
 
@@ -408,6 +408,6 @@ async def test_older_files_are_noticed_although_others_have_added_more_since(
     assert "lost data of run run: it counts 100 bytes added by this server, and " in message_of(
         caught.value
     )
-    # It has counted what it missed, so that the controller begins anew.
+    # The receiver has counted what it missed, so that the controller begins anew.
     async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
         assert receiver.mark != mark

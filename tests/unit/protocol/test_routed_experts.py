@@ -50,7 +50,7 @@ def test_a_token_costs_what_the_budget_of_the_queue_counts() -> None:
 
 def test_nothing_of_it_is_on_the_wire_when_nobody_asked() -> None:
     data = encode_trajectory(make_trajectory(2, 2))
-    # Of the same trajectory before there was such a field.
+    # The digest of the same trajectory, encoded before there was such a field.
     assert hashlib.blake2b(data, digest_size=8).hexdigest() == "51e2d466decd0639"
     assert decode_trajectory(data).routed_experts is None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.protocol.staleness import (
     LeasedGroup,
@@ -42,6 +42,7 @@ def holds_from_step(leased: Sequence[int], step: int, groups_per_step: int) -> b
     return holds([d for d in leased if d >= step], step, groups_per_step)
 
 
+@settings(deadline=None)
 @given(deadlines, st.integers(0, 12), sizes)
 def test_the_invariant_is_what_its_definition_says(
     leased: list[int], step: int, groups_per_step: int
@@ -55,6 +56,7 @@ def test_the_invariant_is_what_its_definition_says(
     assert holds(leased, step, groups_per_step) == by_definition
 
 
+@settings(deadline=None)
 @given(deadlines, st.integers(0, 12), sizes, st.integers(0, 12))
 def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
     leased: list[int], step: int, groups_per_step: int, new_deadline: int
@@ -65,6 +67,7 @@ def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
     assert counted == expected
 
 
+@settings(deadline=None)
 @given(groups, st.integers(3, 4), sizes)
 def test_a_batch_is_found_exactly_when_there_is_one(
     leased: list[LeasedGroup], step: int, groups_per_step: int
@@ -88,6 +91,7 @@ def test_a_batch_is_found_exactly_when_there_is_one(
         assert holds(left, step + 1, groups_per_step)
 
 
+@settings(deadline=None)
 @given(groups, st.integers(3, 4), sizes)
 def test_a_batch_can_be_formed_as_soon_as_the_due_groups_are_complete(
     leased: list[LeasedGroup], step: int, groups_per_step: int
@@ -144,6 +148,7 @@ def test_an_interrupted_group_starts_afresh_only_when_a_batch_waits_and_nobody_m
     assert not must_start_afresh(group, both, 1, 1, [])
 
 
+@settings(deadline=None)
 @given(groups, st.integers(3, 4), sizes, st.lists(st.booleans(), max_size=3))
 def test_the_batch_never_waits_for_a_group_that_was_given_up(
     leased: list[LeasedGroup], step: int, groups_per_step: int, verdicts: list[bool]

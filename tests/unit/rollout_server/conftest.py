@@ -91,7 +91,7 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
 
 
 class EchoClient:
-    """A client's environment: one prompt, then as many turns as it was given, reward 1 each."""
+    """A client's environment: one prompt, then its number of turns, reward 1 each."""
 
     def __init__(self, turns: int = 1) -> None:
         self.turns = turns

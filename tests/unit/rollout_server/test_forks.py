@@ -46,7 +46,7 @@ uvloop.run(main())
 """
 
 
-# Of anyone's processes some crash beside calls: what is looked for shows without.
+# Without the server's setting, forks beside calls may crash; its fork handlers log without calls.
 @pytest.mark.parametrize(("whose", "processes", "callers"), [("ours", 100, 8), ("anyone", 5, 0)])
 def test_grpc_does_nothing_in_the_forks_of_the_server_alone(
     whose: str, processes: int, callers: int

@@ -514,7 +514,7 @@ def a_publish(digest: bytes) -> list[dict[str, object]]:
 
 
 def phases(connection) -> list[int]:
-    """Of all reports on that publish."""
+    """The phases of all reports on publish "p", in order."""
     reports = [m.publish for m in connection.messages if m.HasField("publish")]
     return [report.phase for report in reports if report.publish_id == "p"]
 

@@ -37,7 +37,7 @@ class SlowEngine(FakeEngine):
             asyncio.Event(),
         )
         self.resumed = 0
-        # As one in which nothing ran says.
+        # An engine in which no request ran reports True.
         self.already_resumed = False
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:

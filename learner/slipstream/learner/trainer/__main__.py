@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
-from slipstream.protocol.machine.gpu_lock import cards_of, fill_cards
+from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
 
@@ -127,9 +127,9 @@ def _load(
         period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
         tell = functools.partial(client.report_work, activity)
         stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
-    gpus = cards_of(os.environ, launch.local_rank, 1)
+    gpus = gpu_names(os.environ, launch.local_rank, 1)
     limit_s = config.rollout_server.start_timeout_s
-    with fill_cards(config.run_dir / "locks", gpus, alone=False, limit_s=limit_s):
+    with fill_gpus(config.run_dir / "locks", gpus, alone=False, limit_s=limit_s):
         policy = open_policy(config, launch, activity=activity)
         return Trainer(config, policy, client), policy.ranks
 

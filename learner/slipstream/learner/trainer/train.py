@@ -39,7 +39,7 @@ from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed, UntrainableBatch
-from slipstream.protocol.machine.gpu_lock import cards_of
+from slipstream.protocol.machine.gpu_lock import gpu_names
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.handover import host_id
@@ -135,9 +135,9 @@ class Trainer:
     def _place(self) -> bytes:
         """Where this rank computes."""
         device = self._ranks.device
-        cards = cards_of(os.environ, device.index, 1) if device.type == "cuda" else []
+        gpus = gpu_names(os.environ, device.index, 1) if device.type == "cuda" else []
         nccl = agreed_settings(os.environ)
-        return weights_pb2.Place(host_id=host_id(), cards=cards, nccl=nccl).SerializeToString()
+        return weights_pb2.Place(host_id=host_id(), cards=gpus, nccl=nccl).SerializeToString()
 
     def _adopt(self, version: PolicyVersion) -> None:
         """The version as which rank 0 was told that the run knows the weights."""

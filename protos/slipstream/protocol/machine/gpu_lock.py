@@ -21,7 +21,7 @@ from slipstream.protocol.machine.gpus import find_gpu, list_gpus, visible_ids
 RETRY_S = 0.1
 
 
-def cards_of(environ: Mapping[str, str], first: int, count: int) -> list[str]:
+def gpu_names(environ: Mapping[str, str], first: int, count: int) -> list[str]:
     """Returns names of `count` GPUs from CUDA's number `first`, equal in all processes of a host.
 
     The list is empty without a driver.
@@ -33,7 +33,7 @@ def cards_of(environ: Mapping[str, str], first: int, count: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def fill_cards(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float) -> Iterator[None]:
+def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float) -> Iterator[None]:
     """Holds the turns of all `gpus` while the block runs, and no turn while it waits.
 
     If `alone`, no other process holds a turn on these GPUs at the same time; else other processes

@@ -100,7 +100,7 @@ def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
     """Makes buffers on CUDA device `gpu`, or in main memory if None; ConfigError without room."""
     if gpu is None:
         return HostBuffers.make(count, num_bytes)
-    from slipstream.protocol.weights.card_buffers import GpuBuffers
+    from slipstream.protocol.weights.gpu_buffers import GpuBuffers
 
     return GpuBuffers.make(count, num_bytes, gpu)
 
@@ -109,7 +109,7 @@ def open_buffers(handles: Sequence[str], num_bytes: int, gpu: int | None) -> Sha
     """Opens another process's buffers for use on `gpu`; WeightSyncError when that fails."""
     if gpu is None:
         return HostBuffers.open(handles, num_bytes)
-    from slipstream.protocol.weights.card_buffers import GpuBuffers
+    from slipstream.protocol.weights.gpu_buffers import GpuBuffers
 
     return GpuBuffers.open(handles, num_bytes, gpu)
 

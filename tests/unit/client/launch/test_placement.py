@@ -28,7 +28,7 @@ ENGINE_LINE = (
     "vLLM runs the model with torch.compile and CUDA graphs: rollout_server.enforce_eager is "
     "false by default on GPUs"
 )
-CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(8))
+GPUS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "gpu", 1 << 30) for n in range(8))
 
 
 def config_of(learner: Mapping[str, Any] = {}, server: Mapping[str, Any] = {}) -> Config:
@@ -50,7 +50,7 @@ def placed(
 ) -> Placement:
     config = config_of(learner, server)
     counts = {"ranks": config.learner.world_size, "servers": config.rollout_server.count} | counts
-    return place(config, Visible(tuple(visible.split()), CARDS), **counts)
+    return place(config, Visible(tuple(visible.split()), GPUS), **counts)
 
 
 def test_learner_takes_the_first_gpus_and_each_server_its_own_next_ones() -> None:
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_one_line(
 def test_no_gpu_has_two_users_unless_there_is_only_one(
     gpus: int, ranks: int, count: int, per_server: int
 ) -> None:
-    visible = [str(card.index) for card in CARDS[:gpus]]
+    visible = [str(gpu.index) for gpu in GPUS[:gpus]]
     server = {"count": count, "tensor_parallel_size": per_server}
     needed = ranks + count * per_server
     try:
@@ -215,7 +215,7 @@ def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them
 def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
     monkeypatch.setattr(dry_run, "uses_gpus", lambda: True)
-    monkeypatch.setattr(placement, "list_gpus", lambda: CARDS[:3])
+    monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:3])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
     _, lines, obstacles = dry_run.place_dry(config_of(), ranks=1, servers=1)
     assert not obstacles

@@ -230,7 +230,7 @@ async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
         await check_environments(config)
     helper = int((tmp_path / "helper").read_text())
     async with asyncio.timeout(10):
-        # Its parent is gone; whoever adopts it has to notice.
+        # The helper's parent is gone; the process that adopts it must notice its end.
         while Path(f"/proc/{helper}/status").exists() and " Z " not in (
             Path(f"/proc/{helper}/stat").read_text()
         ):

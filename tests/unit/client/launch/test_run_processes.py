@@ -69,7 +69,7 @@ def deaf_config(tmp_path: Path) -> Config:
 
 
 async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) -> int:
-    """Starts a controller that listens where nobody asks, and waits for its end."""
+    """Starts a controller that listens at another address, and waits for its end."""
     path = tmp_path / "test" / "config.toml"
     asked = tomllib.loads(path.read_text())["controller"]["address"]
     path.write_text(path.read_text().replace(asked, f"127.0.0.1:{free_port('127.0.0.1')}"))
@@ -100,7 +100,7 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
         RunProcesses(config, OPEN, Placement(), stop_limit_s=0.5) as processes,
     ):
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
-        # Its process is there before the executable is not.
+        # The controller must have started before the executable goes missing.
         while not (tmp_path / "test" / "logs" / "controller.log").exists():
             await asyncio.sleep(0.01)
         monkeypatch.setattr(sys, "executable", "/missing/python")

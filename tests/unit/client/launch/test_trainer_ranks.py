@@ -106,7 +106,7 @@ async def test_what_would_fail_again_is_not_started_again(
 async def test_ranks_that_get_no_further_are_not_started_again_for_ever(
     answers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # They go on from version 50, make 51 to 70 again, and die.
+    # Each start resumes at version 50, makes 51 to 70 again, and dies.
     reached = [Milestones(70, 50)] * answers
     failed, told = await kept(tmp_path, monkeypatch, (1,) * 9, reached=reached)
     assert failed is not None

@@ -90,7 +90,7 @@ class Fleet:
     # Mean and spread of the logarithm's normal distribution.
     group_s: float
     spread: float = 0.5
-    # So many run at full speed; more share it.
+    # Up to `capacity` episodes run at full speed; more share that speed.
     capacity: float = math.inf
     kept: float = 1.0
     seed: int = 0
@@ -147,7 +147,7 @@ class Simulation:
 
     @property
     def lag(self) -> float:
-        """Without the beginning, when nothing was measured yet."""
+        """Mean lag without the first fifth, when nothing was measured yet."""
         return statistics.fmean(self.lags[len(self.lags) // 5 :])
 
     def _lease(self) -> None:
@@ -160,7 +160,7 @@ class Simulation:
             self.leased[group] = (self.now_s, self.version)
 
     def _go_on(self) -> None:
-        """To the end of a group or of the step, or until the limit may have grown."""
+        """Moves time to the next end of a group or step, or to where the limit may have grown."""
         speed = min(1.0, self.fleet.capacity / len(self.work)) if self.work else 1.0
         ends = [left / speed for left in self.work.values()]
         ends.append(STEP_S / 4 if self.ready_s is None else self.ready_s - self.now_s)

@@ -52,7 +52,7 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
     watch = RunWatch(progress, book, environments, fleet, nothing, str)
     watching = asyncio.create_task(watch.watch_forever())
     await asyncio.sleep(0)
-    # The loop turns no more: nobody could be heard.
+    # The loop is blocked: no peer could be heard.
     time.sleep(1.5)
     await asyncio.sleep(0)
     assert fleet.find(session.key) is session

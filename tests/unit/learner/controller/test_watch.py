@@ -52,7 +52,7 @@ async def test_a_trainer_that_never_ends_a_publish_ends_the_run(*, begun: bool) 
         assert order.begun == begun
         if not begun:
             assert scene.publisher.start(scene.start_of(order))
-        # No server serves, and nobody would ever say what the servers should do.
+        # No server serves, and no message of the trainer will ever end the publish.
         assert not scene.fleet.serving()
         await watched.until_over()
         assert progress.state == status_pb2.RUN_STATE_FAILED

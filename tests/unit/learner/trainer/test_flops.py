@@ -41,7 +41,7 @@ def test_a_mixture_of_experts_multiplies_with_the_chosen_experts_and_the_router(
     attention = 2 * 2048 * 4096 + 2 * 2048 * 512
     experts = 2048 * 128 + 8 * 3 * 2048 * 768
     assert sizes.matrix_parameters == 48 * (attention + experts) + 2048 * 151936
-    # Its name says 3.3 billion, the embedding included.
+    # The model's name says 3.3 billion, the embedding included.
     assert (sizes.matrix_parameters + 2048 * 151936) / 1e9 == pytest.approx(3.35, abs=0.02)
 
 

@@ -16,7 +16,7 @@ from slipstream.v1 import weights_pb2
 
 
 class Loop(Trainer):
-    """Only notes what it is to do."""
+    """A trainer that only notes its orders."""
 
     def __init__(self, *orders: Order) -> None:
         self.seen: list[str] = []

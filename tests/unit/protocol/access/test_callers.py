@@ -1,4 +1,4 @@
-"""Who is heard by a listener, and who is left."""
+"""Which callers a listener hears, and which it drops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_line_in_pieces_is_one_call_with_what_follows_it(listener: socket.sock
         caller.sendall(b"I am\nmore")
         call = heard.next(time.monotonic() + LONG_S)
     assert (call.line, call.rest) == (b"who I am", b"more")
-    # It is the receiver's now.
+    # The connection belongs to the receiver now.
     assert call.connection.fileno() >= 0
     call.connection.close()
 

@@ -1,4 +1,4 @@
-"""Who may fill a GPU's memory beside whom."""
+"""Which processes may fill a GPU's memory at the same time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.machine import gpu_lock
-from slipstream.protocol.machine.gpu_lock import cards_of, fill_cards
+from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.machine.gpus import Gpu
 
-CARDS = tuple(Gpu(n, f"GPU-{n}aaa", "card", 1 << 30) for n in range(3))
+GPUS = tuple(Gpu(n, f"GPU-{n}aaa", "gpu", 1 << 30) for n in range(3))
 
 
-def may_fill(folder: Path, *cards: str, alone: bool) -> bool:
+def may_fill(folder: Path, *gpus: str, alone: bool) -> bool:
     try:
-        with fill_cards(folder, cards, alone=alone, limit_s=0.0):
+        with fill_gpus(folder, gpus, alone=alone, limit_s=0.0):
             return True
     except RunFailed:
         return False
 
 
 def test_an_engine_starts_beside_nobody(tmp_path: Path) -> None:
-    with fill_cards(tmp_path, ["a", "b"], alone=True, limit_s=1.0):
+    with fill_gpus(tmp_path, ["a", "b"], alone=True, limit_s=1.0):
         assert not may_fill(tmp_path, "b", alone=False)
         assert not may_fill(tmp_path, "a", alone=True)
         assert may_fill(tmp_path, "c", alone=True)
@@ -32,7 +32,7 @@ def test_an_engine_starts_beside_nobody(tmp_path: Path) -> None:
 
 
 def test_ranks_load_beside_each_other_and_beside_no_engine(tmp_path: Path) -> None:
-    with fill_cards(tmp_path, ["a"], alone=False, limit_s=1.0):
+    with fill_gpus(tmp_path, ["a"], alone=False, limit_s=1.0):
         assert may_fill(tmp_path, "a", alone=False)
         assert not may_fill(tmp_path, "a", "b", alone=True)
         # The one that could not have all of them holds none.
@@ -41,9 +41,9 @@ def test_ranks_load_beside_each_other_and_beside_no_engine(tmp_path: Path) -> No
 
 def test_wait_has_a_limit_that_is_said(tmp_path: Path) -> None:
     with (
-        fill_cards(tmp_path, ["a"], alone=True, limit_s=1.0),
+        fill_gpus(tmp_path, ["a"], alone=True, limit_s=1.0),
         pytest.raises(RunFailed, match=r"on GPU a within 0\.2 s"),
-        fill_cards(tmp_path, ["a"], alone=False, limit_s=0.2),
+        fill_gpus(tmp_path, ["a"], alone=False, limit_s=0.2),
     ):
         pytest.fail("it had its turn")
 
@@ -63,8 +63,8 @@ def started(program: str, folder: Path, *, until: str) -> subprocess.Popen[str]:
 
 def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
     program = (
-        "import os, sys, pathlib; from slipstream.protocol.machine.gpu_lock import fill_cards\n"
-        "with fill_cards(pathlib.Path(sys.argv[1]), ['a'], alone=True, limit_s=1):\n"
+        "import os, sys, pathlib; from slipstream.protocol.machine.gpu_lock import fill_gpus\n"
+        "with fill_gpus(pathlib.Path(sys.argv[1]), ['a'], alone=True, limit_s=1):\n"
         "    child = os.fork()\n"
         "    if child == 0: sys.stdin.read(); os._exit(0)\n"
         "print('left', flush=True); os.waitpid(child, 0)\n"
@@ -76,8 +76,8 @@ def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
 
 def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from slipstream.protocol.machine.gpu_lock import fill_cards\n"
-        "with fill_cards(pathlib.Path(sys.argv[1]), ['a'], alone=True, limit_s=1):\n"
+        "import sys, pathlib; from slipstream.protocol.machine.gpu_lock import fill_gpus\n"
+        "with fill_gpus(pathlib.Path(sys.argv[1]), ['a'], alone=True, limit_s=1):\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )
     process = started(program, tmp_path, until="held")
@@ -87,14 +87,14 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     assert may_fill(tmp_path, "a", alone=True)
 
 
-def test_cards_have_the_names_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_lock, "list_gpus", lambda: CARDS)
-    assert cards_of({}, 1, 2) == ["GPU-1aaa", "GPU-2aaa"]
-    assert cards_of({"CUDA_VISIBLE_DEVICES": "2,0"}, 0, 1) == ["GPU-2aaa"]
-    assert cards_of({"CUDA_VISIBLE_DEVICES": "MIG-7"}, 0, 1) == ["MIG-7"]
-    assert cards_of({"CUDA_VISIBLE_DEVICES": ""}, 0, 1) == []
+def test_gpus_have_the_names_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_lock, "list_gpus", lambda: GPUS)
+    assert gpu_names({}, 1, 2) == ["GPU-1aaa", "GPU-2aaa"]
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": "2,0"}, 0, 1) == ["GPU-2aaa"]
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": "MIG-7"}, 0, 1) == ["MIG-7"]
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": ""}, 0, 1) == []
 
 
-def test_without_a_card_there_is_no_turn(tmp_path: Path) -> None:
-    with fill_cards(tmp_path / "locks", [], alone=True, limit_s=0.0):
+def test_without_a_gpu_there_is_no_turn(tmp_path: Path) -> None:
+    with fill_gpus(tmp_path / "locks", [], alone=True, limit_s=0.0):
         assert not (tmp_path / "locks").exists()

@@ -15,7 +15,7 @@ from slipstream.protocol.weights.nccl_environment import (
     set_nccl_environment,
 )
 
-CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(4))
+GPUS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "gpu", 1 << 30) for n in range(4))
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,17 @@ CARDS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "card", 1 << 30) for n in range(4))
         ("MIG-abc", ("MIG-abc",)),
     ],
 )
-def test_visible_are_the_entries_before_the_first_that_names_no_card(
+def test_visible_are_the_entries_before_the_first_that_names_no_gpu(
     value: str | None, ids: tuple[str, ...]
 ) -> None:
     environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
-    assert visible_ids(environ, CARDS) == ids
+    assert visible_ids(environ, GPUS) == ids
 
 
-def test_a_card_is_found_by_number_and_by_the_beginning_of_its_uuid() -> None:
-    assert find_gpu("2", CARDS) is CARDS[2]
-    assert find_gpu("GPU-3aaa", CARDS) is CARDS[3]
-    assert find_gpu("4", CARDS) is None
+def test_a_gpu_is_found_by_number_and_by_the_beginning_of_its_uuid() -> None:
+    assert find_gpu("2", GPUS) is GPUS[2]
+    assert find_gpu("GPU-3aaa", GPUS) is GPUS[3]
+    assert find_gpu("4", GPUS) is None
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class FakeLibrary:
-    """Two cards, as NVML answers."""
+    """NVML's answers for two GPUs."""
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -83,7 +83,7 @@ class FakeLibrary:
         return 0
 
 
-def test_cards_have_the_drivers_numbers_and_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_have_the_drivers_numbers_and_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeLibrary())
     assert list_gpus() == (
         Gpu(0, "GPU-100", "NVIDIA H200", 139 << 30),

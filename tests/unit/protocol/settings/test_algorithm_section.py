@@ -157,7 +157,7 @@ def test_stale_tokens_without_a_correction_are_warned_of(
 
 
 def test_every_published_combination_is_accepted() -> None:
-    """Those of the table in docs/algorithms.md that need no other model."""
+    """Checks the combinations of the table in docs/algorithms.md that need no other model."""
     none = {"weight": "none"}
     for changes in (
         {},

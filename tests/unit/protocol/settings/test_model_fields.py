@@ -100,7 +100,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         for one in (LLAMA,)
     ),
     (LLAMA, {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "bias": None}),
-    # As SmolLM2 and a distilled Qwen2 were published.
+    # Fields with which SmolLM2 and a distilled Qwen2 were published.
     (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
     (QWEN2, {"use_mrope": False, "sliding_window": 4096, "use_sliding_window": False}),
     (LLAMA, {"head_dim": 32, "rope_scaling": None, "rope_theta": 1e6, "pretraining_tp": 2}),

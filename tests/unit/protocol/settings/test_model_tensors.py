@@ -88,7 +88,7 @@ def test_the_output_layer_is_needed_where_it_is_not_tied(is_tied: bool, folder: 
     without = {k: v for k, v in shapes().items() if k != "lm_head.weight"}
     write_safetensors(folder / "model.safetensors", beside=without)
     assert len(problems(folder)) == (not is_tied)
-    # As a critic, whose head is another one.
+    # A critic needs no output layer: it has a head of its own.
     assert not list(tensor_problems(folder, "critic.path", has_output=False))
 
 

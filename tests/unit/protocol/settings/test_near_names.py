@@ -1,4 +1,4 @@
-"""What is named to somebody who wrote a name that does not exist."""
+"""Names that an error suggests in the place of a name that does not exist."""
 
 from __future__ import annotations
 

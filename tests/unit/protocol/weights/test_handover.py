@@ -1,4 +1,4 @@
-"""The hand-over of shared buffers between processes: nothing is read half-filled, nobody hangs."""
+"""The hand-over of shared buffers between processes: no half-filled read, no hang."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_buffer_is_not_filled_again_before_the_late_one_has_read_it(
     with pytest.raises(WeightSyncError, match=r"receiver 2 was not done within 0\.\d"):
         sender.wait_read(0, 0.2)
     late.tell("read 0")
-    # It asks for a bucket that it was told of already.
+    # The late receiver asks for a bucket that it was told of already.
     assert late.line() == digest(content(0))
     sender.wait_read(0, LONG_S)
     quick.kill()

@@ -12,10 +12,10 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights import nccl_group
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 
-# Without the watchdog some of them would wait for ever.
+# Without the watchdog some tests would wait for ever.
 pytestmark = pytest.mark.timeout(60)
 LONG_S = 30.0
-# Who joins and the watchdog have the same deadline.
+# A joining member and the watchdog have the same deadline; either may raise first.
 LOST = "did not meet|was lost when all had met"
 MEMBER_1 = {"rank": 1, "world_size": 2}
 
@@ -121,7 +121,7 @@ def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_
     with pytest.raises(WeightSyncError, match=LOST):
         NcclGroup.join(backend, b"id", rank=0, world_size=2, deadline_s=0.3)
     joining.join()
-    # Else its kernel would wait on the device for ever.
+    # The communicator is aborted: its kernel would wait on the device for ever.
     assert [communicator.num_aborts for communicator in backend.made] == [1]
 
 

@@ -8,7 +8,7 @@ from slipstream.protocol.settings.sections import ParallelSection
 from slipstream.protocol.weights.transports import Place, choose_transport
 
 CPU = Place("here")
-CARD_0, CARD_1, CARD_2 = (Place("here", (f"GPU-{n}",)) for n in range(3))
+GPU_0, GPU_1, GPU_2 = (Place("here", (f"GPU-{n}",)) for n in range(3))
 ELSEWHERE = Place("there", ("GPU-9",))
 
 
@@ -17,13 +17,13 @@ ELSEWHERE = Place("there", ("GPU-9",))
     [
         ([CPU], {"a": CPU}, "gloo"),
         ([CPU], {"a": CPU, "b": Place("there")}, "gloo"),
-        ([CARD_0], {"a": CPU}, "gloo"),
-        ([CARD_0], {"a": CARD_1}, "nccl"),
-        ([CARD_0, CARD_1], {"a": CARD_2, "b": ELSEWHERE}, "nccl"),
-        ([CARD_0], {"a": CARD_0}, "ipc"),
-        ([CARD_0], {"a": CARD_0, "b": CARD_1}, "ipc"),
-        ([CARD_0], {"a": CARD_1, "b": CARD_1}, "ipc"),
-        ([CARD_0], {"a": Place("here", ("GPU-1", "GPU-0"))}, "ipc"),
+        ([GPU_0], {"a": CPU}, "gloo"),
+        ([GPU_0], {"a": GPU_1}, "nccl"),
+        ([GPU_0, GPU_1], {"a": GPU_2, "b": ELSEWHERE}, "nccl"),
+        ([GPU_0], {"a": GPU_0}, "ipc"),
+        ([GPU_0], {"a": GPU_0, "b": GPU_1}, "ipc"),
+        ([GPU_0], {"a": GPU_1, "b": GPU_1}, "ipc"),
+        ([GPU_0], {"a": Place("here", ("GPU-1", "GPU-0"))}, "ipc"),
     ],
 )
 def test_auto_is_what_joins_them(
@@ -36,13 +36,13 @@ def test_auto_is_what_joins_them(
 @pytest.mark.parametrize(
     ("setting", "learner", "servers", "said"),
     [
-        ("nccl", [CARD_0], {"a": CARD_0}, "but trainer rank 0 and a share GPU-0: set ipc or auto"),
-        ("nccl", [CARD_0], {"a": CPU}, "nccl joins GPUs only, but a computes on the CPU"),
+        ("nccl", [GPU_0], {"a": GPU_0}, "but trainer rank 0 and a share GPU-0: set ipc or auto"),
+        ("nccl", [GPU_0], {"a": CPU}, "nccl joins GPUs only, but a computes on the CPU"),
         ("nccl", [CPU], {"a": CPU}, "but trainer rank 0 computes on the CPU: set gloo"),
-        ("ipc", [CARD_0], {"a": ELSEWHERE}, "but a runs on another one than trainer rank 0"),
+        ("ipc", [GPU_0], {"a": ELSEWHERE}, "but a runs on another one than trainer rank 0"),
         ("ipc", [CPU], {"a": Place("there")}, "ipc works within one host"),
-        ("ipc", [CARD_0], {"a": CPU}, "ipc joins either GPUs or CPUs, but a computes on the CPU"),
-        ("auto", [CARD_0], {"a": CARD_0, "b": ELSEWHERE}, "but b runs on another one"),
+        ("ipc", [GPU_0], {"a": CPU}, "ipc joins either GPUs or CPUs, but a computes on the CPU"),
+        ("auto", [GPU_0], {"a": GPU_0, "b": ELSEWHERE}, "but b runs on another one"),
     ],
 )
 def test_what_cannot_join_them_is_refused_with_value_and_rule(
@@ -76,12 +76,12 @@ def test_nccl_joins_members_that_are_told_the_same(
 
 def test_ipc_takes_the_weights_of_one_rank() -> None:
     for parallel in (ParallelSection(pp=2), ParallelSection(ep=2)):
-        assert choose_transport("auto", [CARD_0], {"a": CARD_1}, parallel=parallel) == "nccl"
+        assert choose_transport("auto", [GPU_0], {"a": GPU_1}, parallel=parallel) == "nccl"
         with pytest.raises(ConfigError, match="pp and ep must be 1, got"):
-            choose_transport("auto", [CARD_0], {"a": CARD_0}, parallel=parallel)
+            choose_transport("auto", [GPU_0], {"a": GPU_0}, parallel=parallel)
 
 
 def test_ipc_and_gloo_may_be_chosen_where_nccl_would_be() -> None:
     for setting in ("ipc", "gloo"):
-        assert choose_transport(setting, [CARD_0], {"a": CARD_1}) == setting
+        assert choose_transport(setting, [GPU_0], {"a": GPU_1}) == setting
     assert choose_transport("ipc", [CPU], {"a": CPU}) == "ipc"

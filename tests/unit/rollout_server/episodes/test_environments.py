@@ -235,7 +235,7 @@ async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_
         await alone.step("x", truncated=False)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
     alone.close()
-    # Nobody else has noticed.
+    # The episode beside it is not affected.
     assert (await beside.step("x", truncated=False)).reward == 0.5
     # The task is still a suspect; one that passes is none any more.
     better = await hosted.open("Exiting", "e", 0)
@@ -462,7 +462,7 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
     assert [path for path in files.values() if not path.startswith(own)] == []
     known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
     assert set(variables) <= known | {"GRPC_ENABLE_FORK_SUPPORT"}
-    # Its token is gone when the environment is loaded, and never stood on the command line.
+    # The process's token is gone when the environment is loaded, and was never an argument.
     assert arguments[1::2] == ["--connect", "--record"]
     assert len(arguments) == 5
 

@@ -140,7 +140,7 @@ async def test_an_error_of_vllm_is_raised_when_the_workers_are_gone(scene: Scene
     scene.fork(say_at_once, 7, "to nobody")
     scene.line.listen()
     scene.workers[0].join()
-    # Nobody can answer any more, and nothing is read from now on.
+    # No worker can answer any more, and nothing more is read.
     async with asyncio.timeout(LIMIT_S):
         while scene.line._sockets[0].fileno() >= 0:
             await asyncio.sleep(0.01)

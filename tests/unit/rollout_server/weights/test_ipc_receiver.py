@@ -148,7 +148,7 @@ def test_all_workers_have_read_a_bucket_before_its_buffer_is_filled_again(
 
     thread = threading.Thread(target=hurry)
     thread.start()
-    # Its buffer is the first one, which the late one still looks at.
+    # The third bucket needs the first buffer, which the late receiver still reads.
     assert not third.wait(0.3)
     got += [data.clone() for data in late_buckets]
     thread.join(LONG_S)
@@ -270,7 +270,7 @@ def test_memory_of_a_learner_is_closed_again_when_joining_fails(
 
 
 class SlowDigests:
-    """Of one update; the first bucket waits in it for `go_on`."""
+    """Digests of one update; `add` blocks the first bucket until `go_on` is set."""
 
     def __init__(self) -> None:
         self.came, self.go_on = threading.Event(), threading.Event()

@@ -113,7 +113,7 @@ async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(
         rig.serve(second, 0)
         rig.turn()
         assert rig.publisher.pinned == {second.key}
-        # It serves a moment later, and stands before the other one in the fleet.
+        # Server `first` serves a moment later, and stands before `second` in the fleet.
         rig.serve(first, 0)
         rig.turn()
         assert rig.publisher.pinned == {second.key}
@@ -135,7 +135,7 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         rig.turn()
         rig.progress.version = PolicyVersion(0, 1)
         rig.evaluator.step_done(1)
-        # Nobody else would let it go: it must not wait for a version that it is not sent.
+        # The round keeps the server from new versions, so the round must not wait for one.
         assert rig.publisher.due() == []
         rig.load(session)
         rig.turn()

@@ -34,7 +34,7 @@ def test_the_rate_is_that_of_the_newest_seconds() -> None:
     rate.began(0.0)
     assert rate.at(2.0, 200) == pytest.approx(100.0)
     assert rate.at(4.0, 400) == pytest.approx(100.0)
-    # From 4 s on, the newest point that is 5 s back.
+    # The rate counts from 4 s: the newest point at least 5 s back.
     assert rate.at(10.0, 4000) == pytest.approx(600.0)
 
 

@@ -1,4 +1,4 @@
-"""Whatever happens to leases in whichever order: no slot and no byte stays reserved for nobody."""
+"""No slot and no byte stays reserved without a lease, whatever happens to leases in any order."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ FAILURE = Failure(FailureKind.ENVIRONMENT, "broken")
 
 @dataclass
 class Message:
-    """On its way to the controller: a trajectory, or what a closed lease left unfinished."""
+    """A message on its way to the controller: a trajectory, or a closed lease's unfinished rest."""
 
     server: ServerKey
     group_id: GroupId
     trajectory: Trajectory | None = None
     unfinished: tuple[int, ...] = ()
     next_attempt: int = 0
-    # It arrives, but cannot be read.
+    # The message arrives, but cannot be read.
     is_spoilt: bool = False
 
 
 @dataclass
 class Lease:
-    """One that a server has: what still runs there, and what nobody has judged."""
+    """A lease that a server holds: members that run, and results without a verdict."""
 
     group: Group
     attempt: int
@@ -215,7 +215,7 @@ def test_what_a_lease_reserved_is_free_when_all_has_ended(data: st.DataObject) -
     book = world.book
     assert book.closing == {}
     assert [book.open_episodes(key) for key in world.servers] == [0, 0]
-    # Nobody but a next server has to do anything for what is missing.
+    # All missing members are in groups that the next server can take.
     unfinished = [group for group in book.groups.values() if not group.is_complete]
     assert book.orphans() == unfinished
     assert book.promised_episodes == sum(len(group.missing) for group in unfinished)

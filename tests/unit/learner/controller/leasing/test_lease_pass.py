@@ -170,7 +170,7 @@ class Both:
         assert state(fast) == state(plain)
 
     def move(self) -> None:
-        """One thing that happens to a run, to both in the same way."""
+        """Makes one random event happen to both runs in the same way."""
         names = list(self.rigs[0].fleet.sessions)
         kind = self.random.choice(
             [

@@ -83,7 +83,7 @@ def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one()
     watch, slow = LeaseWatch(10.0), group("slow")
     late(watch, [slow], a=0.0)
     assert late(watch, [slow], a=11.0) == ["slow"]
-    # Its cancelled episodes come back: still the same lease.
+    # The server's cancelled episodes come back: still the same lease.
     slow.attempts[0] = 0
     assert late(watch, [slow], a=12.0) == []
     assert late(watch, [slow], a=30.0) == []

@@ -232,7 +232,7 @@ def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one
     group = lease(book)
     book.closed(group.group_id, A, [0, 1], next_attempt=1)
     book.reassign(group, A)
-    # Not 0: two trajectories of one name would be taken for one that came twice.
+    # Attempt 0 again would give two trajectories one name: the second would count as a repeat.
     assert group.next_attempt == 1
     assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
     assert book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False) is group
@@ -257,7 +257,7 @@ def test_a_report_that_contradicts_its_lease_is_refused(unfinished, next_attempt
     with pytest.raises(ProtocolError, match=f"^rollout server a reports {line}$"):
         book.closed(group.group_id, A, unfinished, next_attempt=next_attempt)
     assert (group.closed, group.next_attempt, group.running) == (False, 0, [0, 1])
-    # Who does not hold it is not listened to.
+    # A report of a server that does not hold the lease is ignored.
     book.closed(group.group_id, C, unfinished, next_attempt=next_attempt)
     assert (group.closed, group.next_attempt) == (False, 0)
     book.closed(group.group_id, A, [0, 1], next_attempt=7)

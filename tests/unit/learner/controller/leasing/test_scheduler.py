@@ -75,7 +75,7 @@ async def test_leases_end_with_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     async with asyncio.timeout(LIMIT_S):
         while not rig.journal.trouble():
             await asyncio.sleep(0.01)
-    # Whoever watches the journal ends the run; no lease has left that it does not hold.
+    # The journal's watcher ends the run; no lease was sent that the journal does not hold.
     assert session.outbox.pop() is None
     leasing.cancel()
     with pytest.raises(RunFailed, match="Input/output error"), rig.journal:

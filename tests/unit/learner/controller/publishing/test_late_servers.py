@@ -28,7 +28,7 @@ def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> No
 
 
 async def two_that_serve(scene: Scene) -> ServerSession:
-    """Beside the scene's own server another one with version 0; version 1 is due for both."""
+    """Adds server b, which serves version 0 as the scene's own does; version 1 is due for both."""
     await scene.serve()
     other = scene.joined("b")
     other.version = PolicyVersion(0, 0)
@@ -53,13 +53,13 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         scene = Scene(progress_of(weights={"bucket_deadline_s": 0.3}), tasks)
         late = await two_that_serve(scene)
         question = await order_without(scene, late)
-        # It goes on as it is.
+        # The late server goes on as it is.
         assert (late.is_serving, late.version) == (True, PolicyVersion(0, 0))
         (told,) = [text for text in texts(scene) if "left out" in text]
         assert told.startswith("rollout server b is left out of the publish of version 1: not rea")
         assert told.endswith("it goes on with version 0")
         assert late not in scene.publisher.due()
-        # Nor is it asked again while its answer is to come.
+        # The late server is not asked again before its answer has come.
         scene.publisher.ask_ahead(PolicyVersion(0, 2))
         assert late.outbox.pop() is None
         changed = asyncio.create_task(scene.progress.signal.wait(10))
@@ -214,7 +214,7 @@ async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again()
         order = await scene.ordered()
         receipt = await scene.finish(order.publish_id)
         assert not receipt.discard_communicator
-        # Nobody else is there to go on.
+        # There is no other server that could serve meanwhile.
         assert "still loads" not in " ".join(texts(scene))
         scene.say(order.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="torn")
         while scene.session.state != fleet_pb2.SERVER_STATE_STALE:
@@ -252,7 +252,7 @@ async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
         await finishing
         scene.say(order.publish_id, SERVING, probe_logprobs=pack_logprobs(np.zeros(1, np.float32)))
         await scene.until_serving()
-        # From here on its failures are its own, also when a new version is due for both.
+        # Server b now publishes alone, also when a new version is due for both.
         assert await failing(broken) == ["b"]
         scene.make_version(2)
         assert await failing(scene.session) == ["a"]

@@ -82,7 +82,7 @@ def test_right_weights_pass_in_bfloat16_with_room() -> None:
 
 
 def test_weights_that_are_rounded_on_the_wire_have_the_tolerance_of_bfloat16() -> None:
-    # Those of SmolLM2-135M-Instruct in float32, rounded to bfloat16, show 0.015.
+    # The float32 weights of SmolLM2-135M-Instruct, rounded to bfloat16, show a gap of 0.015.
     assert default_tolerance("float32", wire_dtype="bfloat16") == default_tolerance("bfloat16")
     assert default_tolerance("float32", wire_dtype="float32") == default_tolerance("float32")
     assert default_tolerance("float32") == 1e-3

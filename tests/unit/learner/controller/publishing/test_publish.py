@@ -78,7 +78,7 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         scene = Scene(progress, tasks)
         await scene.serve()
-        # It serves what the trainer has, and is due when the next version is there.
+        # The server serves what the trainer has, and is due when the next version is there.
         scene.session.version = PolicyVersion(0, 1)
         scene.publisher.ask_ahead(PolicyVersion(0, 2))
         publish_id = (await next_order(scene.session)).prepare.publish_id
@@ -87,7 +87,7 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(
         order = await scene.publisher.prepare(scene.trainer)
         assert order is not None
         assert order.begun
-        # It is not asked again.
+        # The server is not asked again.
         assert scene.sent() == ["receive", "commit"]
         scene.publisher.trainer_lost()
 
@@ -158,7 +158,7 @@ async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
         await scene.serve()
         order = await scene.ordered()
         assert scene.sent() == ["receive", "commit"]
-        # It asks again: the answer was lost.
+        # The trainer asks again: the answer was lost.
         assert await scene.publisher.prepare(scene.trainer) is None
         assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
         assert (await next_order(scene.session)).abort.publish_id == order.publish_id
@@ -328,7 +328,7 @@ async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_el
 
 
 async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
-    """As many publishes as a server may fail before it is sent away."""
+    """Fails MAX_FAILED_PUBLISHES publishes, after which the server is sent away."""
     for _ in range(MAX_FAILED_PUBLISHES):
         session.retry_publish_s = 0.0
         order = await scene.ordered(session)
@@ -371,7 +371,7 @@ async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) ->
         assert scene.publisher.due() == [leaving, staying]
         preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
         publish_id = (await next_order(leaving)).prepare.publish_id
-        # It was ready, and then it was told to leave.
+        # The server was ready, and then it was told to leave.
         scene.fleet.drains(leaving, "SIGTERM")
         for session in (leaving, staying):
             scene.say(publish_id, READY, session)
@@ -422,7 +422,7 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: Run
         scene.publisher.start(start)
         told = scene.sent()
         assert [r.server_id for r in scene.publisher.start(question)] == [scene.session.name]
-        # Nobody is told anything by it.
+        # A question sends no message to any server.
         assert told[-1] == "receive"
         assert scene.sent() == []
         scene.say(order.publish_id, FAILED, message="could not join")

@@ -47,9 +47,9 @@ class Adapted:
         scored: float = -1.0,
         meanwhile: Callable[[], None] = nothing,
     ) -> weights_pb2.PublishOrder:
-        """Of the next version to those that are due, all of which are `sessions`.
+        """Publishes the next version to `sessions`, which must be all servers that are due.
 
-        `meanwhile`: between commit and proof.
+        `meanwhile` is called between commit and probe.
         """
         self.progress.version = PolicyVersion(0, self.progress.version.step + 1)
         for session in sessions:
@@ -108,7 +108,7 @@ async def test_a_server_is_sent_matrices_once_and_then_adapters_alone() -> None:
         orders = [await run.publish(first) for _ in range(3)]
         assert [o.adapters_alone for o in orders] == [False, True, True]
         assert [o.verify for o in orders] == [True, False, False]
-        # One that begins at once has the layout of the publish before.
+        # A publish that begins at once has the layout of the publish before.
         assert [o.begun for o in orders] == [False, False, True]
         # All members of a communicator are sent the same.
         second = joined(run.fleet, "b")

@@ -26,8 +26,8 @@ def progress(request: pytest.FixtureRequest) -> RunProgress:
     return RunProgress("placed", parse_config(values, source="test"), EventLog())
 
 
-def place(host: str, *cards: str) -> weights_pb2.Place:
-    return weights_pb2.Place(host_id=host, cards=cards)
+def place(host: str, *gpus: str) -> weights_pb2.Place:
+    return weights_pb2.Place(host_id=host, cards=gpus)
 
 
 @pytest.mark.parametrize("progress", ["auto"], indirect=True)

@@ -278,7 +278,7 @@ def closed(group: str, **changes):
 def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
     records = [start(), *(lease(f"g00000{i}", i) for i in range(5))]
     records += [closed("g000000", solved=True, reward=1.0), batch(0, "g000001")]
-    # As an earlier version wrote it.
+    # An earlier version wrote the records like this.
     records += [closed("g000002"), closed("g000003", solved=True, reward=1.0)]
     history = read_history(records)
     assert history.filtered_groups == {0: 1, 1: 2}

@@ -272,7 +272,7 @@ async def test_what_the_disk_once_did_not_take_is_never_durable(tmp_path, monkey
     assert not durable.done()
     with pytest.raises(RunFailed, match="Input/output error"), journal:
         pass
-    # It has let go of the folder.
+    # The first journal has released the folder.
     with Journal(tmp_path):
         pass
 

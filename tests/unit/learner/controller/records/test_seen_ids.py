@@ -16,7 +16,7 @@ MOST_BYTES = 4
 
 
 def any_id(source: random.Random) -> TrajectoryId:
-    """One of few, so that many come twice; most are first attempts, some are no ids of ours."""
+    """Draws from few ids, so that many come twice; most are first attempts, some are foreign."""
     group = source.choice(["g000001", "g000256", "e1-000001", "e12-000001", "g1", "g0000001", "x"])
     member, attempt = source.choice([0, 1, 15, 63, 64, 200]), source.choice([0, 0, 0, 1, 2])
     epoch = source.choice(["1", "2", "ffffffffffffffff", "01", "A"])

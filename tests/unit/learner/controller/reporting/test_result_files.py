@@ -24,7 +24,7 @@ from small_configs import config_of
 
 @pytest.fixture
 def full() -> Callable[[int], AbstractContextManager[None]]:
-    """While it is entered, no file grows beyond so many bytes: the system says so to each write."""
+    """While the block runs, no file grows beyond `num_bytes`: the system refuses each write."""
 
     @contextmanager
     def limited(num_bytes: int) -> Iterator[None]:

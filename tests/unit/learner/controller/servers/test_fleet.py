@@ -13,7 +13,7 @@ async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(
 ) -> None:
     fleet = Fleet(progress_of(queue={"kind": kind}))
     fleet.handlers = FleetHandlers(*[nothing] * 7)
-    # Of one queue the newest of two looks.
+    # A shared queue counts once, with the newer of the two reports.
     for name, num_bytes in (("a", 300), ("b", 400)):
         joined(fleet, name).report.queued_bytes = num_bytes
     assert fleet.queued_bytes == waiting

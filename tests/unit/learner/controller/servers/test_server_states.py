@@ -17,7 +17,7 @@ from slipstream.learner.controller.servers.server_states import (
 from slipstream.v1 import fleet_pb2
 
 RECEIVE, PUBLISHED, FAILED, DRAIN, LOST, LEAVE = ServerEvent
-# Of each state after receive, published, failed, drain, lost and left; None: it cannot happen.
+# The next state after receive, published, failed, drain, lost and left; None: cannot happen.
 TABLE = {
     JOINING: (LOADING, None, STALE, DRAINING, DEAD, LEFT),
     LOADING: (None, SERVING, STALE, DRAINING, DEAD, LEFT),

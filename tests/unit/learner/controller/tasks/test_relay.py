@@ -1,4 +1,4 @@
-"""Calls to environments that clients serve: nobody waits for one who does not read."""
+"""Calls to environments that clients serve: no client waits for another that does not read."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_client_that_does_not_read_holds_up_no_other(
     answer_comes = asyncio.ensure_future(anext(answers))
     async with asyncio.timeout(LIMIT_S):
         await frozen
-    # It reads no more: three wait, the rest finds no room.
+    # The relay reads no more: three messages wait, the rest finds no room.
     for number in range(2, 7):
         calls.say(call("frozen", number))
     calls.say(call("alive", 7))

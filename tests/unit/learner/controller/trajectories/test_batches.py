@@ -19,7 +19,7 @@ def saved(version: int) -> trainer_pb2.CheckpointReport:
 
 
 async def kept_after(folder: Path, *versions: int) -> list[int]:
-    """Of the batches of ten steps, those that are kept after checkpoints of these versions."""
+    """Steps, of ten, whose batches are kept after checkpoints of `versions`."""
     async with asyncio.TaskGroup() as tasks:
         with Journal(folder) as journal:
             for step in range(10):

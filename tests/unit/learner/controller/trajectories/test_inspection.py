@@ -33,7 +33,7 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     book = LeaseBook(
         attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=4, num_steps=9
     )
-    # It may be trained by step 6.
+    # The trajectory may be trained by step 6.
     group = book.lease("e", 3, 4, KEY, 2)
     book.max_staleness = 0
     fleet = Fleet(progress)

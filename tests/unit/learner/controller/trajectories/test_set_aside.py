@@ -155,7 +155,7 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
         book.put_back(0, taken[:num_back])
         deadlines = [group.deadline_step for group in book.training_groups()]
         assert staleness.holds(deadlines, book.step, per_step)
-        # As many as were lost can be leased again.
+        # The lost groups can be leased again.
         assert lease_all(book, served_step=0) >= per_step - num_back
         for group in book.training_groups():
             group.finished = dict(make_group(0).finished)

@@ -40,7 +40,7 @@ GROUP = Group(
 
 def test_nothing_speaks_against_a_good_trajectory() -> None:
     assert contradiction(GOOD, GROUP, FACTS) == ""
-    # Its lease may be over.
+    # The trajectory's lease may be over.
     assert contradiction(GOOD, None, FACTS) == ""
 
 

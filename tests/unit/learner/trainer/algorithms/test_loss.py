@@ -177,7 +177,7 @@ def test_weights_of_the_aggregation_multiply_every_part_of_the_loss() -> None:
 
 
 def test_placeholders_at_context_tokens_change_nothing() -> None:
-    """Log-probabilities of what nobody sampled are whatever they are, and are never trained."""
+    """Log-probabilities of tokens that were not sampled have any value, and are never trained."""
     mask = [True, False]
     policy = torch.tensor([-1.0, -7.0], requires_grad=True)
     found = [

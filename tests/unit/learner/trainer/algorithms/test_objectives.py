@@ -123,7 +123,7 @@ def test_reinforce_is_the_policy_gradient() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_has_the_policy_gradient_at_ratio_one(loss: str) -> None:
-    """Where the policy is the anchor: minus the advantage. Signs and scales agree."""
+    """The gradient is minus the advantage if the policy is the anchor: signs and scales agree."""
     policy = torch.tensor([-2.0, -0.5, -1.0], requires_grad=True)
     advantages = torch.tensor([1.5, -0.5, 0.0])
     found = token_losses(policy, policy.detach(), advantages, algorithm(loss=loss), sums(3))

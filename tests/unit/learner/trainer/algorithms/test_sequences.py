@@ -40,7 +40,7 @@ def batch(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:
 
 
 def advantages(sequences) -> list[float]:
-    """Of each sequence's tokens, which all have one."""
+    """The advantage of each sequence, which all its trained tokens share."""
     found = []
     for one in sequences:
         values = set(one.estimates.advantages[one.loss_mask].tolist())

@@ -218,7 +218,7 @@ def test_truncated_importance_weights_are_verls(level: str) -> None:
 def test_masks_are_verls(ours: str, verls: str) -> None:
     torch.manual_seed(4)
     log_ratio = torch.randn(6, WIDTH)
-    # Its statistic is the ratio of sampler to learner: the band is upside down.
+    # verl's statistic is the ratio of sampler to learner: the band is upside down.
     expected, _ = rollout_correction().compute_rollout_rejection_mask(
         log_ratio, MASK, rollout_rs=verls, rollout_rs_threshold=f"{1 / 1.5}_{1 / 0.8}"
     )

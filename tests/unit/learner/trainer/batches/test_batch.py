@@ -18,7 +18,7 @@ from slipstream.protocol.types import (
 
 
 def batch_of(step: int, *spans: tuple[VersionSpan, ...]) -> Batch:
-    """One trajectory for each entry, with as many sampled tokens as its spans say."""
+    """One trajectory for each entry of `spans`, which also say how many tokens it has sampled."""
     made = make_batch(step, num_groups=1, group_size=len(spans), vocab_size=8, max_tokens=9)
     return replace(
         made,

@@ -71,7 +71,7 @@ def test_plan_levels_the_micro_batches_of_a_rank() -> None:
 
 def test_long_sequence_costs_more_than_short_ones_of_as_many_tokens() -> None:
     lengths = [10, 4, 4, 4, 4]
-    # By tokens 14 and 12; with attention 10 + 50 against 4 times 4 + 8.
+    # Costs by tokens are 10 + 4 and 3 * 4; with attention 10 + 50 against 4 * (4 + 8).
     assert plan_micro_batches(lengths, max_tokens=99, dp_size=2) == [[[0, 4]], [[1, 2, 3]]]
     plan = plan_micro_batches(lengths, max_tokens=99, dp_size=2, attention_length=2.0)
     assert plan == [[[0]], [[1, 2, 3, 4]]]

@@ -81,7 +81,7 @@ def test_sequences_shared_by_two_ranks_have_the_loss_of_whole_ones(
     ]
     for key, value in whole.items():
         torch.testing.assert_close(shared[0][name][key] + shared[1][name][key], value)
-    # Without the sum over the ranks it would be another loss.
+    # The loss would differ without the sum over the ranks.
     assert not torch.isclose(alone[0]["loss"] + alone[1]["loss"], whole["loss"])
 
 

@@ -24,5 +24,5 @@ def test_what_is_written_is_read_by_safetensors_and_told_byte_by_byte(tmp_path: 
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
     assert sum(moved) == path.stat().st_size
-    # Whoever may read its neighbours may read it.
+    # The file has the permissions of the files beside it.
     assert path.stat().st_mode == beside.stat().st_mode

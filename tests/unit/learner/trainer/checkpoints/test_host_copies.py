@@ -59,20 +59,20 @@ def test_the_next_copies_take_no_more_memory(taken: list[int]) -> None:
     host = HostCopies(CPU)
     first = host.copy(tensors_of(1))
     before = list(taken)
-    # Of the last tensor but one, which fills a piece of its own.
+    # The largest piece is the last tensor but one, which fills a piece of its own.
     assert max(before) == 24064
     host.begin()
     second = host.copy(tensors_of(2))
     assert taken == before
     for tensor, copied in zip(tensors_of(2), second, strict=True):
         assert torch.equal(copied, tensor)
-    # The same memory.
+    # Both copies lie in the same memory.
     assert torch.equal(first[0], second[0])
 
 
 def test_what_was_reserved_is_enough_in_any_order(taken: list[int]) -> None:
     host = HostCopies(CPU)
-    # As of parameters: each with its states. They are copied kind by kind.
+    # Each parameter is reserved beside its states, but parameters and states are copied in turn.
     weights = [torch.randn(size).to(torch.bfloat16) for size in (9000, 70, 3000, 200, 9000, 40)]
     states = [weight.float() for weight in weights]
     host.reserve([t.nbytes for pair in zip(weights, states, strict=True) for t in pair])

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 
 def ignore(num_bytes: int) -> None:
-    """Nobody counts the bytes."""
+    """Takes the written bytes and counts nothing."""
 
 
 class Broken(io.BytesIO):

@@ -1,4 +1,4 @@
-"""The index of a checkpoint is read without running what somebody put into it."""
+"""The index of a checkpoint is read without running any code in it."""
 
 from __future__ import annotations
 

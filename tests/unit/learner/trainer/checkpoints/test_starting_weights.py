@@ -18,7 +18,7 @@ from thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
 
 MATRIX = "decoder.layers.self_attention.linear_qkv.weight"
-# As Megatron-Bridge names what it puts beside that matrix.
+# The name that Megatron-Bridge gives the adapter beside that matrix.
 ADAPTER = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
 
 

@@ -127,13 +127,13 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
             route(layer, SCORES, given)
         route(layer, SCORES, given)
     ranks = SimpleNamespace(sum=lambda values: values * 3)
-    # One of four in the first layer, none of two in the second.
+    # One of four choices differs in the first layer, none of two in the second.
     assert routing_metrics(layers, ranks, [])["routing_difference"] == 1 / 6
     assert routing_metrics(layers, ranks, [])["routing_difference"] == 0
 
 
 class RecomputedExperts(Layer):
-    """Its experts alone are computed again on the way back, if that comes by here."""
+    """A layer whose experts alone are recomputed in a backward pass, if there is one."""
 
     def forward(self, scores: Tensor, packed_seq_params: object) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -144,7 +144,7 @@ def test_experts_of_a_step_that_nobody_computes_again_are_forgotten_with_it() ->
     layer = RecomputedExperts()
     replay = LayerReplay(layer)
     for _ in range(3):
-        # Without a way back, as below the first adapter.
+        # There is no backward pass here, as below the first adapter.
         route(layer, SCORES, ids([0, 1], [0, 1]))
         replay.take_counts()
     assert not replay._again

@@ -22,12 +22,12 @@ SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of the ranks that this process starts."""
+    """The port at which the ranks that this process starts meet."""
     number = free_port(HOST)
     monkeypatch.setenv("MASTER_ADDR", HOST)
     monkeypatch.setenv("MASTER_PORT", str(number))
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of this run")
-    # Of a launch before, in a test that played a rank.
+    # An earlier test that played a rank may have left these variables.
     for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     return number
@@ -78,7 +78,7 @@ def test_ranks_of_one_start_share_what_they_say(port: int, threads: ThreadPoolEx
 def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecutor) -> None:
     came: Future[object] = threads.submit(meeting_place, 0, 2, timedelta(seconds=6))
     listening(port)
-    # As a rank of another program would come, which torch counts.
+    # A rank of another program would come like this, and torch counts it.
     stranger = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
     stranger.add("init/", 1)
     stranger.set("rank/1", "here")

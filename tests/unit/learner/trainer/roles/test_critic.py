@@ -50,7 +50,7 @@ def test_the_loss_is_half_the_squared_error_of_the_trained_tokens() -> None:
         (1.5, 0.5 * 0.8**2, 0.0, True),
         # Beyond it away from the return: its own error counts, and pulls it back.
         (0.5, 0.5 * 1.5**2, -1.5, False),
-        # So far beyond that its own error is larger again.
+        # The value is so far beyond the clip that its own error is larger again.
         (3.0, 0.5 * 1.0**2, 1.0, False),
     ],
 )

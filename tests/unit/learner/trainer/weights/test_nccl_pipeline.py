@@ -33,7 +33,7 @@ class Group:
         link.work(BROADCAST)
 
     def abort(self) -> None:
-        """It has no members."""
+        """Does nothing: the communicator has no members."""
 
 
 class Digests(HostDigests):
@@ -74,7 +74,7 @@ def begins(rank: int, senders: tuple[int, ...]) -> list[float]:
         sender = NcclSender(WeightsSection(), FakeNccl({}), link, make_unique_id=bytes)
         sender._group = group = Group()
         stream.run(lambda place, bucket, data: sender.send(bucket, data))
-        # Where processors are scarce.
+        # A lower number is a higher priority, which matters where processors are scarce.
         assert link._stream.priority < stream._stream.priority
     return group.began
 
@@ -87,5 +87,5 @@ def test_a_bucket_is_put_together_and_digested_while_others_travel() -> None:
 def test_the_next_sender_is_ready_when_the_one_before_has_sent_its_last_bucket() -> None:
     senders = (0, 0, 0, 1, 1)
     assert begins(0, senders) == [FILL + BROADCAST * n for n in range(5)]
-    # It waits for none of its own work, also not for the two that it puts together itself.
+    # Rank 1 waits for none of its own work, not even for the two buckets that it fills itself.
     assert begins(1, senders) == [BROADCAST * n for n in range(5)]

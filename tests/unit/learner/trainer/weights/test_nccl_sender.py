@@ -27,7 +27,7 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 
 PATIENT = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=30.0)
-# Of a receiver that stays away, and of one that takes no more.
+# Deadlines for a receiver that never joins, and for one that stops taking buckets.
 NO_MEETING = PATIENT.model_copy(update={"join_deadline_s": 1.0})
 NO_BUCKET = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=0.5)
 BUCKET_BYTES = 4_000
@@ -56,7 +56,7 @@ class HostStream:
 
 
 class SlowMemory(HostMemory):
-    """Parameters that nobody uses are away, and take `bring_s` to come back."""
+    """Unused parameters are offloaded, and take `bring_s` to come back."""
 
     def __init__(self, bring_s: float) -> None:
         super().__init__(OffloadSection())
@@ -214,7 +214,7 @@ def test_receiver_that_stops_costs_one_deadline_and_a_new_communicator(fleet: Fl
 
 
 def test_receiver_that_dies_while_all_meet_costs_no_sender_the_deadline() -> None:
-    """NCCL wakes nobody when another sender gives up."""
+    """NCCL wakes no member when another sender gives up."""
     fleet = Fleet(WeightsSection(join_deadline_s=60.0))
     fleet.is_silent, fleet.controller.still_there = True, list
     with fleet.controller:

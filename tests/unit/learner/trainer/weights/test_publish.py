@@ -42,7 +42,7 @@ ONE_SENDER = {
 }
 ONE_BUCKETS = plan_buckets(list(ONE_SENDER), BUCKET_BYTES)
 PATIENT = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=30.0)
-# Of receivers that stay away, and of such as take no more.
+# Deadlines for receivers that never join, and for receivers that stop taking buckets.
 NO_MEETING = PATIENT.model_copy(update={"join_deadline_s": 0.5})
 NO_BUCKET = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=0.5)
 
@@ -89,7 +89,7 @@ class Receivers:
                 where.store_port,
                 is_master=False,
                 wait_for_workers=False,
-                # Whoever comes late finds nobody.
+                # A receiver that comes late meets no sender, and gives up after 1 s.
                 timeout=timedelta(seconds=1 if self._delay_s else 60),
             )
             group = dist.ProcessGroupGloo(
@@ -122,7 +122,7 @@ def send_all(sender: GlooSender) -> None:
 
 
 class Work:
-    """A broadcast that is done when somebody waits for it."""
+    """A broadcast that is done when its `wait` is called."""
 
     def __init__(self) -> None:
         self.was_waited_for = False
@@ -132,7 +132,7 @@ class Work:
 
 
 class Group:
-    """A communicator of which nobody else is there."""
+    """A communicator without another member."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -224,7 +224,7 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
 
 
 def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
-    """Its meeting place is gone; nobody has to tell them."""
+    """The leader's meeting place is gone; the other senders notice without a message."""
     leader, other = (GlooSender(WeightsSection(join_deadline_s=60.0)) for _ in range(2))
     where = leader.announce("members-1", num_senders=2, world_size=3)
     failures: queue.Queue[WeightSyncError] = queue.Queue()
@@ -304,7 +304,7 @@ class Publish:
         self.client = ControllerClient(config(self.controller.address))
         self.receivers: Receivers | None = None
         self._all_receivers: list[Receivers] = []
-        # That the trainer says it has, after a publish.
+        # The communicator that the trainer names after a publish.
         self.communicator_id: str | None = None
         self.senders = [
             BucketSenders(weights, torch.device("cpu"), largest_bucket=1)
