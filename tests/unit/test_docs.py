@@ -72,7 +72,9 @@ def python_commands(page: Path) -> Iterator[list[str]]:
 
 
 def known_commands() -> set[str]:
-    return next(set(action.choices) for action in _parser()._actions if action.choices)
+    return next(
+        set(action.choices) for action in _parser()._actions if isinstance(action.choices, dict)
+    )
 
 
 def is_taken(arguments: list[str]) -> bool:
@@ -282,7 +284,9 @@ async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: 
 
 def options() -> dict[str, set[str]]:
     """The options of each command; those of argparse's own are left out."""
-    choices = next(action.choices for action in _parser()._actions if action.choices)
+    choices = next(
+        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
+    )
     return {
         name: {o for a in command._actions for o in a.option_strings if o.startswith("--")}
         - {"--help"}

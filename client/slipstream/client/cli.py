@@ -37,6 +37,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+# An example of each command, shown below its options.
+EXAMPLES = {
+    "run": "slipstream run deploy/configs/quickstart.toml run.name=second run.steps=50",
+    "learner": "slipstream learner run.toml --node-rank 1 --master 10.0.0.1:29500",
+    "rollout-server": "slipstream rollout-server run.toml --controller 10.0.0.1:7070",
+    "submit": "slipstream submit my_tasks:Reverse --args '{\"length\": 3}' --weight 0.5",
+    "status": "slipstream status --controller 10.0.0.1:7070",
+    "environments": "slipstream environments",
+    "drain": "slipstream drain server-1 --reason maintenance",
+    "stop": "slipstream stop --reason 'the reward is high enough'",
+    "replay": "slipstream replay runs/quickstart",
+    "set-aside": "slipstream set-aside runs/quickstart 17",
+    "export": "slipstream export runs/quickstart --step 100 --out model",
+    "dashboard": "slipstream dashboard runs --port 0",
+    "doctor": "slipstream doctor deploy/configs/quickstart.toml",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line, as all other errors are reported."""
 
@@ -60,6 +78,22 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Completion(argparse.Action):
+    """Prints a script with which a shell completes commands and options."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: object,
+        values: object,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        import shtab
+
+        print(shtab.complete(parser, shell=str(values)))
+        parser.exit()
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns a command's arguments; overrides of the configuration may stand among options."""
     parser = _parser()
@@ -80,10 +114,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="slipstream", description="Asynchronous reinforcement learning for language models."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
+    parser.add_argument(
+        *("--print-completion",),
+        action=_Completion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes commands in this shell",
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_services(commands)
     _add_requests(commands)
     _add_folder_commands(commands)
+    for name, command in commands.choices.items():
+        command.epilog = f"example: {EXAMPLES[name]}"
     return parser
 
 

@@ -1,0 +1,46 @@
+"""Examples of all commands, and the completion of shells."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+
+import pytest
+from slipstream.client.cli import EXAMPLES, parse
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_a_command_is_one_that_it_takes(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, command, *rest = shlex.split(EXAMPLES[name])
+    assert (program, command) == ("slipstream", name)
+    assert callable(parse([command, *rest]).execute)
+    with pytest.raises(SystemExit, match="0"):
+        parse([name, "--help"])
+    assert (
+        shlex.split(EXAMPLES[name])[:2]
+        == shlex.split(capsys.readouterr().out.rpartition("example: ")[2])[:2]
+    )
+
+
+def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["no-such-command"])
+    said = capsys.readouterr().err
+    assert all(f"'{name}'" in said or name in said for name in EXAMPLES)
+
+
+def test_a_shell_completes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    asked = 'COMP_WORDS=(slipstream roll); COMP_CWORD=1; _shtab_slipstream; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{asked}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["rollout-server"], done.stderr
