@@ -1,4 +1,4 @@
-"""The controller: which groups may start, which trajectories are trained, who serves what.
+"""The controller: decides which groups start, which trajectories are trained, which servers serve.
 
 It never imports torch, vllm or megatron.
 """

@@ -54,8 +54,8 @@ async def _serve(path: Path) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, controller.stop, f"signal {number.name}")
-    # What was imported lives as long as the process: a full collection of garbage that looks at it
-    # holds the loop for 70 ms and more.
+    # Imported objects stay for the whole process: a full garbage collection over them would hold
+    # the event loop for 70 ms and more.
     gc.collect()
     gc.freeze()
     return await controller.run()

@@ -1,4 +1,4 @@
-"""Puts the parts of the controller together and runs them from the first hello to the summary."""
+"""Assembles the parts of the controller and runs them from the first hello to the summary."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ from slipstream.v1 import (
 )
 
 DRAIN_LIMIT_S = 20.0
-# A trainer that finds its disk silent says so itself, and one that died is started again, within so
-# much more than its own limit of silence.
+# Seconds, beyond the trainer's own limit of silence, that the controller waits for its goodbye: a
+# trainer whose disk hangs reports it within this time, and a dead one is started again.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
 
 
 class Controller:
-    """One run. `run` returns the exit code; everything that it opened is closed by then."""
+    """Runs one run; `run` returns the exit code after it has closed everything that it opened."""
 
     def __init__(
         self, config: Config, credentials: Credentials, *, goodbye_limit_s: float = GOODBYE_LIMIT_S
@@ -92,7 +92,7 @@ class Controller:
         self._ledger, self._fleet = TokenLedger(), Fleet(self._progress)
 
     async def run(self) -> int:
-        """Serves until the run has ended and said so; 1 when it failed, else 0."""
+        """Serves until the run has ended and its results are written; returns 1 when it failed."""
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / "journal"))
@@ -194,7 +194,7 @@ class Controller:
         self._add_services(server)
 
     def _connect(self, journal: Journal) -> None:
-        """Adds the configured environments, and says who hears what of rollout servers."""
+        """Adds the configured environments, and connects the handlers of servers' messages."""
         for spec in environment_specs(self._config, search_path=os.getcwd()):
             self._environment_servicer.add_configured(spec)
         self._fleet.handlers = FleetHandlers(
@@ -234,7 +234,7 @@ class Controller:
         self._environments.server_lost(session.key)
         if not session.drained.is_set():
             self._ledger.die(session.key)
-        orphans = self._intake.give_up_often_lost(self._book.orphan(session.key))
+        orphans = self._intake.abandon_often_lost(self._book.orphan(session.key))
         if orphans and not self._progress.is_over:
             missing = sum(len(group.missing) for group in orphans)
             self._progress.events.add(
@@ -298,7 +298,7 @@ class Controller:
         await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:
-        """The trainer says goodbye, the servers drain, everything that travels arrives."""
+        """Waits for the trainer's goodbye, then drains the servers, for a limited time."""
         clock, fleet = self._progress.clock, self._fleet
         if self._progress.trainer_registered and not self._failed:
             await await_goodbye(self._progress, self._trainer, silence_s=self._silence_s)

@@ -1,4 +1,4 @@
-"""What happened: an event log that can be followed, and a signal that something changed."""
+"""An event log that clients can follow, and a signal that the state has changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.protocol.bounds import one_line
 from slipstream.v1 import status_pb2
 
 MAX_EVENTS = 10_000
-# So many keep their metrics, of which there are many: metrics.jsonl has those of all steps.
+# Newest events that keep their metrics; metrics.jsonl has the metrics of all steps.
 MAX_METRICS = 100
 MAX_CHARACTERS = 16_384
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Severity(Enum):
-    """How much an event matters."""
+    """The importance of an event."""
 
     INFO = 1
     WARNING = 2
@@ -29,7 +29,7 @@ class Severity(Enum):
 
 
 class Signal:
-    """Wakes everyone who waits for the state to change.
+    """Wakes all tasks that wait for the state to change.
 
     Waits for: nothing. Unblocked by: `notify`. A waiter checks its condition again after each
     wake-up.
@@ -54,7 +54,7 @@ class Signal:
 
 
 class EventLog:
-    """Numbered events, the newest 10,000 of them, the newest 100 with metrics as they came."""
+    """The newest 10,000 events, numbered; the newest 100 events with metrics keep their metrics."""
 
     def __init__(self) -> None:
         self._events: list[status_pb2.Event] = []
@@ -73,8 +73,8 @@ class EventLog:
     ) -> None:
         """Adds an event of one line and wakes the followers.
 
-        Servers and environments may have written parts of `text`: control characters are shown as
-        escapes, and it is cut after 16,384 characters.
+        Servers and environments may have written parts of `text`, so control characters are
+        escaped, and the text is cut after 16,384 characters.
         """
         text = one_line(text, MAX_CHARACTERS)
         level = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING}
@@ -90,7 +90,7 @@ class EventLog:
         )
 
     def close(self, final_state: int, text: str) -> None:
-        """Adds the last event."""
+        """Adds the last event, which names the run's final state."""
         self.closed = True
         self._append(
             status_pb2.Event(
@@ -102,7 +102,7 @@ class EventLog:
         )
 
     async def follow(self, after: int) -> AsyncIterator[status_pb2.Event]:
-        """All events with a larger number, then those to come, up to the last one."""
+        """Yields all events with a number above `after`, then new events, up to the last event."""
         while True:
             for event in (
                 self._events[-max(0, self._count - after) :] if after < self._count else []
@@ -127,6 +127,7 @@ class EventLog:
             without.ClearField("metrics")
             first = self._events[0].number
             if oldest.number >= first:
-                # A new message: a map keeps its memory, and a follower may be writing the old one.
+                # A new message, because a map keeps its memory and a follower may be writing the
+                # old message.
                 self._events[oldest.number - first] = without
         self._signal.notify()

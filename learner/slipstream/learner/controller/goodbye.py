@@ -1,7 +1,7 @@
 """The end of training: the trainer saves and exports the model, which may take hours.
 
-Consumes: signs of life of the trainer. Produces: a failed run when they end too soon.
-Waits for: the trainer's goodbye. Unblocked by: it, the failure of the run, or silence.
+Consumes: the times of the trainer's calls. Produces: a failed run when the calls end too soon.
+Waits for: the trainer's goodbye. Unblocked by: that goodbye, the failure of the run, or silence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ async def await_goodbye(
 ) -> None:
     """Returns when the trainer has left in order or the run has failed.
 
-    The run fails when nothing was heard of the trainer for `silence_s`, and when it leaves without
-    the model that `learner.export_final` asks for.
+    The run fails when the trainer makes no call for `silence_s`, or leaves without the model that
+    `learner.export_final` asks for.
     """
     progress.waiting_for = "the trainer to save and export the model"
     begun_s = progress.clock.now_s()

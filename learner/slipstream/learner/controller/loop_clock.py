@@ -1,4 +1,4 @@
-"""Time in which the controller could hear others: its own standstill is nobody's silence."""
+"""A clock without stalls of the controller's event loop, to measure the silence of others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ Result = TypeVar("Result")
 
 
 class LoopClock:
-    """Seconds of `time.monotonic` without those in which the event loop stood still.
+    """Seconds of `time.monotonic` without those in which the event loop was stalled.
 
-    Somebody on the loop calls `look` again and again and says when it will next. While a look is
-    overdue the clock stands at the moment when it was due; nobody looks, nothing is missed.
+    A task of the loop calls `look` periodically and passes the time of its next call. While that
+    call is overdue the clock stays at the time when it was due. Without calls of `look` the clock
+    is `time.monotonic`.
 
         clock.look(10.0, next_s=10.5)
         clock.at(10.2)  # 10.2
-        clock.at(19.0)  # 10.5: the loop has not turned since
+        clock.at(19.0)  # 10.5: the loop has not run since
         clock.look(19.0, next_s=19.5)
         clock.at(19.1)  # 10.6
     """
@@ -33,16 +34,16 @@ class LoopClock:
         return min(now_s, self._due_s) - self._missed_s
 
     def look(self, now_s: float, next_s: float) -> None:
-        """The loop turns now; it does again until `next_s` unless it stands still."""
+        """Notes that the loop runs at `now_s`, and will call again by `next_s` unless it stalls."""
         self._missed_s += max(0.0, now_s - self._due_s)
         self._due_s = next_s
 
     def now_s(self) -> float:
-        """The clock's time."""
+        """The clock's present time."""
         return self.at(time.monotonic())
 
     async def within(self, limit_s: float, coming: Awaitable[Result]) -> Result:
-        """What `coming` gives; TimeoutError when `limit_s` of this clock have passed."""
+        """Returns the result of `coming`; TimeoutError after `limit_s` seconds of this clock."""
         future = asyncio.ensure_future(coming)
         try:
             await self.wait([future], limit_s)
@@ -53,7 +54,7 @@ class LoopClock:
             future.cancel()
 
     async def wait(self, futures: Collection[asyncio.Future[Any]], limit_s: float) -> None:
-        """Waits until all are done, or `limit_s` of this clock have passed."""
+        """Waits until all futures are done, at most `limit_s` seconds of this clock."""
         until_s = self.now_s() + limit_s
         pending = {future for future in futures if not future.done()}
         while pending and (left_s := until_s - self.now_s()) > 0:

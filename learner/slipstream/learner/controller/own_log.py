@@ -1,4 +1,4 @@
-"""The log of the controller, which its disk may not take."""
+"""The log of the controller, for disks that may be full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORM = "%(asctime)s %(levelname)s %(message)s"
 
 
 class OwnLog(logging.Handler):
-    """Writes each line at once; lines for which there is no room are counted, and told later."""
+    """Writes each line at once; counts lines that the disk refuses and logs their number later."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class OwnLog(logging.Handler):
             told = f"{self._num_lost} lines of this log were lost: {self._cause}"
             facts = {"levelname": "WARNING", "levelno": logging.WARNING, "msg": told}
             lost = logging.makeLogRecord({"name": record.name, **facts})
-            # The line before may have been torn.
+            # The newline ends the line before, which may have been torn.
             text = f"\n{self.format(lost)}\n{text}"
         try:
             _write(self._descriptor, f"{text}\n".encode(errors="backslashreplace"))
@@ -37,7 +37,7 @@ class OwnLog(logging.Handler):
 
 
 def last_words(text: str) -> None:
-    """Says on standard error why the process ends; nobody hears it where the disk is full."""
+    """Writes on standard error why the process ends; ignores a full disk."""
     try:
         _write(sys.stderr.fileno(), f"slipstream: {text}\n".encode(errors="backslashreplace"))
     except OSError:

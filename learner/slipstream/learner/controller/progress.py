@@ -1,4 +1,4 @@
-"""How far the run is: the one mutable fact that all parts of the controller share."""
+"""The progress of the run: the only mutable state that all parts of the controller share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from slipstream.v1 import status_pb2
 
 @dataclass(frozen=True)
 class OverduePublish:
-    """The publish that the trainer must end in time."""
+    """The publish under way, which the trainer must end before its deadline."""
 
     publish_id: str
-    # The limit of its end, by the run's clock.
+    # Deadline, by the run's clock.
     until_s: float
+    # Seconds from the publish's last order to the deadline.
     limit_s: float
 
 
@@ -33,38 +34,38 @@ class RunProgress:
     config: Config
     events: EventLog
     signal: Signal = field(default_factory=Signal)
-    # By it others are found silent, late or stuck.
+    # The clock that measures the silence and delays of servers and trainer.
     clock: LoopClock = field(default_factory=LoopClock)
     state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
     cause: str = ""
     # The newest version that the trainer has made.
     version: PolicyVersion = PolicyVersion(0, 0)
-    # Timelines are counted from 0.
+    # The newest timeline; timelines are counted from 0.
     newest_incarnation: int = 0
     trainer_registered: bool = False
-    # When the trainer called last, by `clock`.
+    # Time of the trainer's last call, by `clock`.
     trainer_heard_s: float = field(init=False)
-    # The newest version of which a trainer has reported a checkpoint; 0: none so far.
+    # The newest version with a reported checkpoint; 0: none so far.
     checkpoint_step: int = 0
-    # It was told to end before its last step.
+    # Whether the run was told to end before its last step.
     is_stopped: bool = False
-    # Of each trainer rank; empty before it has registered.
+    # The place of each trainer rank; empty before a trainer has registered.
     learner_places: tuple[Place, ...] = ()
     # Why training ends before its last configured step; empty: it does not.
     solved: str = ""
     waiting_for: str = "the trainer"
-    # Secret of the controller: the keys of rollout servers are made from it.
+    # Secret of the controller, from which the keys of rollout servers are made.
     run_key: bytes = b""
     started_s: float = field(default_factory=time.monotonic)
-    # Time in which a server served, since an episode ended or a step was made last.
+    # Time in which a server served since the last progress: an ended episode or a made step.
     idle: Stopwatch = field(default_factory=Stopwatch)
     # The publish whose end the trainer has yet to report; None: there is none.
     pending_publish: OverduePublish | None = None
     # The version with which training ends.
     last_step: int = field(init=False)
-    # The batch at which the trainer failed and the way past it; empty: it failed at none.
+    # The batch at which the trainer failed and the way past it; empty: none.
     suspect: str = ""
-    # How late groups are leased; None: as early as may be.
+    # The pace of leases; None: groups are leased as early as the staleness bound allows.
     pace: JustInTime | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -92,14 +93,14 @@ class RunProgress:
         return self.version.step >= self.last_step
 
     def reached(self, version: PolicyVersion) -> None:
-        """The trainer has made a version, or goes on from it."""
+        """Notes that the trainer has made a version, or continues from it."""
         self.suspect = ""
         self.version = version
         self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
 
     @property
     def final_state(self) -> status_pb2.RunState:
-        """What the run is once everything has ended."""
+        """The state of the run once everything has ended."""
         if self.state == status_pb2.RUN_STATE_FAILED:
             return self.state
         if self.is_stopped:
@@ -111,7 +112,7 @@ class RunProgress:
         self.trainer_heard_s = self.clock.now_s()
 
     def trainer_works(self) -> None:
-        """Notes a sign that the trainer gets on with what takes it long."""
+        """Notes progress of the trainer in a long operation."""
         self.trainer_heard()
         self.idle.reset(self.clock.now_s())
 
@@ -121,7 +122,7 @@ class RunProgress:
         self.signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:
-        """Version `last_step` is the last one; then the run ends as after its last step."""
+        """Makes version `last_step` the last one; the run then ends as after its last step."""
         self.last_step, self.solved = last_step, cause
         self.events.add(cause)
         self.signal.notify()

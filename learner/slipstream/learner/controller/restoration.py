@@ -1,4 +1,4 @@
-"""How a controller takes over the run of an earlier one, and what it writes for the next one."""
+"""Takes over the run of an earlier controller, and journals what the next one needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slipstream.protocol.run_folder import check_journal_not_lost
 
 @dataclass(frozen=True)
 class RestoredParts:
-    """Everything that has a past."""
+    """The parts of the controller whose state is restored from the journal."""
 
     book: LeaseBook
     ledger: TokenLedger
@@ -39,7 +39,7 @@ class RestoredParts:
 
 
 def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
-    """The run so far, this start included, which is journaled; its id and version are set."""
+    """Reads the run so far and journals this start; sets id, key and version of `progress`."""
     records = read_records(folder)
     first = next(records, None)
     if first is None:
@@ -47,7 +47,7 @@ def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
     elif progress.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
     run_id = progress.run_id if first is None else str(first.get("run_id", ""))
-    # One key for the whole life of a run: what waits in its queue stays sealed.
+    # All starts of a run share one key, so that trajectories that wait in its queue can be opened.
     key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
     start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
     history = read_history(itertools.chain([] if first is None else [first], records, [start]))
@@ -67,7 +67,7 @@ def _bytes_of(key: str) -> bytes:
 
 
 def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) -> None:
-    """Every part goes on where the journal ends; before anyone has connected."""
+    """Restores every part to the end of the journal; called before any server connects."""
     if history.starts == 1:
         return
     if history.solved and progress.config.algorithm.dynamic_sampling.enabled:
@@ -90,21 +90,21 @@ def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) ->
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Writes what the engines have counted, all or the one of a lost server.
+    """Journals the generated tokens of all servers, or of the `lost` one.
 
-    It cannot be asked for after a crash.
+    After a crash a controller cannot ask the engines for these counts.
     """
     generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
     journal.append("servers", generated=[list(entry) for entry in generated])
 
 
 def journal_busy(journal: Journal, busy: BusySeconds) -> None:
-    """Writes how busy engines and trainer were since this start, for the summary of the run."""
+    """Journals how busy engines and trainer were since this start, for the summary of the run."""
     journal.append("busy", **asdict(busy))
 
 
 def journal_evaluation(journal: Journal, result: EvaluationResult) -> None:
-    """Writes what a round measured."""
+    """Journals the result of an evaluation round."""
     journal.append(
         "evaluation",
         version=result.step,

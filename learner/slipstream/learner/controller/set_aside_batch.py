@@ -1,7 +1,7 @@
-"""Takes the batch at which a run fails out of its journal, while the run does not go on.
+"""Takes the batch at which a run fails out of its journal, while no controller runs.
 
-One process, without a controller: `python -m slipstream.learner.controller.set_aside_batch RUN STEP
-[GROUP ...]`. What it prints is one line.
+One process: `python -m slipstream.learner.controller.set_aside_batch RUN STEP [GROUP ...]`. It
+prints one line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CAUSE = "the user asked for it"
 
 
 def main() -> int:
-    """0: the batch, or these groups of it, will not be trained; 2: that cannot be done."""
+    """Returns 0 when the batch, or the named groups of it, are set aside; 2 when they cannot be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("step", type=int, help="from 1, as people read it")
@@ -39,7 +39,7 @@ def main() -> int:
 def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAside:
     """Journals that `groups` of the batch of `step`, from 1, or all, will not be trained.
 
-    ConfigError when the run goes on, or has no such batch that waits to be trained.
+    ConfigError while a controller runs, or when no batch of `step` waits to be trained.
     """
     folder = run / "journal"
     if not (folder / LOG_NAME).is_file():
@@ -58,7 +58,7 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
 
 
 def _check_waits(history: RunHistory, run: Path, step: int) -> None:
-    """ConfigError unless the batch of `step`, from 1, waits to be trained."""
+    """Raises ConfigError unless the batch of `step`, from 1, waits to be trained."""
     newest = history.version.step
     if step - 1 in history.steps:
         covered = ", which a checkpoint covers" if step <= history.checkpoint.step else ""

@@ -1,4 +1,4 @@
-"""The watch over the whole run: silent servers leave, and what cannot go on ends with its cause.
+"""The watch over the whole run: removes silent servers and fails a run that cannot continue.
 
 Consumes: the state of the fleet and the environments. Produces: the end of a run.
 Waits for: its period. Unblocked by: the clock.
@@ -20,12 +20,12 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
-# A loop that turns is never this late: what goes beyond is its own standstill.
+# Longest time between two looks of a healthy event loop; a longer time is a stall of the loop.
 LATE_S = 2 * WATCH_S
 
 
 class RunWatch:
-    """Looks at everything again and again."""
+    """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class RunWatch:
         take_back: Callable[[Group, str], None],
         journal_trouble: Callable[[], str],
     ) -> None:
-        """`take_back` is given leases that make no progress, and why.
+        """`take_back` is called with each group whose lease makes no progress, and the cause.
 
-        `journal_trouble` says why nothing can be recorded any more; empty: it can.
+        `journal_trouble` returns why records cannot be written any more; empty: they can.
         """
         self._journal_trouble = journal_trouble
         self._progress = progress
@@ -50,7 +50,7 @@ class RunWatch:
         self._leases = LeaseWatch(self._config.controller.lease_timeout_s)
 
     async def watch_forever(self) -> None:
-        """Removes silent servers and fails a run that cannot go on, until it is cancelled."""
+        """Removes silent servers and fails a run that cannot continue, until it is cancelled."""
         clock = self._progress.clock
         try:
             while True:
@@ -99,7 +99,7 @@ class RunWatch:
             empty = now - self._fleet.empty_since_s
             limit_s = settings.fleet_timeout_s
             if not self._fleet.departed:
-                # The first one joins when its engine has started.
+                # The first server joins when its engine has started.
                 limit_s += self._config.rollout_server.start_timeout_s
             if empty > limit_s:
                 return f"no rollout server was connected for {empty:.0f} s"

@@ -1,1 +1,1 @@
-"""What people and programs are told about a run."""
+"""The files, rows and trackers that report on a run."""

@@ -1,4 +1,4 @@
-"""How much of the time generation, training and both were busy. Pure arithmetic on intervals."""
+"""The busy times of generation, training and both. Pure arithmetic on intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals in order."""
+    """The time of all intervals as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -25,7 +25,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def include(merged: list[Interval], interval: Interval) -> None:
-    """Adds an interval to the result of `union`: many servers' heartbeats become few intervals."""
+    """Adds an interval to the result of `union`, in place; merges it with those that it touches."""
     start, end = interval
     if end <= start:
         return
@@ -38,7 +38,7 @@ def include(merged: list[Interval], interval: Interval) -> None:
 
 
 def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """The time that lies in both; each is disjoint and in order."""
+    """The time that lies in both `left` and `right`, which are disjoint and in order each."""
     common: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -60,7 +60,7 @@ def length(intervals: Iterable[Interval]) -> float:
 def busy_seconds(
     generation: Iterable[Interval], training: Iterable[Interval], window: Interval
 ) -> BusySeconds:
-    """How much of `window` lies in the intervals; nothing when it ends before it begins."""
+    """The seconds of `window` that lie in the intervals; all 0 when it ends before it begins."""
     if window[1] <= window[0]:
         return BusySeconds()
     generated = intersection(union(generation), [window])
@@ -74,13 +74,13 @@ def busy_seconds(
 
 
 class BusyMeter:
-    """Adds up how busy a run was, from its first generation to the end of its last step.
+    """Adds up the busy seconds of a run, from its first generation to the end of its last step.
 
-    Between two starts of a run it is not watched.
+    The time between two starts of a run does not count.
     """
 
     def __init__(self) -> None:
-        # Of earlier starts, and of this one as far as it is settled.
+        # Busy seconds of earlier starts; busy seconds of this start before `_from_s`.
         self.earlier = BusySeconds()
         self._settled = BusySeconds()
         self._generation: list[Interval] = []
@@ -89,21 +89,21 @@ class BusyMeter:
         self._until_s = 0.0
 
     def generated(self, intervals: Sequence[Interval]) -> None:
-        """An engine was busy; a server may report it late."""
+        """Notes the busy intervals of an engine, which a server may report late."""
         if self._from_s is None and intervals:
             self._from_s = intervals[0][0]
         for interval in intervals:
             include(self._generation, interval)
 
     def trained(self, interval: Interval) -> None:
-        """A step was made."""
+        """Notes the interval of a step of the trainer."""
         self._training.append(interval)
         self._until_s = interval[1]
 
     def settle(self, until_s: float) -> None:
-        """Counts what lies before `until_s` for good: what is reported of it later has no effect.
+        """Counts the time before `until_s` for good: later reports on that time have no effect.
 
-        Keeps the number of intervals small in long runs.
+        This keeps the number of intervals small in long runs.
         """
         until_s = min(until_s, self._until_s)
         if self._from_s is None or until_s <= self._from_s:
@@ -115,12 +115,12 @@ class BusyMeter:
         self._training = intersection(union(self._training), rest)
 
     def of_this_start(self) -> BusySeconds:
-        """From the first generation of this start to the end of its last step."""
+        """Busy seconds from the first generation of this start to the end of its last step."""
         if self._from_s is None:
             return self._settled
         window = (self._from_s, self._until_s)
         return self._settled + busy_seconds(self._generation, self._training, window)
 
     def of_the_run(self) -> BusySeconds:
-        """Of all starts together."""
+        """Busy seconds of all starts together."""
         return self.earlier + self.of_this_start()

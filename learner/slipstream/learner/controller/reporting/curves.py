@@ -12,10 +12,10 @@ from slipstream.learner.controller.reporting.rows import COLUMNS, read_rows
 
 
 def draw_curves(title: str, metrics: Path, evaluations: Sequence[EvaluationResult]) -> bytes:
-    """One picture as PNG with three panels, on any thread; blocks for a moment.
+    """Draws a PNG with three panels; works on any thread and blocks for a moment.
 
-    `metrics` is the file with a line for each step; empty when it has none. ProtocolError or
-    OSError when the file cannot be read.
+    `metrics` is the file with a row for each step. Returns empty bytes when it has no step.
+    ProtocolError or OSError when the file cannot be read.
     """
     columns = {name: array("d") for name in COLUMNS}
     for row in read_rows(metrics):
@@ -24,14 +24,14 @@ def draw_curves(title: str, metrics: Path, evaluations: Sequence[EvaluationResul
                 column.append(row[name])
     if not columns["step"]:
         return b""
-    # Not pyplot, whose figures belong to one thread.
+    # pyplot is not used because its figures belong to one thread.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     steps = columns["step"]
     figure = Figure(figsize=(8, 8))
     rewards, lags, speeds = figure.subplots(3, 1, sharex=True)
-    # Looking for the best margins takes longer than drawing.
+    # Fixed margins: searching the best margins takes longer than drawing.
     figure.subplots_adjust(left=0.12, right=0.97, bottom=0.07, top=0.95, hspace=0.1)
     rewards.plot(steps, columns["reward_mean"], label="training")
     if evaluations:

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics of each step, sampled trajectories, summary and curves."""
+"""Writes the results of a run: metrics of each step, sampled trajectories, summary and curves."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Writes the files of a run folder; one per run."""
+    """Writes the result files of a run folder; a run has one recorder."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class RunRecorder:
     ) -> None:
         """`trackers` get the numbers of each step and round; `close` closes them.
 
-        `events` gets the hints. With `texts`, what is kept of episodes of several turns tells them
-        apart.
+        `events` gets hints and warnings. With `texts`, sampled episodes of several turns show each
+        turn.
         """
         self._folder = folder
         self._config = config
@@ -93,17 +93,17 @@ class RunRecorder:
         self._lessons = LessonWatch(config)
         self._suspended: dict[str, str] = {}
         self.facts = RunFacts()
-        # The line of the newest step.
+        # The row of the newest step.
         self.newest: dict[str, float] = {}
-        # A byte for each version, 1 when the line of the step that makes it is written.
+        # A byte for each version: 1 when the row of the step that makes it is written.
         self._written = bytearray()
-        # Time goes on where the last row of an earlier start has it.
+        # The run's seconds continue behind those of the last row of an earlier start.
         self._started_s = time.time() - self._read_rows()
         self.rate = GenerationRate()
         self._last_step_s = time.time()
 
     def _read_rows(self) -> float:
-        """Takes over the lines of earlier starts; the seconds that these took."""
+        """Takes over the rows of earlier starts; returns the seconds that these starts took."""
         wall_s = 0.0
         for row in read_rows(self._folder / METRICS):
             wall_s = max(wall_s, row["wall_s"])
@@ -120,10 +120,10 @@ class RunRecorder:
         self.facts.resources.add(row)
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over what adds up over the run."""
+        """Takes over the sums over the whole run."""
         facts = self.facts
-        lives = history.servers.values()
-        self.rate.earlier = sum(max(life.generated, life.received) for life in lives)
+        epochs = history.servers.values()
+        self.rate.earlier = sum(max(epoch.generated, epoch.received) for epoch in epochs)
         facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
@@ -133,11 +133,11 @@ class RunRecorder:
                 facts.count_row(row)
 
     def has_row(self, version: int) -> bool:
-        """Whether the line of the step that makes `version` is written already."""
+        """Whether the row of the step that makes `version` is written already."""
         return version < len(self._written) and self._written[version] == 1
 
     def close(self) -> None:
-        """Closes all files; blocks until the trackers are done."""
+        """Closes all files; blocks until the trackers are done, for a limited time."""
         self._close_files()
         self._trackers.close()
 
@@ -146,14 +146,14 @@ class RunRecorder:
         self._samples.close()
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
-        """Notes when an engine was busy."""
+        """Notes the busy intervals of an engine."""
         intervals = [(span.start_s, span.end_s) for span in report.busy_intervals]
         self.facts.busy.generated(intervals)
         if intervals:
             self.rate.began(intervals[0][0])
 
     def look(self, suspended: dict[str, str]) -> None:
-        """Makes files anew that were removed; writes why environments are `suspended`, by name."""
+        """Recreates removed files; writes the causes of `suspended` environments, by name."""
         self._metrics.check()
         self._samples.check()
         path = self._folder / SUSPENDED
@@ -162,7 +162,7 @@ class RunRecorder:
             return
         self._suspended = suspended
         text = json.dumps(suspended, indent=2)
-        # Tried again and again; what is in the way is told once.
+        # The write is tried at each call; only the first failure is a warning.
         tell = self._warn if is_news else log.debug
         write_result(path, f"{text}\n".encode(), tell)
 
@@ -178,7 +178,10 @@ class RunRecorder:
         generated_tokens: int,
         gauges: Mapping[str, float],
     ) -> dict[str, float]:
-        """Writes the line of one step and returns it."""
+        """Writes the row of one step and returns it.
+
+        `training`: start and end of the step, in Unix seconds.
+        """
         now = time.time()
         elapsed = max(now - self._last_step_s, 1e-9)
         self._last_step_s = now
@@ -238,7 +241,7 @@ class RunRecorder:
         trainer_ranks: int,
         ending: Ending,
     ) -> dict[str, JsonValue]:
-        """Everything that people ask first about a finished run; also written to summary.json."""
+        """Writes summary.json, the main facts of a finished run, and returns them."""
         facts = self.facts
         heldout = [result.reward_mean for result in evaluations]
         summary: dict[str, JsonValue] = {
@@ -279,12 +282,12 @@ class RunRecorder:
         finite = _finite(summary)
         text = json.dumps(finite, indent=2)
         write_result(self._folder / SUMMARY, f"{text}\n".encode(), self._warn)
-        # Whoever follows the events hears of lines that were lost.
+        # Closing adds events about lost lines while clients still follow the events.
         self._close_files()
         return finite
 
     async def draw(self, evaluations: Sequence[EvaluationResult]) -> None:
-        """Writes curves.png, if there is a step to draw; what is in its way is told."""
+        """Writes curves.png if there is a step to draw; warns if it cannot."""
         name, metrics = self._config.run.name, self._folder / METRICS
         try:
             picture = await asyncio.to_thread(draw_curves, name, metrics, evaluations)
@@ -296,14 +299,14 @@ class RunRecorder:
 
     def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
-        # A step whose line was lost is in the counts of the journal, when it is trained again.
+        # Restored counts already contain a step that is trained again because its row was lost.
         if batch.version > facts.steps:
             facts.steps = batch.version
             facts.with_several_versions += with_several_versions(batch)
             facts.lag_counts += token_lags(batch)
         facts.count_row(row)
         facts.busy.trained(training)
-        # By then every server has reported, or was removed.
+        # Every server has reported on the time before this limit, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
 
     def _sample(self, batch: Batch) -> None:
@@ -314,14 +317,14 @@ class RunRecorder:
 
 
 async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
-    """The recorder of a run, with the trackers and the tokenizer that its settings ask for."""
+    """Opens the recorder of a run, with the trackers and the tokenizer that its settings need."""
     texts = await open_token_texts(config, events)
     trackers = open_trackers(config, config.run_dir, events)
     return RunRecorder(config.run_dir, config, trackers, texts, events)
 
 
 def sampled_groups(groups: Sequence[Group]) -> list[Group]:
-    """The first group of each environment, and at least two groups."""
+    """The first group of each environment, and more if these are fewer than two groups."""
     first: dict[str, Group] = {}
     for group in groups:
         first.setdefault(group.environment, group)

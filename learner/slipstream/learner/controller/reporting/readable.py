@@ -1,4 +1,4 @@
-"""Episodes as people read them: one line of trajectories.jsonl for each."""
+"""Episodes in a form for people: one line of trajectories.jsonl each."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ TOKENIZER = "tokenizer.json"
 
 
 class TokenTexts:
-    """The texts of tokens, by the model's own tokenizer; without torch and transformers."""
+    """The texts of tokens by the model's own tokenizer, without torch and transformers."""
 
     def __init__(self, path: Path) -> None:
-        """Reads `path`; that blocks, for a second where the vocabulary is large."""
+        """Reads `path`; blocks for about a second if the vocabulary is large."""
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(path))
 
     def text(self, token_ids: TokenArray) -> str:
-        """What the model saw, special tokens too."""
+        """The text of tokens, special tokens included."""
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
 
 async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | None:
-    """None where no episode has several turns, or, with a warning, where there is no such file."""
+    """Opens the tokenizer if episodes have several turns; else, or without its file, returns None.
+
+    Warns if the file is missing.
+    """
     if config.sampling.max_turns == 1:
         return None
     path = config.model.path / TOKENIZER
@@ -43,7 +46,7 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
 
 
 def readable(step: int, trajectory: Trajectory, texts: TokenTexts | None) -> dict[str, JsonValue]:
-    """An episode as docs/metrics.md describes it; `turns` only if it has several and `texts`."""
+    """The line of an episode, see docs/metrics.md; has `turns` only with several and `texts`."""
     line: dict[str, JsonValue] = {
         "step": step,
         "trajectory_id": trajectory.trajectory_id,

@@ -1,4 +1,4 @@
-"""What a run took, from the lines of its steps."""
+"""The resources that a run used, from the rows of its steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-# Times of the trainer that are told for each step.
+# Stages of the trainer whose seconds are summed over all steps.
 STAGES = ("training", "waiting", "publish", "export")
-# The largest value of any step is what the run needed.
+# Values of which the largest of all steps counts.
 PEAKS = ("trainer_rss_bytes", "gpu_reserved_bytes", "rollout_rss_bytes")
 
 
@@ -21,7 +21,7 @@ class RunResources:
         self._servers = 0
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Takes the line of one step."""
+        """Adds the row of one step."""
         for name in self._totals:
             self._totals[name] += row.get(name, 0.0)
         for name in PEAKS:
@@ -30,7 +30,7 @@ class RunResources:
         self._servers = max(self._servers, int(row.get("servers_serving", 0)))
 
     def told(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
-        """The numbers by name; a peak that no step told is left out."""
+        """The numbers by name, without peaks that no row had."""
         return {
             "trainer_ranks": trainer_ranks,
             "rollout_servers": self._servers,

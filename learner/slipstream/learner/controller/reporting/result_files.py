@@ -1,4 +1,4 @@
-"""Files of results: they decide nothing, so trouble with one is told and ends no run."""
+"""Files of results. No decision depends on them, so that a fault is a warning and ends no run."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import TypeAlias
 
 from slipstream.protocol.run_folder import rename_aside
 
-# Is told, in one line, what became of a file.
+# Takes a warning about a file, in one line.
 Tell: TypeAlias = Callable[[str], None]
 
 
 class ResultFile:
-    r"""A file that grows by whole records; one that was removed is made anew.
+    r"""A file that grows by whole records and is recreated when it was removed.
 
-    file = ResultFile(path, events_add)
-    file.append(b"{}\n")  # lost, counted and told when the disk takes no more
-    file.append(b"{}\n")  # told: the file is written again, and how many records were lost
-    file.check()          # between records: told when the file was removed, which is made anew
+    file = ResultFile(path, warn)
+    file.append(b"{}\n")  # the disk is full: warns, and counts the lost record
+    file.append(b"{}\n")  # the disk has room: warns how many records were lost
+    file.check()          # between records: recreates a removed file, with a warning
     """
 
     unit = "lines"
 
     def __init__(self, path: Path, tell: Tell, *, header: bytes = b"") -> None:
-        """Opens the file; `header` is what one begins with."""
+        """Opens the file; `header` is written first into an empty file."""
         self._path, self._tell, self._header = path, tell, header
         self._file: FileIO | None = None
         self._num_lost = 0
-        # What was told last; empty: nothing is wrong.
+        # The last warning about the disk; empty: the file can be written.
         self._trouble = ""
         self._reopen()
 
     def append(self, record: bytes) -> None:
-        """Writes one record whole or not at all."""
+        """Writes one record whole, or counts it as lost."""
         self.check()
         if self._file is None:
             self._reopen()
@@ -54,7 +54,7 @@ class ResultFile:
             self._num_lost, self._trouble = 0, ""
 
     def check(self) -> None:
-        """Makes a file anew that was removed or replaced, which is told."""
+        """Recreates a file that was removed or replaced, with a warning."""
         if self._file is None or _is_open_at(self._file, self._path):
             return
         self._file.close()
@@ -62,7 +62,7 @@ class ResultFile:
         self._reopen()
 
     def close(self) -> None:
-        """Closes the file, and tells what was lost since it was written last."""
+        """Closes the file; warns of records lost since the last write."""
         if self._num_lost:
             self._tell(f"{self._path}: the last {self._num_lost} {self.unit} were lost")
             self._num_lost = 0
@@ -71,7 +71,7 @@ class ResultFile:
             self._file = None
 
     def _new_path(self) -> Path:
-        """Where the file is made."""
+        """The path of a new file."""
         return self._path
 
     def _reopen(self) -> None:
@@ -97,7 +97,7 @@ class ResultFile:
 
 
 def _write_whole(file: FileIO, record: bytes) -> None:
-    """Appends `record`; OSError, and nothing of it stays, when the disk does not take it."""
+    """Appends `record`; on OSError the file keeps its old length."""
     size = os.fstat(file.fileno()).st_size
     try:
         while record:
@@ -115,11 +115,11 @@ def _is_open_at(file: FileIO, path: Path) -> bool:
 
 
 def open_or_set_aside(path: Path, tell: Tell) -> FileIO:
-    """The file at `path`, to append to; what is no file that can be written is renamed and told."""
+    """Opens the file at `path` to append; anything there that is no file is renamed first."""
     if path.is_file() or not os.path.lexists(path):
         return path.open("ab", buffering=0)
     if not path.exists():
-        # A link to a file that is yet to be made.
+        # Opening a link whose target does not exist creates the target.
         with contextlib.suppress(OSError):
             return path.open("ab", buffering=0)
     set_aside(path, tell)
@@ -127,13 +127,13 @@ def open_or_set_aside(path: Path, tell: Tell) -> FileIO:
 
 
 def set_aside(path: Path, tell: Tell) -> None:
-    """Renames what stands in the place of a file."""
+    """Renames anything that is in the place of a file, with a warning."""
     aside = rename_aside(path)
     tell(f"{path} is no file that can be written; what was there lies in {aside.name} now")
 
 
 def remove_old(path: Path, tell: Tell) -> None:
-    """Removes the file of an earlier start; what is no file is set aside."""
+    """Removes the file of an earlier start; a folder in its place is renamed."""
     if path.is_dir() and not path.is_symlink():
         set_aside(path, tell)
     else:
@@ -141,7 +141,7 @@ def remove_old(path: Path, tell: Tell) -> None:
 
 
 def write_result(path: Path, data: bytes, tell: Tell) -> bool:
-    """Writes a whole file, or leaves the old one and tells why; whether it was written."""
+    """Writes a whole file; on an error keeps the old file and warns. Returns if it was written."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_bytes(data)

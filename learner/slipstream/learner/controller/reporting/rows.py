@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl, one after the other: a long run has more of them than fit memory."""
+"""Reads and repairs metrics.jsonl line by line, as those of a long run do not fit into memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from slipstream.protocol.run_folder import rename_aside
 
 METRICS = "metrics.jsonl"
 SAMPLES = "trajectories.jsonl"
-# What the line of a step has at least; curves are drawn of it.
+# Columns that the row of every step has; the curves show them.
 COLUMNS = (
     *("step", "reward_mean", "lag_mean", "lag_max"),
     *("generated_tokens_per_s", "trained_tokens_per_s"),
 )
-# No run has more steps, and each takes a byte of memory.
+# Largest step; the recorder needs a byte of memory for each.
 MAX_STEP = 10**8
 
-# The object of a whole line; None: the line is damaged.
+# Parses a line; returns None when it is damaged.
 Parse: TypeAlias = Callable[[bytes], object | None]
 
 
 def parse_object(line: bytes) -> dict[str, JsonValue] | None:
-    """The JSON object of a line; None: it holds none."""
+    """The JSON object of a line; None when the line is none."""
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -39,7 +39,7 @@ def parse_object(line: bytes) -> dict[str, JsonValue] | None:
 
 
 def parse_row(line: bytes) -> dict[str, float] | None:
-    """The numbers of a line of metrics.jsonl; None: it is none that a run writes."""
+    """The numbers of a line of metrics.jsonl; None when no run writes such a line."""
     found = parse_object(line)
     if found is None:
         return None
@@ -59,9 +59,10 @@ def parse_row(line: bytes) -> dict[str, float] | None:
 
 
 def keep_whole_lines(path: Path, parse: Parse, tell: Tell) -> None:
-    """Takes away a last line that a crash tore; leaves nothing but whole lines in the file.
+    """Removes a last line that a crash tore, so that the file has only whole lines.
 
-    A file that is damaged in another way, or may not be read and written, is set aside and told.
+    If other lines are damaged, or the file cannot be read and written, it is renamed and `tell` is
+    called; the whole lines of a damaged file are kept.
     """
     if not path.is_file():
         return
@@ -77,7 +78,7 @@ def keep_whole_lines(path: Path, parse: Parse, tell: Tell) -> None:
 
 
 def _salvage(path: Path, damaged: int, parse: Parse, tell: Tell) -> None:
-    """Sets a file aside whose line `damaged` is the first one that is not whole."""
+    """Renames a file whose first damaged line is `damaged`; keeps its whole lines in a new file."""
     partial = path.with_name(f"{path.name}.partial")
     num_kept, lost = 0, ""
     try:
@@ -105,9 +106,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
-    """The numbers of each line; none when there is no such file.
+    """Yields the numbers of each line; nothing when there is no such file.
 
-    ProtocolError naming the first line that is damaged.
+    ProtocolError names the first damaged line.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""What a summary says of a run: what adds up over it, and how it ended."""
+"""The facts of a run's summary: counts and sums over the run, and its end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ EDGE_STEPS = 5
 
 @dataclass
 class RunFacts:
-    """Counts and sums; those that the journal has are taken from there, the others from rows."""
+    """Counts and sums of a run, restored from the journal, or from rows if it lacks them."""
 
-    # The newest version that was made.
+    # Number of the newest version that was made.
     steps: int = 0
     first_rewards: list[float] = field(default_factory=list)
     last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
@@ -29,7 +29,7 @@ class RunFacts:
     busy: BusyMeter = field(default_factory=BusyMeter)
 
     def count_row(self, row: Mapping[str, float]) -> None:
-        """Takes the line of a step: its mean reward, and how far log-probabilities were apart."""
+        """Takes mean reward and log-probability gap from the row of a step."""
         self.last_rewards.append(row["reward_mean"])
         if len(self.first_rewards) < EDGE_STEPS:
             self.first_rewards.append(row["reward_mean"])
@@ -42,12 +42,12 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended."""
+    """The end of a run, for its summary."""
 
-    # finished, stopped or failed
+    # "finished", "stopped" or "failed".
     state: str
     cause: str
-    # It finished before its last configured step, because nothing is left to learn.
+    # Whether the run finished before its last configured step because nothing is left to learn.
     solved: bool
-    # Why environments that were to be trained on are suspended, by name.
+    # The cause of each suspended training environment, by name.
     suspended_environments: dict[str, str]

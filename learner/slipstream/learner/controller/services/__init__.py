@@ -1,1 +1,1 @@
-"""The services of the controller: they check a call, hand it to the part that knows, and answer."""
+"""The gRPC services of the controller: they check a call, hand it to a part, and answer."""

@@ -1,4 +1,4 @@
-"""How environments come into a run: from the configuration, by `submit`, or served by a client.
+"""Adds environments to a run: from the configuration, by `submit`, or served by a client.
 
 Waits for: a rollout server's report that it loaded a submitted environment. Unblocked by: that
 report, or the limit.
@@ -39,7 +39,7 @@ REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """The clients' end."""
+    """Answers clients' calls about environments, and takes servers' reports on them."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._environments.add(spec)
 
     def restore(self, history: RunHistory) -> None:
-        """Adds what was submitted before; takes back what nobody can run any more."""
+        """Adds the environments submitted before; closes open groups without an environment."""
         for name, text in history.submitted.items():
             if name not in self._environments.entries:
                 self._environments.add(json_format.Parse(text, pb.EnvironmentSpec()))
@@ -72,20 +72,20 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             self._intake.withdraw_restored(group.group_id)
 
     def server_joined(self, session: ServerSession) -> None:
-        """A new server loads all hosted environments."""
+        """Tells a new server to load all environments that servers host."""
         for entry in self._environments.entries.values():
             if entry.client_episodes is None:
                 session.send(_load_order(entry.spec))
 
     def reported(self, session: ServerSession, report: fleet_pb2.EnvironmentReport) -> None:
-        """A server has loaded an environment, or cannot run it."""
+        """Takes a server's report that it has loaded an environment or cannot run it."""
         cause = report.failure.message if report.HasField("failure") else ""
         entry = self._environments.entries.get(report.environment)
         if entry is not None and entry.client_episodes is not None:
-            # A client serves it: no rollout server loads it, or fails to.
+            # A client serves the environment, so that no rollout server loads it.
             return
         is_elsewhere = entry is not None and bool(entry.loaded_on - {session.key})
-        # Tasks are leased by their number: it must name the same one everywhere.
+        # Tasks are leased by their number, which must name the same task on every server.
         if not cause and entry and is_elsewhere and entry.num_tasks != report.num_tasks:
             cause = (
                 f"it has {report.num_tasks} tasks here and {entry.num_tasks} on other rollout "
@@ -103,7 +103,10 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     async def SubmitEnvironment(  # noqa: N802
         self, request: pb.SubmitEnvironmentRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.SubmitEnvironmentResponse:
-        """Adds an environment to the running mixture."""
+        """Adds an environment to the running mixture; waits until a server has loaded it.
+
+        Removes it again when all servers fail to load it.
+        """
         spec = request.spec
         problem = self._problem(spec)
         if not problem and REFERENCE.fullmatch(spec.reference) is None:
@@ -117,7 +120,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._fleet.broadcast(_load_order(spec, try_reset=True))
         self._progress.events.add(f"environment {spec.name} was submitted")
         clock = self._progress.clock
-        # Its first task is reset, too.
+        # The limit includes `timeout_s` because servers also reset the first task.
         until_s = clock.now_s() + LOAD_LIMIT_S + spec.timeout_s
         while not entry.is_ready and self._fleet.sessions and clock.now_s() < until_s:
             if all(key in entry.failed_on for key in self._keys()):
@@ -132,7 +135,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     async def ListEnvironments(  # noqa: N802
         self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListEnvironmentsResponse:
-        """All environments of the run."""
+        """Lists all environments of the run."""
         entries = self._environments.entries.values()
         return pb.ListEnvironmentsResponse(environments=[entry.describe() for entry in entries])
 
@@ -141,7 +144,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         request_iterator: AsyncIterator[pb.WorkerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.WorkerCommand]:
-        """A client's own environment, for as long as its stream lives."""
+        """Lets a client serve its own environment until its stream ends."""
         async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
             async for command in commands:
                 yield command

@@ -1,4 +1,4 @@
-"""The fleet's gRPC service."""
+"""The gRPC service for rollout servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
-        """One server, for as long as its stream lives."""
+        """Serves one server until its stream ends."""
         async with aclosing(self._fleet.join(request_iterator, context)) as messages:
             async for message in messages:
                 yield message
@@ -34,7 +34,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
-        """Calls to environments that clients serve."""
+        """Relays a server's calls to environments that clients serve."""
         async with aclosing(self._relay.call_environments(request_iterator)) as answers:
             async for answer in answers:
                 yield answer

@@ -1,4 +1,4 @@
-"""How a rollout server comes into the fleet: its stream, from the hello to the end.
+"""The stream of a rollout server, from its hello to its end.
 
 Consumes: the server's messages. Produces: orders to it.
 Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
@@ -26,16 +26,16 @@ from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
 
-# Of one server; no machine has so many GPUs.
+# Largest number of engine workers of one server; no machine has as many GPUs.
 MAX_ENGINE_WORKERS = 1024
-# More than any engine generates: a server that reports more is not believed.
+# Largest plausible speed of an engine; a server that reports more is refused.
 MAX_TOKENS_PER_S = 1e7
-# An engine may have had requests before its server joined, while its last stream broke.
+# Busy seconds that an engine may have from the time before its server joined again.
 BUSY_BEFORE_S = 60.0
 
 
 class FleetServicer:
-    """The servers' end of `FleetService.Join`."""
+    """Answers `FleetService.Join`."""
 
     def __init__(self, fleet: Fleet, progress: RunProgress) -> None:
         self._fleet = fleet
@@ -46,7 +46,7 @@ class FleetServicer:
         requests: AsyncIterator[fleet_pb2.ServerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[fleet_pb2.ControllerMessage, None]:
-        """One server, from its hello to the end of its stream."""
+        """Serves one server, from its hello to the end of its stream; yields its orders."""
         session = await self._greet(requests, context)
         settings = self._progress.config.controller
         yield fleet_pb2.ControllerMessage(
@@ -107,7 +107,7 @@ class FleetServicer:
                 f"{config.queue.max_bytes}: leases count on it"
             )
         elif any(key.epoch == hello.server_epoch for key in self._fleet.known):
-            # Its key would be that of the server that had the epoch.
+            # The delivery key is made from the epoch, so that two servers would share a key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
             reason = Reason.PROTOCOL
         elif problem := misfit(self._progress, hello.server_id, hello.place):
@@ -140,9 +140,10 @@ class FleetServicer:
 
 
 def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-    """ProtocolError for more tokens than an engine can have made, and for counters that fall.
+    """Raises ProtocolError for counters that are too large or that fall.
 
-    Also for more busy time than has passed since the server joined.
+    Tokens are limited by the largest speed of an engine, busy seconds by the time since the server
+    joined. Adds the report's busy seconds to the session.
     """
     if message.WhichOneof("message") not in ("heartbeat", "drained"):
         return
@@ -163,7 +164,7 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
                 f"{before}: counters of an epoch never fall"
             )
     session.busy_s += sum(max(0.0, span.end_s - span.start_s) for span in report.busy_intervals)
-    # The clock of the loop leaves out its own standstills, in which engines go on.
+    # Not the loop's clock, which leaves out stalls of the loop: engines work during those.
     passed_s = time.monotonic() - session.began_s
     if session.busy_s > passed_s + BUSY_BEFORE_S:
         raise ProtocolError(
@@ -173,7 +174,7 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
 
 
 def _impossible(hello: fleet_pb2.ServerHello) -> str:
-    """What no server of ours would say of itself; empty: nothing."""
+    """The reason why no Slipstream server would send this hello; empty: it is valid."""
     try:
         check_server_id(hello.server_id)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What gRPC health checks and reflection are told about the controller."""
+"""The controller's answers to gRPC health checks and reflection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ServiceHealth:
     """Answers for all services at once."""
 
     def __init__(self, server: grpc.aio.Server, modules: Sequence[ModuleType]) -> None:
-        """Adds both services to `server`; `modules` are those of the messages."""
+        """Adds both services to `server`; `modules` define the controller's services."""
         names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
         self._names = [*names, ""]
         self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -22,7 +22,7 @@ class ServiceHealth:
         reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
 
     async def tell(self, *, serving: bool) -> None:
-        """From now on."""
+        """Sets the health of all services until the next call."""
         answers = health_pb2.HealthCheckResponse
         status = answers.SERVING if serving else answers.NOT_SERVING
         for name in self._names:

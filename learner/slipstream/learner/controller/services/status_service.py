@@ -1,4 +1,4 @@
-"""Answers what people and programs ask about the run."""
+"""Answers questions of people and programs about the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetStatus(  # noqa: N802
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.RunStatus:
-        """The whole state at this moment."""
+        """Returns the whole state at this moment."""
         progress = self._progress
         training = self._book.training_groups()
         leased = self._book.groups_by_holder()
@@ -73,14 +73,14 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def Watch(  # noqa: N802
         self, request: status_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[status_pb2.Event]:
-        """Events as they come, until the last one."""
+        """Yields events as they come, up to the last event."""
         async for event in self._progress.events.follow(request.after):
             yield event
 
     async def StopRun(  # noqa: N802
         self, request: status_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.StopRunResponse:
-        """Ends the run in order, as stopped, or as failed."""
+        """Ends the run in order, as stopped or as failed."""
         if request.failed:
             self._progress.fail(request.reason)
         else:
@@ -90,7 +90,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def DrainServer(  # noqa: N802
         self, request: status_pb2.DrainServerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.DrainServerResponse:
-        """One rollout server ends or hands back what it runs, and leaves."""
+        """Lets one rollout server end or hand back its episodes, and leave."""
         session = self._fleet.sessions.get(ServerId(request.server_id))
         if session is None:
             known = ", ".join(sorted(self._fleet.sessions)) or "none"

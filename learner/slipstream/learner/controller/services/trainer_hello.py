@@ -1,4 +1,4 @@
-"""What a trainer says of itself."""
+"""Checks of the facts in a trainer's hello."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slipstream.v1 import trainer_pb2
 
 
 def impossible(hello: trainer_pb2.TrainerHello) -> str:
-    """Why no trainer of ours would say this of itself; empty: nothing speaks against it."""
+    """The reason why no Slipstream trainer would send this hello; empty: it is valid."""
     if hello.world_size < 1:
         return f"world_size of a trainer must be at least 1, got {hello.world_size}"
     if hello.num_senders > hello.world_size:

@@ -1,4 +1,4 @@
-"""The one place for a trainer: who has it, and when it is free for another one.
+"""The only place for a trainer in a run: its holder, and when it is free for another trainer.
 
 Consumes: registrations and the streams of `KeepPlace`. Produces: the epoch that calls must show.
 Waits for: the end of a trainer's stream. Unblocked by: the end of its connection, or `close`.
@@ -19,7 +19,7 @@ from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import trainer_pb2
 
-# A trainer that has registered opens the stream that keeps its place within this time.
+# Seconds within which a registered trainer must open the stream that keeps its place.
 RESERVED_S = 10.0
 
 
@@ -29,12 +29,12 @@ class TrainerPlace:
     free -- take() --> reserved -- keep() --> kept -- the last stream ends --> free
                        reserved -- RESERVED_S --> free
 
-    A trainer whose place is free may come back with its epoch, unless another one took the place.
+    A trainer whose stream ended may come back with its epoch until another one takes the place.
     """
 
     def __init__(self, progress: RunProgress, *, reserved_s: float = RESERVED_S) -> None:
         self._progress, self._reserved_s = progress, reserved_s
-        # Drawn for the trainer that registered last, 0 before one has; nobody else can guess it.
+        # Secret number of the trainer that registered last; 0 before any has registered.
         self.epoch = 0
         self._holder = ""
         self._streams = 0
@@ -44,13 +44,13 @@ class TrainerPlace:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the trainer that registered last lives, as far as its connection shows."""
+        """Whether the trainer that registered last is connected or may still open its stream."""
         return self._streams > 0 or self._progress.clock.now_s() < self._reserved_until_s
 
     async def check_free(
         self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Refuses a second trainer in one line; the screen says it once for each of them."""
+        """Refuses a second trainer while the place is taken; one event names each such trainer."""
         if not self.is_taken:
             return
         newcomer, heard_s = _describe(hello, context), self._progress.trainer_heard_s
@@ -89,7 +89,7 @@ class TrainerPlace:
             self._streams -= 1
 
     async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Refuses a call of any other trainer than the one that registered last."""
+        """Refuses calls of all trainers but the one that registered last."""
         cause = ""
         if not self.epoch:
             cause = "no trainer has registered since the controller was started"
@@ -100,17 +100,20 @@ class TrainerPlace:
         self._progress.trainer_heard()
 
     async def check_loading(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """As `check`; a trainer that loads has no epoch yet, and counts while the place is free."""
+        """Works like `check`, but accepts a call without an epoch while the place is free.
+
+        A trainer that loads its model has not registered and has no epoch yet.
+        """
         if epoch_of(context) or self.is_taken:
             await self.check(context)
 
     def close(self) -> None:
-        """Ends the streams."""
+        """Ends the streams of `keep`."""
         self._closed.set()
 
 
 def epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The epoch that a call shows; empty: none."""
+    """The epoch in the metadata of a call; empty: none."""
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
     return str(metadata.get(TRAINER_EPOCH, ""))
 

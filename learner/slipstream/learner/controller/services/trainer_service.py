@@ -1,4 +1,4 @@
-"""The trainer's side of the controller: what to do next, and what was done.
+"""The controller's service for the trainer: gives orders and takes reports.
 
 Consumes: the trainer's reports. Produces: batches, publish orders, the order to stop.
 Waits for: a batch, a server that needs weights, or the end. Unblocked by: the run's signal, or the
@@ -33,16 +33,16 @@ from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
-# The longest answer of `Next`; the trainer asks again.
+# Longest wait of a `Next` call; then the trainer calls again.
 NEXT_LIMIT_S = 5.0
-# Lines of a trainer's layout that are told, each as an event.
+# Largest number of lines of a trainer's layout that become events.
 MAX_LAYOUT_LINES = 256
-# What changes within this time is looked at together.
+# Changes within this time are handled together.
 GATHER_S = 0.005
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """One trainer: rank 0 speaks for all ranks."""
+    """Serves one trainer, whose rank 0 calls for all ranks."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.hello: trainer_pb2.TrainerHello | None = None
         self.batch_started_s = 0.0
         self.place = TrainerPlace(progress)
-        # What the trainer's weights are; behind the run's version after a restart.
+        # Version of the trainer's weights; after a restart it may be older than the run's version.
         self._trainer_version = progress.version
         self._lock = asyncio.Lock()
 
     async def Register(  # noqa: N802
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
-        """Takes a trainer in when the one before is gone; the journal has what it missed."""
+        """Registers a trainer if the place is free; it trains steps that it missed again."""
         if claim := impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)
@@ -126,7 +126,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def KeepPlace(  # noqa: N802
         self, request: trainer_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.PlaceKept]:
-        """The trainer lives until this stream ends."""
+        """Keeps the trainer's place until this stream ends."""
         async with aclosing(self.place.keep(context)) as kept:
             async for message in kept:
                 yield message
@@ -134,8 +134,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Next(  # noqa: N802
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.Directive]:
-        """The order that is possible first: stop, publish, or the next batch."""
-        # Beforehand: an order that servers wait for comes alone.
+        """Yields the first possible order: stop, publish, or the next batch in chunks."""
+        # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
         async with self._lock:
             order = await self._next_order(request, context)
@@ -149,7 +149,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportStep(  # noqa: N802
         self, request: trainer_pb2.StepReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.StepReceipt:
-        """A version was made; a report that came before is answered as it was then."""
+        """Takes the report of a made version; a repeated report gets its earlier answer."""
         await self.place.check(context)
         try:
             answered = self._former.answered(request)
@@ -163,7 +163,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         trained = self._former.trained(request)
         self._trainer_version = trained.version
         if not self._progress.is_over:
-            # The trainer has what it waited for; it will ask for more.
+            # The trainer will ask for its next batch after this answer.
             self._progress.waiting_for = "the trainer to ask for its next batch"
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
@@ -181,21 +181,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def StartPublish(  # noqa: N802
         self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishStarted:
-        """The trainer can send."""
+        """Starts a publish, once the trainer can send; returns the receivers."""
         await self.place.check(context)
         return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
 
     async def FinishPublish(  # noqa: N802
         self, request: trainer_pb2.PublishResult, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishReceipt:
-        """The trainer has sent."""
+        """Ends a publish that the trainer has sent or could not send."""
         await self.place.check(context)
         return await self._publisher.finish(request)
 
     async def ReportCheckpoint(  # noqa: N802
         self, request: trainer_pb2.CheckpointReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.CheckpointReceipt:
-        """A checkpoint is complete."""
+        """Takes the report of a complete checkpoint."""
         await self.place.check(context)
         await self._former.saved(request)
         self._progress.checkpoint_step = request.version.step
@@ -209,7 +209,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportWork(  # noqa: N802
         self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.WorkReceipt:
-        """The trainer gets on; one that loads has not registered yet."""
+        """Notes that the trainer makes progress, also while it loads and has not registered yet."""
         await self.place.check_loading(context)
         self._progress.trainer_works()
         if not epoch_of(context) and not self._progress.is_over:
@@ -220,7 +220,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportFailure(  # noqa: N802
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerFailureReceipt:
-        """A rank cannot go on, or the trainer cannot train its batch."""
+        """Takes the failure of a rank, or of the trainer with its batch."""
         if request.HasField("data"):
             await self.place.check(context)
             is_set_aside = await self._set_aside(request, context)
@@ -235,14 +235,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if request.final and told == expected:
             self._progress.fail(cause)
         else:
-            # Who started the ranks starts them again, or says that the run has failed.
+            # The launcher of the ranks starts them again, or fails the run.
             self._progress.events.add(cause, Severity.WARNING)
         return trainer_pb2.TrainerFailureReceipt()
 
     async def _set_aside(
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> bool:
-        """Whether the trainer may go on with another batch."""
+        """Sets the trainer's batch aside; returns whether the trainer may take another batch."""
         most = self._progress.config.controller.max_set_aside_batches
         try:
             found = self._former.set_aside(request.data, request.message, most_in_a_row=most)
@@ -263,14 +263,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return True
 
     def _suspect(self) -> None:
-        """The trainer fails: names the batch that it has, if the run has no version from it."""
+        """Notes the batch of a failing trainer as suspect, if no version was made from it yet."""
         batch = self._former.untried
         self._progress.suspect = "" if batch is None else way_past(batch, self._progress.config)
 
     async def Finish(  # noqa: N802
         self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
-        """The trainer leaves in order."""
+        """Notes that the trainer leaves in order, with the path of its exported model."""
         await self.place.check(context)
         self.goodbye = request
         if request.export_path:
@@ -281,18 +281,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @property
     def _is_stopping(self) -> bool:
-        """Whether a trainer is to save and export; one that is started again does it as well."""
+        """Whether a trainer must still save and export; a restarted trainer may do it too."""
         stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
         return stopping and self._progress.trainer_registered and not self.finished.is_set()
 
     async def _next_order(
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.Directive | Batch:
-        # Half of the call's own limit: an answer that comes too late would end the run.
+        # Half of the call's own deadline, because a late answer would end the run.
         limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
         until = time.monotonic() + limit_s
         while True:
-            # Another one may have taken over while this one waited: what it is given would be lost.
+            # Another trainer may have taken over meanwhile: an order to this one would be lost.
             await self.place.check(context)
             try:
                 order = await self._possible_order(request)
@@ -314,7 +314,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         progress = self._progress
         is_behind = self._trainer_version.step < self._book.step
         if is_behind and (not progress.is_over or self._is_stopping):
-            # It starts again from a checkpoint, or an answer was lost.
+            # The trainer restarted from a checkpoint, or an answer was lost.
             return await self._former.recorded(self._trainer_version.step)
         if progress.is_over:
             reason = progress.cause or "the run is over"
@@ -329,12 +329,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             batch = await self._former.form()
             if batch is not None:
                 if progress.pace is not None:
-                    # Its groups were there: writing it is no wait for them.
+                    # The groups were complete when it asked: the write is no wait for groups.
                     progress.pace.batch_given(asked_s)
                 progress.waiting_for = f"the trainer to make version {batch.version}"
                 self.batch_started_s = time.time()
                 progress.moved()
-                # While the trainer makes it the servers can answer.
+                # The servers can answer while the trainer makes the version.
                 version = progress.version
                 self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch

@@ -1,1 +1,1 @@
-"""The environments of a run, and the tasks that they give."""
+"""The environments of a run and their tasks."""

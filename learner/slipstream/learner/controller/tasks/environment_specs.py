@@ -1,4 +1,4 @@
-"""Environments of the settings in their wire form."""
+"""The specifications of configured environments, as messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.v1 import environment_pb2, trajectory_pb2
 
 
 def environment_specs(config: Config, *, search_path: str) -> list[environment_pb2.EnvironmentSpec]:
-    """The wire forms of all configured environments, then of all evaluations."""
+    """The specifications of all configured environments, then of all evaluations."""
     training = [
         _spec(section, search_path, section.weight, trajectory_pb2.EPISODE_PURPOSE_TRAINING)
         for section in config.environments

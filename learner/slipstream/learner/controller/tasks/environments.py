@@ -1,6 +1,6 @@
-"""The environments of a run: which are ready, whose turn it is, which task comes next.
+"""The environments of a run: their states, and the choice of the next environment and task.
 
-Weights govern accepted groups: the environment that is furthest behind its share is leased next.
+Weights govern leased and accepted groups: the environment furthest behind its share is next.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from slipstream.protocol.types import GroupId
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
-# Above this number of tasks they are taken in their own order: a permutation would not fit memory.
+# Above this number tasks are taken in their own order: a permutation would not fit into memory.
 MAX_SHUFFLED_TASKS = 1_000_000
 MAX_TOLD_CAUSES = 3
-# So many tasks in a row may have too long a prompt, or all that there are.
+# Tasks in a row with too long a prompt that suspend an environment; if it has fewer, all of them.
 MAX_SKIPPED_TASKS = 1000
 
 
@@ -36,57 +36,57 @@ class EnvironmentEntry:
     cause: str = ""
     loaded_on: set[ServerKey] = field(default_factory=set)
     failed_on: dict[ServerKey, str] = field(default_factory=dict)
-    # Room of the client that serves it; None: hosted beside the servers.
+    # Episodes that the serving client takes; None: servers host the environment.
     client_episodes: int | None = None
     groups_leased: int = 0
     groups_accepted: int = 0
     groups_failed: int = 0
     failed_in_a_row: int = 0
-    # Tasks whose prompt is too long.
+    # Number of tasks skipped because their prompt is too long.
     tasks_skipped: int = 0
     skipped_in_a_row: int = 0
     episodes_failed: int = 0
     told_causes: set[str] = field(default_factory=set)
-    # Why each task was set aside last, as people were told.
+    # The cause in the newest event about each task that was set aside.
     told_set_aside: dict[int, str] = field(default_factory=dict)
     reward_sum: float = 0.0
     rewards: int = 0
-    # Share that was dealt out before it came.
+    # Smallest share of the other environments when this one was added.
     head_start: float = 0.0
     next_number: int = 0
     order: list[int] = field(default_factory=list)
-    # Of an evaluation: what was measured last.
+    # Newest result, if this is an evaluation.
     newest_round: pb.EvaluationRound | None = None
 
     @property
     def is_training(self) -> bool:
-        """Whether its episodes are trained on."""
+        """Whether the environment's episodes are trained on."""
         return self.spec.purpose == trajectory_pb2.EPISODE_PURPOSE_TRAINING
 
     @property
     def is_ready(self) -> bool:
-        """Whether groups may be leased for it."""
+        """Whether groups of the environment may be leased."""
         return self.state == pb.ENVIRONMENT_STATE_READY
 
     @property
     def share(self) -> float:
-        """Groups that it was given, by weight."""
+        """Leased and accepted groups divided by the weight, plus the head start."""
         dealt = self.groups_accepted + self.groups_leased
         return self.head_start + dealt / self.spec.weight
 
     def runs_on(self, key: ServerKey) -> bool:
-        """Whether a server can run its episodes now."""
+        """Whether a server can run the environment's episodes now."""
         return self.client_episodes is not None or key in self.loaded_on
 
     def is_news(self, cause: str) -> bool:
-        """Whether people should read why an episode failed: each cause once, and the first few."""
+        """Whether an event should tell this failure: each of the first few causes, once."""
         if cause in self.told_causes or len(self.told_causes) >= MAX_TOLD_CAUSES:
             return False
         self.told_causes.add(cause)
         return True
 
     def is_new_set_aside(self, task_index: int, cause: str) -> bool:
-        """Whether people have not read yet that this task was set aside for this cause."""
+        """Whether no event told yet that this task was set aside for this cause."""
         is_new = self.told_set_aside.get(task_index) != cause
         self.told_set_aside[task_index] = cause
         return is_new
@@ -113,12 +113,12 @@ class EnvironmentBook:
         self._seed = seed
         self._max_failed_groups = max_failed_groups
         self.entries: dict[str, EnvironmentEntry] = {}
-        # What the journal of an earlier start holds of each, and of its open groups.
+        # Counts of each environment, and open groups, from the journal of an earlier start.
         self._earlier: dict[str, EnvironmentHistory] = {}
         self._open_groups: dict[GroupId, OpenGroup] = {}
 
     def restore(self, history: RunHistory) -> None:
-        """Environments that are added go on where the journal ends, and get a new chance."""
+        """Takes over journaled counts, for `add`; suspended environments get a new chance."""
         self._earlier, self._open_groups = history.environments, history.open_groups
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
@@ -143,7 +143,7 @@ class EnvironmentBook:
 
     @property
     def tasks_skipped(self) -> int:
-        """Tasks with too long a prompt, of all environments; each counts as often as it came."""
+        """Number of skipped tasks of all environments; a task counts each time it is skipped."""
         return sum(entry.tasks_skipped for entry in self.entries.values())
 
     def training(self) -> list[EnvironmentEntry]:
@@ -151,18 +151,21 @@ class EnvironmentBook:
         return [entry for entry in self.entries.values() if entry.is_training]
 
     def suspended(self) -> dict[str, str]:
-        """Why environments that were to be trained on are suspended, by name."""
+        """The cause of each suspended training environment, by name."""
         state = pb.ENVIRONMENT_STATE_SUSPENDED
         return {e.spec.name: e.cause for e in self.training() if e.state == state}
 
     def evaluations(self) -> list[EnvironmentEntry]:
-        """The environments that are only measured."""
+        """The environments that are only evaluated."""
         return [entry for entry in self.entries.values() if not entry.is_training]
 
     def next_for(
         self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """The environment whose turn it is; `open_episodes` counts those of each."""
+        """The environment whose turn it is on server `key`; None when none has room there.
+
+        `open_episodes`: number of open episodes of each environment.
+        """
         ready = [
             entry
             for entry in self.training()
@@ -174,7 +177,7 @@ class EnvironmentBook:
     def may_run(
         entry: EnvironmentEntry, key: ServerKey, open_episodes: Mapping[str, int], episodes: int
     ) -> bool:
-        """Whether so many more episodes of it can run on a server; a client has its own room."""
+        """Whether `episodes` more can run on a server, and on the client if one serves them."""
         has_room = (
             entry.client_episodes is None
             or open_episodes.get(entry.spec.name, 0) + episodes <= entry.client_episodes
@@ -182,7 +185,7 @@ class EnvironmentBook:
         return entry.is_ready and entry.runs_on(key) and has_room
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Index and seed of its next task: every task once, in a seeded order, then again."""
+        """Index and seed of the next task: every task once, in a seeded order, then again."""
         number = entry.next_number
         entry.next_number += 1
         name = entry.spec.name
@@ -196,7 +199,7 @@ class EnvironmentBook:
         return entry.order[place], seed
 
     def loaded(self, name: str, key: ServerKey, num_tasks: int) -> None:
-        """A worker beside a server has loaded it; servers that have it agree on `num_tasks`."""
+        """Notes that a server's worker has loaded it; all servers must agree on `num_tasks`."""
         entry = self.entries.get(name)
         if entry is None:
             return
@@ -209,7 +212,7 @@ class EnvironmentBook:
             entry.state = pb.ENVIRONMENT_STATE_READY
 
     def load_failed(self, name: str, key: ServerKey, cause: str) -> None:
-        """No worker beside a server could load it, or none lives any more."""
+        """Notes that no worker of a server could load the environment, or that all have ended."""
         entry = self.entries.get(name)
         if entry is None:
             return
@@ -218,13 +221,13 @@ class EnvironmentBook:
         entry.cause = cause
 
     def server_lost(self, key: ServerKey) -> None:
-        """A server is gone, and its workers with it."""
+        """Forgets the workers of a lost server."""
         for entry in self.entries.values():
             entry.loaded_on.discard(key)
             entry.failed_on.pop(key, None)
 
     def group_ended(self, name: str, *, cause: str | None) -> bool:
-        """A group was accepted (`cause` None) or set aside; True when that suspends it."""
+        """Counts an accepted (`cause` None) or set-aside group; True when that suspends it."""
         entry = self.entries.get(name)
         if entry is None:
             return False
@@ -242,15 +245,15 @@ class EnvironmentBook:
         return False
 
     def measured(self, step: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """A round is over: the numbers of each evaluation, by name, at the version `step`."""
+        """Keeps the numbers of each evaluation, by name, of a round at version `step`."""
         for name, numbers in evaluations.items():
-            # One of an earlier start may be in the configuration no more.
+            # The configuration may lack an evaluation of an earlier start.
             entry = self.entries.get(name)
             if entry is not None:
                 entry.newest_round = pb.EvaluationRound(step=step, numbers=numbers)
 
     def task_skipped(self, name: str, cause: str) -> bool:
-        """A task does not fit; True when that suspends the environment: none of many did."""
+        """Counts a task that does not fit; True when too many in a row suspend the environment."""
         self.group_withdrawn(name)
         entry = self.entries.get(name)
         if entry is None:
@@ -264,7 +267,7 @@ class EnvironmentBook:
         return True
 
     def group_left_batch(self, name: str, *, is_put_back: bool) -> None:
-        """An accepted group was set aside with its batch, or waits for another batch."""
+        """Notes that an accepted group left its batch: set aside, or put back for another batch."""
         entry = self.entries.get(name)
         if entry is not None:
             entry.groups_accepted = max(entry.groups_accepted - 1, 0)
@@ -272,7 +275,7 @@ class EnvironmentBook:
             entry.groups_failed += not is_put_back
 
     def group_withdrawn(self, name: str) -> None:
-        """A lease was taken back without a verdict on the environment."""
+        """Notes that a lease was taken back, which is no fault of the environment."""
         entry = self.entries.get(name)
         if entry is not None:
             entry.groups_leased = max(entry.groups_leased - 1, 0)

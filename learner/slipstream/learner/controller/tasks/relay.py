@@ -1,10 +1,10 @@
-"""Environments that clients serve: their calls pass through here.
+"""Relays calls between rollout servers and the clients that serve environments.
 
 Consumes: calls of rollout servers, answers of clients. Produces: the same on the other side, with
 call ids of its own.
-Waits for: messages. Unblocked by: a message, or the end of either stream, which fails the calls
-that were open. Nobody waits for one who does not read: calls to such a client fail, and a rollout
-server loses its stream.
+Waits for: messages. Unblocked by: a message, or the end of either stream, which fails its open
+calls. Calls to a client that does not read fail, and a rollout server that does not read loses its
+stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ClientSession:
 
 @dataclass(frozen=True)
 class OpenCall:
-    """A call on its way: who asked, under which id, and whom."""
+    """A call on its way: the answers of the server that called, its call id, and the client."""
 
     answers: Outbox[fleet_pb2.EnvironmentAnswer]
     call_id: int
@@ -54,7 +54,7 @@ class Relay:
         on_departure: Callable[[ClientSession], None],
         clock: LoopClock,
     ) -> None:
-        """`on_arrival` returns why a client is refused, or nothing; `clock` times its hello."""
+        """`on_arrival` returns why a client is refused, or ""; `clock` limits its hello."""
         self._clock = clock
         self._on_arrival = on_arrival
         self._on_departure = on_departure
@@ -67,7 +67,7 @@ class Relay:
         requests: AsyncIterator[pb.WorkerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[pb.WorkerCommand, None]:
-        """One client, from its hello to the end of its stream."""
+        """Serves one client, from its hello to the end of its stream; yields its commands."""
         try:
             hello = (await self._clock.within(HELLO_TIMEOUT_S, anext(requests))).hello
         except (TimeoutError, StopAsyncIteration):
@@ -96,7 +96,7 @@ class Relay:
     async def call_environments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
     ) -> AsyncGenerator[fleet_pb2.EnvironmentAnswer, None]:
-        """One rollout server's calls, and their answers in the order in which they come."""
+        """Passes on a rollout server's calls; yields their answers in the order of arrival."""
         answers = Outbox[fleet_pb2.EnvironmentAnswer]()
         reader = asyncio.create_task(self._read_calls(requests, answers))
         try:
@@ -107,7 +107,7 @@ class Relay:
             reader.cancel()
 
     def close(self) -> None:
-        """Ends the streams of all clients: the run is over."""
+        """Ends the streams of all clients, at the end of the run."""
         for client in self._clients.values():
             client.outbox.close()
 
@@ -141,7 +141,7 @@ class Relay:
         try:
             async for message in requests:
                 call = self._calls.get(message.call_id)
-                # Only the client that was asked may answer.
+                # Only the client that got the call may answer it.
                 if call is not None and call.client is client:
                     del self._calls[message.call_id]
                     message.call_id = call.call_id
@@ -161,7 +161,7 @@ class Relay:
 
 
 def raise_failure(reader: asyncio.Task[None]) -> None:
-    """Raises what ended a stream's reader, so that it ends the call and is logged, not lost."""
+    """Raises the error that ended a stream's reader, so that the call fails and logs it."""
     if reader.done() and not reader.cancelled():
         reader.result()
 
@@ -169,7 +169,7 @@ def raise_failure(reader: asyncio.Task[None]) -> None:
 def _answer(
     answers: Outbox[fleet_pb2.EnvironmentAnswer], answer: fleet_pb2.EnvironmentAnswer
 ) -> None:
-    """Ends the stream of a rollout server that does not read: it opens another one."""
+    """Sends an answer; ends the stream of a server that does not read, which opens a new one."""
     if not answers.put(answer):
         answers.close()
 

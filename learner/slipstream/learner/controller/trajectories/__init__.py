@@ -1,1 +1,1 @@
-"""From deliveries of the queue to a journaled batch."""
+"""The way of trajectories, from deliveries of the queue to a journaled batch."""

@@ -1,4 +1,4 @@
-"""The groups of one step, as the journal and the trainer have them, and numbers of them."""
+"""The groups of one step, in the forms of journal and trainer, and their token counts."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one step, whole, in the order of their leases."""
+    """The complete groups of one step, in the order of their leases."""
 
-    # The version that it starts from, as in the journal and the protocol.
+    # Number of the version that the step starts from, as in the journal and the protocol.
     step: int
     batch_id: str
     groups: tuple[Group, ...]
 
     @property
     def version(self) -> int:
-        """The version that the step makes: its number in all that people read."""
+        """Number of the version that the step makes; texts for people use this number."""
         return self.step + 1
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All trajectories, group by group, by member."""
+        """All trajectories, group by group, sorted by member."""
         return [trajectory for group in self.groups for trajectory in group.in_order()]
 
 
 def record(batch: Batch) -> trainer_pb2.RecordedBatch:
-    """The batch as the journal keeps it."""
+    """The message of a batch that the journal keeps."""
     trajectories = [trajectory_to_pb(trajectory) for trajectory in batch.trajectories]
     return trainer_pb2.RecordedBatch(header=header(batch), trajectories=trajectories)
 
 
 def header(batch: Batch) -> trainer_pb2.BatchHeader:
-    """What the trainer reads first."""
+    """The message that tells the trainer the size and id of a batch before its trajectories."""
     return trainer_pb2.BatchHeader(
         step=batch.step,
         batch_id=batch.batch_id,
@@ -53,7 +53,7 @@ def header(batch: Batch) -> trainer_pb2.BatchHeader:
 
 
 def from_record(message: trainer_pb2.RecordedBatch) -> Batch:
-    """Inverse of `record`."""
+    """Inverts `record`."""
     groups: dict[GroupId, Group] = {}
     for trajectory in map(trajectory_from_pb, message.trajectories):
         group = groups.get(trajectory.group_id)
@@ -83,7 +83,7 @@ def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int,
 
 
 def token_lags(batch: Batch) -> Counter[int]:
-    """Number of the sampled tokens of each lag."""
+    """Number of sampled tokens of each lag, in versions."""
     lags: Counter[int] = Counter()
     for trajectory in batch.trajectories:
         for span in trajectory.version_spans:
@@ -100,7 +100,7 @@ def with_several_versions(batch: Batch) -> int:
 
 
 def chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
-    """The trajectories in messages of bounded size."""
+    """The trajectories in messages of about `CHUNK_BYTES`, each with at least one trajectory."""
     parts = [trainer_pb2.TrajectoryChunk()]
     size = 0
     for trajectory in batch.trajectories:

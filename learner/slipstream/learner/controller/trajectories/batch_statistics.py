@@ -1,4 +1,4 @@
-"""What is told of the trajectories of a batch: pure functions."""
+"""Statistics of the trajectories of a batch: pure functions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slipstream.protocol.settings.algorithm_section import AdvantageKind
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Status, Trajectory
 
-# These compare the episodes of a group with each other alone: without a difference they are all 0.
+# Advantages that only compare the episodes of a group: equal rewards make them all 0.
 _GROUP_ADVANTAGES: tuple[AdvantageKind, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 _EQUAL = "equal_rewards_fraction"
-# A hard task may leave a few steps without a lesson; so many in a row are worth a word.
+# Steps in a row without a lesson after which a hint is due; fewer are normal with hard tasks.
 HINT_AFTER_STEPS = 10
 
 
@@ -65,18 +65,18 @@ def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dic
 class LessonWatch:
     """Counts the steps in a row in which the groups of an environment had equal rewards.
 
-    watch.note(row)  # []: the environment teaches, or has not failed to for long
-    watch.note(row)  # one line in the step with which HINT_AFTER_STEPS are full
-    watch.note(row)  # []: it was said; after a step that taught something it may come again
+    watch.note(row)  # []: fewer than HINT_AFTER_STEPS steps in a row had equal rewards
+    watch.note(row)  # [hint]: exactly HINT_AFTER_STEPS steps in a row had equal rewards
+    watch.note(row)  # []: the hint was given; a step with unequal rewards starts the count again
     """
 
     def __init__(self, config: Config) -> None:
         self._compares_groups = config.algorithm.advantage in _GROUP_ADVANTAGES
-        # By environment.
+        # Steps in a row with equal rewards, by environment.
         self._steps: Counter[str] = Counter()
 
     def note(self, row: Mapping[str, float]) -> list[str]:
-        """Takes the line of one step; one hint for each environment that has just become due."""
+        """Takes the row of one step; returns a hint for each environment whose count is full."""
         if not self._compares_groups:
             return []
         due = []

@@ -1,7 +1,7 @@
-"""From complete groups to a journaled batch.
+"""Forms batches from complete groups and journals them.
 
-The journal holds the whole batch before the trainer sees it; that record acknowledges its
-trajectories.
+The journal holds the whole batch before the trainer gets it; then the batch's trajectories are
+acknowledged.
 """
 
 from __future__ import annotations
@@ -38,17 +38,22 @@ from slipstream.v1 import trainer_pb2
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of a batch that the trainer was given."""
+    """The result of a batch that the trainer has trained."""
 
     batch: Batch
-    # The version that its weights are.
+    # The version of the weights that the trainer made.
     version: PolicyVersion
     # Whether the journal held the step already.
     again: bool
 
 
 class BatchFormer:
-    """Takes batches from the lease book and makes them durable; has them again from the journal."""
+    """Takes batches from the lease book and makes them durable; reads them again from the journal.
+
+    Life of a batch: `form` (or `recorded`, for a step that is trained again) gives it to the
+    trainer; `trained` or `set_aside` takes its report; `saved` removes batches that an older
+    checkpoint covers. `answered` finds reports that were repeated.
+    """
 
     def __init__(
         self,
@@ -68,29 +73,29 @@ class BatchFormer:
         self._receiver = receiver
         self._tasks = tasks
         self._keep_batches = keep_batches
-        # The batch that is being written: a call that breaks off must not leave half of it.
+        # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[Batch | RunFailed] | None = None
-        # Checksum of the batch of each step that is kept.
+        # Checksum of each kept batch, by step.
         self._crc32: dict[int, int] = {}
         self._steps: dict[int, RecordedStep] = {}
         self._newest_incarnation = 0
-        # The step of the newest checkpoint: the one after it makes its older batches needless.
+        # Step of the newest checkpoint. Batches before it are removed at the next checkpoint.
         self._covered_step = 0
-        # Older batches were removed by this controller.
+        # Step of the oldest batch that this controller has not removed.
         self._first_kept = 0
-        # The one that the trainer has.
+        # The batch that the trainer has.
         self.training: Batch | None = None
-        # Its last report, and the version that it was answered: the answer may be lost on the way.
+        # Last report of the trainer and the answered version, in case the answer was lost.
         self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
-        # How many batches of each step were set aside, how many in a row without a word of the
-        # user, and the newest: the answer about it may be lost, too.
+        # Number of batches set aside of each step; number set aside in a row without the user; the
+        # newest of them, in case the answer was lost.
         self._attempts: Counter[int] = Counter()
         self._set_aside_in_a_row = 0
         self._set_aside: Batch | None = None
         self.num_set_aside = 0
 
     def restore(self, history: RunHistory) -> None:
-        """Goes on where the journal ends."""
+        """Takes over the batches and steps of the journal."""
         kept = self._journal.kept_batches()
         self._crc32 = {s: b.crc32 for s, b in history.batches.items() if (s, b.attempt) in kept}
         first = min(self._crc32, default=history.next_step)
@@ -98,13 +103,13 @@ class BatchFormer:
         self._set_aside_in_a_row = history.set_aside_in_a_row
         self.num_set_aside = len(history.set_aside)
         self._restore_put_back(history)
-        # A trainer may go back to the version before the first of them.
+        # A trainer may go back to the version before the first kept batch.
         self._steps = {step: s for step, s in history.steps.items() if step >= first - 1}
         self._newest_incarnation = history.incarnation
         self._covered_step = history.checkpoint.step
 
     def _restore_put_back(self, history: RunHistory) -> None:
-        """Groups that a set-aside batch held are whole: their trajectories are in its file."""
+        """Reads the trajectories of groups that a set-aside batch held from its file."""
         files = {
             (b.step, b.attempt): b for g, b in history.put_back.items() if g in self._book.groups
         }
@@ -121,17 +126,17 @@ class BatchFormer:
                     group.attempts[trajectory.member] = trajectory.attempt
 
     def trainer_joined(self) -> None:
-        """Another one: it has no batch, and has reported nothing."""
+        """Notes a new trainer, which has no batch and has reported nothing."""
         self.training = self._reported = None
 
     def first_missing(self, step: int) -> Path | None:
-        """The first batch from `step` on that is not there any more; None: all are."""
+        """The path of the first missing batch from `step` on; None: all batches are there."""
         steps = range(step, self._book.step)
         has_batch, attempts, path = self._journal.has_batch, self._attempts, self._journal.path
         return next((path(s, attempts[s]) for s in steps if not has_batch(s, attempts[s])), None)
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
-        """The version as which the run knows weights of the trainer."""
+        """The run's version of the trainer's weights: see `version_of`."""
         recorded = self._steps.get(version.step - 1)
         return version_of(
             version.step,
@@ -142,7 +147,7 @@ class BatchFormer:
         )
 
     async def recorded(self, step: int) -> Batch:
-        """The batch of a step that the journal holds."""
+        """Gives the trainer the journaled batch of `step`."""
         if self._forming is not None:
             await self.form()
         if self.training is None or self.training.step != step:
@@ -153,9 +158,9 @@ class BatchFormer:
         return self.training
 
     async def form(self) -> Batch | None:
-        """The next batch, durable and acknowledged; None while the rules do not allow one.
+        """Gives the trainer the next batch, durable and acknowledged; None while none is complete.
 
-        RunFailed when the journal cannot take it.
+        RunFailed when the journal cannot be written.
         """
         if self._forming is None:
             step = self._book.step
@@ -177,17 +182,17 @@ class BatchFormer:
         try:
             self._crc32[batch.step] = await asyncio.to_thread(self._write_record, batch)
         except RunFailed as failure:
-            # The task belongs to the run, which ends in order.
+            # Returned, not raised: an error would end the task group instead of the run in order.
             return failure
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
 
     def _write_record(self, batch: Batch) -> int:
-        """Encodes a batch and makes it durable; off the loop, as both take long."""
+        """Encodes a batch and makes it durable; runs in a thread, because both take long."""
         return self._journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
-        """What the same report was answered before; None when it is the first one of its batch.
+        """Returns the earlier answer to a repeated report; None for the first report of a batch.
 
         ProtocolError when the trainer was not given that batch, or has reported it differently.
         """
@@ -211,9 +216,9 @@ class BatchFormer:
         )
 
     def trained(self, report: trainer_pb2.StepReport) -> Trained:
-        """The trainer has made a version from the batch that it was given: see `answered`.
+        """Notes that the trainer has made a version from its batch; call `answered` first.
 
-        The caller waits until that is `durable` before it tells the trainer.
+        The caller waits for `durable` before it answers the trainer.
         """
         batch, self.training = self.training, None
         assert batch is not None
@@ -241,12 +246,12 @@ class BatchFormer:
     def set_aside(
         self, fault: trainer_pb2.DataFault, cause: str, *, most_in_a_row: int
     ) -> SetAside | None:
-        """The trainer cannot train its batch, and its weights are as they were.
+        """Sets the trainer's batch aside, which it cannot train; its weights are unchanged.
 
-        The groups that it names, all if it names none, are set aside, the others wait for the next
-        batch of the step. The caller waits until that is `durable` before it tells the trainer.
-        None when the same was said before; ProtocolError when the trainer was not given that batch;
-        RunFailed when the batch is not what is at fault.
+        The groups that `fault` names, all if it names none, are set aside. The others wait for the
+        next batch of the step. The caller waits for `durable` before it answers the trainer.
+        Returns None for a repeated call. ProtocolError when the trainer was not given that batch.
+        RunFailed when the step was made before, or `most_in_a_row` batches were set aside before.
         """
         batch = self.training
         if batch is None or _batch_of(batch) != _batch_of(fault):
@@ -283,16 +288,16 @@ class BatchFormer:
 
     @property
     def untried(self) -> Batch | None:
-        """The batch that the trainer has, if no version was ever made from it."""
+        """The trainer's batch, if no version was ever made from it."""
         batch = self.training
         return None if batch is None or batch.step in self._steps else batch
 
     async def durable(self) -> None:
-        """Returns when all that was journaled until now is on the disk."""
+        """Waits until all records that were journaled so far are on the disk."""
         await self._journal.durable()
 
     async def saved(self, report: trainer_pb2.CheckpointReport) -> None:
-        """A checkpoint covers the batches of all steps before its version."""
+        """Journals a checkpoint, and removes the batches that the checkpoint before it covers."""
         step = report.version.step
         self._journal.append(
             "checkpoint",
@@ -302,8 +307,8 @@ class BatchFormer:
         )
         await self.durable()
         covered_step, self._covered_step = self._covered_step, step
-        # Those since the checkpoint before it stay: it may have to be gone back to. A report that
-        # is repeated, or of a trainer that went back to an older checkpoint, covers nothing new.
+        # Batches since the checkpoint before it stay: a trainer may have to go back to that one. A
+        # repeated report, or one from an older checkpoint, covers nothing new.
         if not self._keep_batches and step > covered_step:
             for covered in range(self._first_kept, covered_step):
                 self._journal.remove_batch(covered, self._attempts[covered])
@@ -319,7 +324,7 @@ def _batch_of(
 
 
 def _what(report: trainer_pb2.StepReport) -> tuple[object, ...]:
-    """Two reports in which it is the same are one report that was sent twice."""
+    """The identity of a report: reports with the same identity are one report sent twice."""
     version = version_from_pb(report.version)
     return *_batch_of(report), version, report.weight_digest
 

@@ -1,7 +1,7 @@
 """The end of each trajectory: in the ledger, in the journal, and then acknowledged.
 
-Consumes: ends. Produces: journal records, acknowledgements. Waits for: an end that was noted, the
-disk. Unblocked by: them. Many are made durable at a time.
+Consumes: ends. Produces: journal records, acknowledgements. Waits for: a noted end, the disk.
+Unblocked by: `end`, `acknowledge`, the disk. Many ends are made durable at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLUSH_S = 0.05
 
 
 class Endings:
-    """Everything that ends otherwise than in a batch ends here."""
+    """Ends all trajectories that do not end in a batch."""
 
     def __init__(self, journal: Journal, ledger: TokenLedger, receiver: TrajectoryReceiver) -> None:
         self._journal = journal
@@ -28,7 +28,7 @@ class Endings:
         self._flush_wanted = asyncio.Event()
 
     async def flush(self) -> None:
-        """Makes ends durable and acknowledges them, many at a time, until it is cancelled."""
+        """Makes ends durable and acknowledges them, many at a time, until the task is cancelled."""
         while True:
             await self._flush_wanted.wait()
             self._flush_wanted.clear()
@@ -38,7 +38,7 @@ class Endings:
             await asyncio.sleep(FLUSH_S)
 
     def end(self, trajectory: Trajectory, end: End, cause: str) -> None:
-        """Notes the end of a trajectory."""
+        """Records the end of a trajectory in ledger and journal, and acknowledges it."""
         self._ledger.end(end, trajectory.num_sampled_tokens)
         self._journal.append(
             "end",
@@ -52,6 +52,6 @@ class Endings:
         self.acknowledge(trajectory.trajectory_id)
 
     def acknowledge(self, trajectory_id: TrajectoryId) -> None:
-        """Lets the queue forget what the journal holds already, or is about to."""
+        """Acknowledges a trajectory to the queue after the next flush of the journal."""
         self._ended.append(trajectory_id)
         self._flush_wanted.set()

@@ -1,8 +1,8 @@
-"""Deliveries of the queue into trajectories of this run; what can be none is quarantined.
+"""Turns deliveries of the queue into trajectories of this run, and quarantines all others.
 
-Consumes: deliveries. Produces: trajectories that may be filed; files, journal records and events of
-the others. Nothing that is delivered ends the controller: a server that delivers nothing else is
-sent away, and fails the run if it is the only one.
+Consumes: deliveries. Produces: trajectories for the lease book; files, journal records and events
+of quarantined deliveries. No delivery ends the controller. A server whose deliveries are all
+quarantined is sent away; the run fails if there is no other server.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from slipstream.protocol.types import (
     TrajectoryName,
 )
 
-# Long names and the message of a failure come on top of what a lease reserves.
+# Bytes for long names and a failure's message, in addition to what a lease reserves.
 NAMES_BYTES = 64 << 10
 
 
 class Inspector:
-    """Knows what was delivered before, and what cannot be."""
+    """Decides which deliveries are new trajectories of this run and settles all others."""
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class Inspector:
         *,
         run_again: Callable[[TrajectoryName, str, bool], None],
     ) -> None:
-        """`run_again` is told whose episode is missing, why, and if its server tries it again."""
+        """`run_again` gets the name of each quarantined episode, the cause, and `will_retry`.
+
+        `will_retry`: the server itself tries the episode again.
+        """
         self._progress = progress
         self._book = book
         self._fleet = fleet
@@ -70,12 +73,12 @@ class Inspector:
         self.quarantine = Quarantine(progress.config.run_dir / "quarantine")
 
     def restore(self, history: RunHistory) -> None:
-        """What an earlier controller journaled may be delivered again, by servers of then."""
+        """Takes over journaled trajectories and servers: their deliveries may come again."""
         self._earlier = EarlierIds(history, self._journal)
         self._fleet.known |= {ServerKey(ServerId(name), epoch) for name, epoch in history.leased_to}
 
     def decode(self, delivery: Delivery) -> Trajectory | ProtocolError:
-        """What the bytes are, or why they are no trajectory of this run; may run in a thread."""
+        """Decodes a delivery, or returns the error with the reason; may run in a thread."""
         if len(delivery.data) > self._largest_bytes:
             return ProtocolError(
                 f"it has {len(delivery.data)} bytes, no trajectory of this run has more than "
@@ -89,9 +92,9 @@ class Inspector:
     def take(
         self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None
     ) -> Trajectory | None:
-        """The trajectory, when it is one and came for the first time; all others are settled.
+        """Returns the trajectory of a delivery if it is valid and new; else settles the delivery.
 
-        `decoded` is what `decode` has made of the delivery; None: nobody has called it.
+        `decoded` is the result of `decode`; None: it was not called yet.
         """
         trajectory = self.decode(delivery) if decoded is None else decoded
         if isinstance(trajectory, ProtocolError):
@@ -119,7 +122,7 @@ class Inspector:
         return trajectory
 
     def _send_away(self, server: ServerKey, cause: str) -> None:
-        """Lets a server go that delivers nothing else; without another one the run has failed."""
+        """Sends away a server that delivers nothing good; fails the run if there is no other."""
         fault = (
             f"rollout server {server.server_id} produces nothing but trajectories that cannot "
             f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
@@ -138,14 +141,14 @@ class Inspector:
             servers=self._fleet.known,
             newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
             vocabulary=self._vocabulary,
-            # The promise: the bound of new leases may be lower by now.
+            # Not the bound for new leases, which may be lower by now.
             max_staleness=progress.config.algorithm.max_staleness,
             max_episode_tokens=progress.config.sampling.max_episode_tokens,
             max_turns=progress.config.sampling.max_turns,
         )
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
-        """Quarantines a delivery; `is_counted`: the ledger has its tokens already."""
+        """Quarantines a delivery; with `is_counted` the ledger has its tokens already."""
         claim = read_claim(delivery, self._fleet.known, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id
@@ -155,7 +158,7 @@ class Inspector:
         if not is_counted and not self._ledger.receive(server, trajectory_id, claim.tokens):
             return
         if server not in self._fleet.known:
-            # No heartbeat will ever count what it generated.
+            # No heartbeat will ever report this server's tokens.
             self._ledger.die(server)
         try:
             path = self.quarantine.add(delivery, claim, cause)

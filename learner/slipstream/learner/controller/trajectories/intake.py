@@ -1,8 +1,8 @@
-"""Finished trajectories from the queue into the lease book, and each to its end in the journal.
+"""Takes trajectories from the queue into the lease book, and ends those that no batch needs.
 
 Consumes: deliveries of the queue. Produces: complete groups, journal records, acknowledgements.
-Waits for: the next delivery. Unblocked by: the queue. What is not held for a batch is acknowledged
-as soon as the journal has its end.
+Waits for: the next delivery. Unblocked by: the queue. A trajectory that no batch holds is
+acknowledged as soon as the journal has its end.
 """
 
 from __future__ import annotations
@@ -40,16 +40,21 @@ from slipstream.protocol.types import (
 )
 from slipstream.v1 import fleet_pb2
 
-# Deliveries of more bytes are decoded in a thread: it takes longer than the loop may be held.
+# Larger deliveries are decoded in a thread: decoding them would hold the event loop too long.
 SMALL_BYTES = 256 << 10
-# What the controller raises on a delivery that it was not made for.
+# Exceptions that a malformed delivery may raise in the controller.
 FAULTS = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 
 logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """The one consumer of the trajectory queue."""
+    """The only consumer of the trajectory queue.
+
+    Way of a delivery: `consume` gets it, `accept` inspects it and adds it to the lease book. A good
+    trajectory is held for its batch; a failed, cancelled, filtered or evaluated one ends in
+    `Endings`; a damaged one is quarantined. `take_back`, `withdraw` and `suspend` end leases early.
+    """
 
     def __init__(
         self,
@@ -72,35 +77,35 @@ class Intake:
         self.inspector = Inspector(
             progress, book, fleet, journal, ledger, endings, run_again=self._run_again
         )
-        # By the step whose batch was being formed.
+        # Number of filtered groups, by the step whose batch was being formed.
         self.filtered_groups: Counter[int] = Counter()
         self._filtered = FilteredGroups()
         self._filtered_step = 0
 
     def restore(self, history: RunHistory) -> None:
-        """What an earlier controller journaled may be delivered again."""
+        """Takes over the journal's state: trajectories of an earlier controller may come again."""
         self.inspector.restore(history)
         self.filtered_groups = history.filtered_groups
         self._filtered, self._filtered_step = history.filtered, history.next_step
 
     async def consume(self) -> None:
-        """Takes deliveries until it is cancelled."""
+        """Takes deliveries until the task is cancelled."""
         while True:
             delivery = await self._receiver.get()
             self.accept(delivery, await self._decoded(delivery))
 
     async def _decoded(self, delivery: Delivery) -> Trajectory | ProtocolError | None:
-        """A large delivery, decoded in a thread; None for one that `accept` is to decode."""
+        """Decodes a large delivery in a thread; returns None if `accept` must decode it."""
         if len(delivery.data) <= SMALL_BYTES:
             return None
         try:
             return await asyncio.to_thread(self.inspector.decode, delivery)
         except FAULTS:
-            # It is quarantined where the same is done again.
+            # `accept` decodes the delivery again and quarantines it.
             return None
 
     def accept(self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None) -> None:
-        """Files one delivery; whatever it is, the controller goes on.
+        """Files one delivery; no delivery can end the controller.
 
         A delivery on which the controller itself fails is quarantined with that error.
         """
@@ -123,24 +128,24 @@ class Intake:
             self._set_aside(group, name.member, failure)
 
     def withdraw(self, groups: Sequence[Group], cause: str) -> None:
-        """Takes leases back: their servers stop, and what is back already is cancelled."""
+        """Takes groups out of the run: servers stop them, and finished members are cancelled."""
         for group in groups:
             if self._book.remove(group.group_id) is None:
                 continue
             self._environments.group_withdrawn(group.environment)
             if not self._progress.is_over:
-                # At the end of a run they stay open: it may go on later.
+                # At the end of a run groups stay open: the run may be resumed.
                 self._close(group, "withdrawn", cause)
             self._cancel_members(group, cause)
         self._progress.signal.notify()
 
     def start_afresh(self, group: Group) -> None:
-        """Gives a group up whose task is about to be leased again: what is back is cancelled."""
+        """Abandons a group whose task is leased again; its finished members are cancelled."""
         self._book.remove(group.group_id)
         self._cancel_members(group, "its task is leased afresh")
 
-    def give_up_often_lost(self, groups: Sequence[Group]) -> list[Group]:
-        """Sets those aside that lost as many servers as an episode has attempts; the others."""
+    def abandon_often_lost(self, groups: Sequence[Group]) -> list[Group]:
+        """Sets groups aside after `controller.max_attempts` lost servers; returns the others."""
         limit = self._progress.config.controller.max_attempts
         kept = []
         for group in groups:
@@ -153,7 +158,10 @@ class Intake:
         return kept
 
     def take_back(self, group: Group, cause: str) -> None:
-        """Ends a lease that makes no progress: it goes on elsewhere, or was tried often enough."""
+        """Ends a lease that makes no progress: another server gets it, or it is set aside.
+
+        It is set aside when a member has had `controller.max_attempts` setbacks.
+        """
         group.setbacks.update(group.running)
         member, times = group.setbacks.most_common(1)[0]
         if times >= self._progress.config.controller.max_attempts:
@@ -165,18 +173,18 @@ class Intake:
         self._progress.events.add(
             f"group {group.group_id} is taken back from {session.name}: {cause}", Severity.WARNING
         )
-        # What the server reports as unfinished is leased again.
+        # Members that the server reports as unfinished are leased again.
         order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
         session.send(fleet_pb2.ControllerMessage(cancel=order))
 
     def withdraw_restored(self, group_id: GroupId) -> None:
-        """Takes back a group of an earlier controller whose environment is not there any more."""
+        """Closes a group of an earlier controller whose environment is not in the run any more."""
         group = self._book.remove(group_id)
         if group is not None:
             self._close(group, "withdrawn", f"environment {group.environment} is not in the run")
 
     def suspend(self, environment: str, cause: str) -> None:
-        """No more groups of an environment; the run fails when none is left."""
+        """Withdraws all groups of an environment; the watch fails the run if none is left."""
         self._progress.events.add(
             f"environment {environment} is suspended: {cause}", Severity.ERROR
         )
@@ -250,7 +258,7 @@ class Intake:
         if verdict is Verdict.GO_ON or self._progress.is_over or self._progress.solved:
             return
         if self._book.has_whole_batch:
-            # Only the trainer is slow: the next batch is there already.
+            # The next batch is complete already: the trainer is slow, not the tasks stuck.
             return
         count = (
             f"{filtered.total} groups were filtered for their equal rewards while the batch of "
@@ -266,13 +274,13 @@ class Intake:
         cause = f"the task is solved: the last {count}"
         self._journal.append("solved", step=step, cause=cause)
         self._progress.solve(step, cause)
-        # Their servers are free for the last evaluation.
+        # The withdrawal frees servers for the last evaluation.
         self.withdraw(self._book.training_groups(), cause)
 
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
         entry = self._environments.entries.get(trajectory.environment)
-        # A bystander says nothing of itself: what ended its worker fails with the cause.
+        # The failure of a bystander is another episode's fault, which fails with its own cause.
         if entry is not None and failure.kind is not FailureKind.BYSTANDER:
             entry.episodes_failed += 1
             if entry.is_news(failure.message):
@@ -308,7 +316,7 @@ class Intake:
             self.suspend(group.environment, f"{last} failed, the newest: {cause}")
 
     def _skip(self, group: Group, cause: str) -> None:
-        """The task of `group` does not fit: what the settings say becomes of it."""
+        """Handles a task whose prompt is too long, as `sampling.long_prompts` says."""
         name = group.environment
         if self._progress.config.sampling.long_prompts == "refuse":
             self._progress.fail(f"environment {name}, task {group.task_index}: {cause}")
@@ -327,7 +335,7 @@ class Intake:
             self._endings.end(trajectory, End.CANCELLED, cause)
 
     def end_evaluated(self, group: Group) -> None:
-        """An evaluation episode was counted."""
+        """Ends an evaluation episode that was counted."""
         self._book.remove(group.group_id)
         for trajectory in group.in_order():
             self._endings.end(trajectory, End.EVALUATED, "evaluated")

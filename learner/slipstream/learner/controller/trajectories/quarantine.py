@@ -1,6 +1,6 @@
-"""Deliveries that can be no trajectories of this run: each into a file, with its cause.
+"""Quarantine of deliveries that cannot be trajectories of this run: a file each, with its cause.
 
-Pure but for the files: who was to blame, and whether a server produces nothing else.
+Also counts the quarantined deliveries in a row of each server. Pure except for the files.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.v1 import trajectory_pb2
 
-# Of one server, without a good one in between: then the run stops.
+# Quarantined deliveries of one server in a row after which that server is sent away.
 MAX_IN_A_ROW = 16
-# More are journaled, without a file.
+# Largest number of files; further deliveries are only journaled.
 MAX_FILES = 1000
 UNKNOWN = ServerId("unknown")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a delivery says of itself, as far as it can be read; not to be trusted."""
+    """The facts that an untrusted delivery states about itself, as far as they can be read."""
 
     trajectory_id: TrajectoryId
-    # None: the id is not one that servers make.
+    # Parsed id; None: servers make no such id.
     name: TrajectoryName | None
     server: ServerKey
-    # Sampled tokens.
+    # Number of sampled tokens.
     tokens: int
     will_retry: bool
 
 
 def read_claim(delivery: Delivery, known: Set[ServerKey], *, largest_bytes: int) -> Claim:
-    """What can be read; `known` servers are recognised by the epoch in the id alone.
+    """Reads the claim of a delivery; `known` servers are recognised by the epoch in the id alone.
 
-    A delivery of more than `largest_bytes` is not decoded: its id is all that is read. Never fails.
+    A delivery of more than `largest_bytes` is not decoded: only its id is read. Never raises.
     """
     name = TrajectoryName.parse(delivery.trajectory_id)
     by_epoch = {key.epoch: key for key in known}
@@ -69,18 +69,18 @@ def read_claim(delivery: Delivery, known: Set[ServerKey], *, largest_bytes: int)
 
 
 class Quarantine:
-    """The folder, and how often in a row each server was to blame."""
+    """The folder of quarantined deliveries, and their number in a row for each server."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is made when it is needed."""
+        """`folder` is created when the first delivery comes."""
         self._folder = folder
         self._in_a_row: Counter[ServerKey] = Counter()
         self.total = 0
 
     def add(self, delivery: Delivery, claim: Claim, cause: str) -> Path | None:
-        """Writes data and cause; where to. None: there are too many already.
+        """Writes data and cause; returns the path, None above `MAX_FILES`.
 
-        It counts also where an OSError says that it could not be written.
+        The delivery is counted even when this raises OSError because it cannot be written.
         """
         self._in_a_row[claim.server] += 1
         self.total += 1
@@ -102,9 +102,9 @@ class Quarantine:
         return path
 
     def good(self, server: ServerKey) -> None:
-        """A server produced something that can be trained."""
+        """Notes that a server delivered a good trajectory: its count in a row starts again."""
         self._in_a_row.pop(server, None)
 
     def is_hopeless(self, server: ServerKey) -> bool:
-        """Whether a server produces nothing else."""
+        """Whether the last `MAX_IN_A_ROW` deliveries of a server were all quarantined."""
         return self._in_a_row[server] >= MAX_IN_A_ROW

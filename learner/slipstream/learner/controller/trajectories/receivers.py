@@ -22,7 +22,10 @@ async def open_receiver(
     history: RunHistory,
     progress: RunProgress,
 ) -> TrajectoryReceiver:
-    """Opens it on `stack`, or adds its service to `server`; journals which data Redis holds."""
+    """Opens the receiver on `stack`, or adds its service to `server`; journals Redis's data mark.
+
+    Warns when Redis lost the data of an earlier start.
+    """
     queue = progress.config.queue
     if queue.kind == "redis":
         from slipstream.protocol.queue.redis import RedisReceiver

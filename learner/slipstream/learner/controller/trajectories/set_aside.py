@@ -1,4 +1,4 @@
-"""What becomes of a batch that cannot be trained: a pure rule, no clock, no I/O."""
+"""Sets a batch aside that cannot be trained: a pure rule, no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Trajectory
 
-# More groups are only counted in a message.
+# Largest number of groups that a message names; further groups are only counted.
 MAX_TOLD_GROUPS = 5
 
 
 @dataclass(frozen=True)
 class SetAside:
-    """A batch that is not trained: groups that are over, and groups that wait for another batch."""
+    """A batch that is not trained: `groups` are over, `put_back` wait for another batch."""
 
     batch: Batch
     groups: tuple[Group, ...]
     put_back: tuple[Group, ...]
     cause: str
-    # "trainer" or "user".
+    # The party that set the batch aside: "trainer" or "user".
     by: str
 
     @classmethod
     def of(cls, batch: Batch, named: Collection[str], cause: str, *, by: str) -> SetAside:
-        """Sets the `named` groups aside, all when none is named; ProtocolError for another name."""
+        """Sets the `named` groups aside, all if none is named; ProtocolError for unknown names."""
         there = {group.group_id for group in batch.groups}
         strange = [name for name in named if name not in there]
         if strange:
@@ -49,11 +49,11 @@ class SetAside:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Everything that is over."""
+        """The trajectories of all groups that are over."""
         return _trajectories(self.groups)
 
     def record(self) -> dict[str, JsonValue]:
-        """The fields of its journal record; groups that wait are named with all that leases say."""
+        """The fields of the journal record; `put_back` has the tasks and seeds of its groups."""
         return {
             "step": self.batch.step,
             "batch_id": self.batch.batch_id,
@@ -69,7 +69,7 @@ class SetAside:
         }
 
     def describe(self) -> str:
-        """What was set aside, and why, in one line."""
+        """The groups that were set aside and the cause, in one line."""
         tasks = Counter(group.environment for group in self.groups)
         told = ", ".join(
             f"{group.group_id} (environment {group.environment}, task {group.task_index})"
@@ -87,7 +87,7 @@ class SetAside:
 
 
 def way_past(batch: Batch, config: Config) -> str:
-    """What a user can do about a batch at which the trainer fails each time."""
+    """The advice to a user about a batch at which the trainer fails each time."""
     return (
         f"batch {batch.batch_id} of step {batch.version} is trained first when the run goes on, "
         f"unless `slipstream set-aside {config.run_dir} {batch.version}` takes it out"

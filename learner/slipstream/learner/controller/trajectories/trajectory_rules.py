@@ -1,4 +1,4 @@
-"""What makes a decoded trajectory unfit for training: pure functions, no clock, no I/O."""
+"""Rules that a decoded trajectory must keep to be trained: pure functions, no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import PolicyVersion, Purpose, Trajectory
 
-# What rounding may make of the logarithm of a probability of 1.
+# Largest logarithm of a probability of 1 after rounding.
 LARGEST_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True)
 class KnownFacts:
-    """What the controller knows of the run, for a comparison with what a trajectory says."""
+    """The controller's facts with which a trajectory is compared."""
 
     servers: Set[ServerKey]
-    # The newest version that was made, of the newest timeline.
+    # The newest timeline, with the step of the run's version.
     newest: PolicyVersion
     # Number of token ids; 0: unknown.
     vocabulary: int
     max_staleness: int
-    # What leases allow an episode.
+    # Largest size of an episode that leases allow.
     max_episode_tokens: int
     max_turns: int
 
 
 def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts) -> str:
-    """Why the trajectory cannot be what it says; empty: nothing speaks against it.
+    """The reason why the trajectory is invalid; empty: no rule is broken.
 
-    `group` is the lease that it names; None: it is over.
+    `group` is the group that the trajectory names; None: that group is not in the lease book.
     """
     key = ServerKey(trajectory.server_id, trajectory.server_epoch)
     if key not in facts.servers:
@@ -56,7 +56,7 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 
 
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """What is larger, or smaller, than an episode of this run can be."""
+    """The reason why no episode of this run can have this size; empty: it can."""
     size, most = len(trajectory.token_ids), facts.max_episode_tokens
     if size > most:
         return f"it has {size} tokens, sampling.max_episode_tokens is {most}"

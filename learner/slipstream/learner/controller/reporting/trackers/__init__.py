@@ -1,1 +1,1 @@
-"""Where the numbers of a run go beside metrics.jsonl; each package is imported when it is used."""
+"""The trackers that get a run's numbers besides metrics.jsonl; each is imported when it is used."""

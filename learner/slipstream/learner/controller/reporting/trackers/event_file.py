@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written without the packages that would bring torch along.
+"""Writes TensorBoard's event files without the packages that depend on torch.
 
 A file is a sequence of records: length (uint64, little endian), masked CRC-32C of the length, data,
 masked CRC-32C of the data. The data is a protobuf message Event of tensorboard/compat/proto.
@@ -35,12 +35,12 @@ _CRC_TABLE = _crc_table()
 
 
 class EventFile(ResultFile):
-    """A file of records; two of them never share a name. See `ResultFile`."""
+    """A file of records whose name no other event file has. See `ResultFile`."""
 
     unit = "records"
 
     def __init__(self, folder: Path, tell: Tell) -> None:
-        """Makes the folder and the file in it."""
+        """Creates the folder and the file in it."""
         self._folder = folder
         header = _record(_field(3, _BYTES, _VERSION.encode()))
         super().__init__(folder, tell, header=header)
@@ -54,7 +54,7 @@ class EventFile(ResultFile):
         self.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
 
     def _new_path(self) -> Path:
-        # A run's folder that was removed must not come back.
+        # Without `parents`: a run folder that was removed must not be created again.
         self._folder.mkdir(exist_ok=True)
         now = time.time_ns()
         return self._folder / f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"

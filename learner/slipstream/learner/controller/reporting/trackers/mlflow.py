@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The tracker for MLflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 
-# What MLflow takes in one call, and in one value.
+# Limits of MLflow: parameters and metrics of one call, characters of one value.
 MAX_PARAMS = 100
 MAX_METRICS = 1000
 MAX_VALUE_CHARACTERS = 500
@@ -21,13 +21,13 @@ NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
 
 class MlflowTracker:
-    """One run of an experiment, which is the project. See `Tracker`."""
+    """One run of an MLflow experiment, named after the project. See `Tracker`."""
 
     def __init__(self, run: TrackedRun, *, uri: str | None) -> None:
-        """`uri` of the server or database; None: MLFLOW_TRACKING_URI, else a file of the run."""
+        """`uri`: server or database; None: MLFLOW_TRACKING_URI, or else a file of the run."""
         place = uri or os.environ.get("MLFLOW_TRACKING_URI")
         place = place or f"sqlite:///{(run.folder / 'mlflow.db').resolve()}"
-        # What it gives is untyped for us.
+        # MLflow's client is untyped.
         self._client: Any = MlflowClient(tracking_uri=place)
         if run.run_id:
             self.run_id = run.run_id
@@ -53,7 +53,7 @@ class MlflowTracker:
             self._client.log_batch(self.run_id, metrics=metrics[start : start + MAX_METRICS])
 
     def check(self) -> None:
-        """See `Tracker`: what it writes is its own concern."""
+        """Does nothing: MLflow looks after its own files."""
 
     def close(self) -> None:
         """See `Tracker`."""

@@ -29,10 +29,10 @@ RUN_IDS = "tracking.json"
 
 
 class RunIds:
-    """The names that tracking services have for this run: a file, so that a resumed run goes on."""
+    """The tracking services' ids of this run, in a file, so that a resumed run keeps them."""
 
     def __init__(self, folder: Path, complain: Complain) -> None:
-        """A damaged file is set aside, which is told: the services begin new runs then."""
+        """Reads the file; a damaged one is renamed with a warning, and services begin new runs."""
         self._path = folder / RUN_IDS
         self._complain = complain
         self._lock = threading.Lock()
@@ -48,11 +48,11 @@ class RunIds:
             self._ids = {name: str(run_id) for name, run_id in (found or {}).items()}
 
     def get(self, tracker: str) -> str:
-        """The name, empty when there is none yet."""
+        """The id of the run; empty when there is none yet."""
         return self._ids.get(tracker, "")
 
     def keep(self, tracker: str, run_id: str) -> None:
-        """Writes a name down; callable from any thread."""
+        """Writes an id into the file; may be called from any thread."""
         with self._lock:
             self._ids[tracker] = run_id
             text = json.dumps(self._ids, indent=2)
@@ -60,7 +60,7 @@ class RunIds:
 
 
 def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
-    """The trackers of `config`; what one cannot do becomes an event. Needs the running loop."""
+    """Opens the trackers of `config`; their failures become events. Needs the running loop."""
     loop = asyncio.get_running_loop()
 
     def complain(text: str) -> None:

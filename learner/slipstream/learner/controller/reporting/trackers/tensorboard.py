@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""The tracker for TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TensorBoardTracker:
     """Writes into `tensorboard/` of the run's folder; see `Tracker`."""
 
     def __init__(self, run: TrackedRun, tell: Tell) -> None:
-        """`tell` hears of files that vanish, or that the disk does not take."""
+        """`tell` gets warnings about files that vanish or cannot be written."""
         self._file = EventFile(run.folder / "tensorboard", tell)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What a tracker is, and what it is told about its run."""
+"""The interface of trackers, and the facts about a run that they get."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from pydantic import JsonValue
 from slipstream.protocol.settings.config import Config
 
-# Secrets, and where they lie: nothing that a tracking service should hold.
+# Settings that hold or locate secrets, which no tracking service should get.
 _UNTOLD = (
     "queue.redis_url",
     "queue.redis_password_file",
@@ -23,28 +23,28 @@ _UNTOLD = (
 class Tracker(Protocol):
     """Takes the numbers of one run; called from one thread, and may block.
 
-    Whatever it raises ends it, never the run.
+    An error ends the tracker, never the run.
     """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Finite numbers of one step or version."""
+        """Takes the finite numbers of one step or version."""
         ...
 
     def check(self) -> None:
-        """Looks after its files; called every few seconds while no numbers come."""
+        """Checks the tracker's files; called every few seconds while no numbers come."""
         ...
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the numbers that are left."""
         ...
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracking service shows it.
+    """The description of a run for a tracking service.
 
-    `run_id` is the service's own name of the run and stays the same when the run is resumed; empty
-    when the service draws one.
+    `run_id` is the service's own id of the run and stays the same when the run is resumed. It is
+    empty when the service must draw one.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class TrackedRun:
 
 
 def told_settings(config: Config) -> dict[str, JsonValue]:
-    """All settings but secrets, flat: `algorithm.max_staleness`."""
+    """All settings but secrets, by flat names like `algorithm.max_staleness`."""
     flat: dict[str, JsonValue] = {}
 
     def flatten(prefix: str, value: JsonValue) -> None:

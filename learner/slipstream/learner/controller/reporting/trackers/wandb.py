@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The tracker for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Literal
 import wandb
 from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 
-# A value that every line has, and all curves are drawn over: evaluations come later than the step
-# after theirs, and the service takes its own step numbers in order only.
+# Name of a value that every row has and over which all curves are drawn. The service's own step
+# numbers must rise, but an evaluation may come after the row of a later step.
 STEP = "step"
 
 
 class WandbTracker:
-    """One run of a project; offline it lies in `wandb/` of the run's folder. See `Tracker`."""
+    """One run of a project; offline it is kept in `wandb/` of the run folder. See `Tracker`."""
 
     def __init__(self, run: TrackedRun, *, mode: Literal["online", "offline"]) -> None:
-        """Signs in as `wandb login` or WANDB_API_KEY say."""
-        # What it gives is untyped for us.
+        """Signs in with the key of `wandb login` or WANDB_API_KEY."""
+        # wandb's run is untyped.
         self._run: Any = wandb.init(
             project=run.project,
             name=run.name,
@@ -37,7 +37,7 @@ class WandbTracker:
         self._run.log({**values, STEP: step})
 
     def check(self) -> None:
-        """See `Tracker`: what it writes is its own concern."""
+        """Does nothing: wandb looks after its own files."""
 
     def close(self) -> None:
         """See `Tracker`."""

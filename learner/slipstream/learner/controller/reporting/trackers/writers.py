@@ -1,8 +1,8 @@
 """Hands a run's numbers to its trackers, each in a thread of its own.
 
 Consumes: numbers of steps and rounds. Produces: calls of the trackers.
-Waits for: the next numbers. Unblocked by: them, `close`, or `CHECK_S`. Nobody waits for a tracker
-but `close`, and that for a limited time.
+Waits for: the next numbers. Unblocked by: numbers, `close`, or `CHECK_S`. Only `close` waits for
+trackers, and for a limited time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slipstream.learner.controller.reporting.trackers.tracker import Tracker
 
 # Opens a tracker; raises whatever its package raises.
 OpenTracker: TypeAlias = Callable[[], Tracker]
-# Is told, in any thread, what a tracker cannot do.
+# Takes a warning about a tracker; called on any thread.
 Complain: TypeAlias = Callable[[str], None]
 
 MAX_WAITING = 10_000
 CLOSE_LIMIT_S = 60.0
-# A tracker that is given no numbers looks after its files this often.
+# Seconds without numbers after which a tracker checks its files.
 CHECK_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class _Entry:
 
 
 class Trackers:
-    """All trackers of a run. The first failure of one is told, and ends that tracker only."""
+    """All trackers of a run. A failure ends only that tracker, with one warning."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Trackers:
         *,
         close_limit_s: float = CLOSE_LIMIT_S,
     ) -> None:
-        """Opens them in their threads, so that a slow service holds up nothing."""
+        """Opens each tracker in its own thread, so that a slow service delays nothing."""
         self._close_limit_s = close_limit_s
         self._complain = complain
         self._writers = [_Writer(name, open_, complain) for name, open_ in opened.items()]
@@ -55,13 +55,13 @@ class Trackers:
             writer.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of one step or version; those that are not finite are left out."""
+        """Passes on the finite numbers of one step or version."""
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         for writer in self._writers:
             writer.put(_Entry(step, finite))
 
     def close(self) -> None:
-        """Waits until they have taken everything, at most `close_limit_s` for all together."""
+        """Waits until all trackers have taken all numbers, at most `close_limit_s` in total."""
         until = time.monotonic() + self._close_limit_s
         for writer in self._writers:
             writer.put(None)
@@ -89,7 +89,7 @@ class _Writer(threading.Thread):
         try:
             self._entries.put_nowait(entry)
         except queue.Full:
-            self._give_up(f"it is {MAX_WAITING} entries behind")
+            self._abandon(f"it is {MAX_WAITING} entries behind")
 
     def run(self) -> None:
         try:
@@ -106,9 +106,9 @@ class _Writer(threading.Thread):
             tracker.close()
         except Exception as error:
             log.exception("tracker %s", self.name)
-            self._give_up(f"{type(error).__name__}: {str(error).split(chr(10), 1)[0]}")
+            self._abandon(f"{type(error).__name__}: {str(error).split(chr(10), 1)[0]}")
 
-    def _give_up(self, cause: str) -> None:
+    def _abandon(self, cause: str) -> None:
         if not self._ended:
             self._ended = True
             self._complain(f"tracker {self.name} gets no more numbers: {cause}")
