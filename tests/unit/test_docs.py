@@ -301,7 +301,7 @@ def test_the_page_of_commands_has_all_of_them_with_their_options() -> None:
     )
     assert {name for name in options() if f"`slipstream {name}" not in page} == set()
     assert set().union(*options().values()) - named == set()
-    assert named - set().union(*options().values()) == {"--help", "--version"}
+    assert named - set().union(*options().values()) == {"--help", "--print-completion", "--version"}
 
 
 EVENT = re.compile(r"^\| `([^`]+)` \| (?:information|warning|error) \|", re.MULTILINE)
