@@ -78,7 +78,7 @@ class Ledger:
     cancelled: int
     quarantined: int
     evaluated: int
-    # Of batches that could not be trained.
+    # Trajectories of batches that could not be trained.
     set_aside: int
     queued: int
     in_flight: int

@@ -198,7 +198,7 @@ async def _end(context: Context, method: str, error: Exception) -> NoReturn:
     if isinstance(cause, grpc.aio.AbortError):
         raise cause
     if isinstance(cause, grpc.aio.InternalError):
-        # Of a write: its caller is gone.
+        # A write failed: its caller is gone.
         raise asyncio.CancelledError("the caller is gone") from None
     if isinstance(cause, ProtocolError):
         text = str(cause)
