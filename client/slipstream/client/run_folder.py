@@ -67,7 +67,7 @@ def _check_contents(config: Config) -> bool:
 
 
 def _check_unfinished(folder: Path, config: Config) -> None:
-    """ConfigError when the run has done all that `config` asks for, the exported model included."""
+    """Raises ConfigError when the run has done all that `config` asks for, export included."""
     values = read_summary(folder)
     if values is None:
         return
@@ -87,9 +87,9 @@ def _check_unfinished(folder: Path, config: Config) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run; None when it has none that is whole.
+    """The summary of a run; None when the file is missing or damaged.
 
-    It decides nothing but that a finished run is not started again, which changes nothing.
+    Only one decision depends on the summary: a finished run is not started again.
     """
     try:
         values = json.loads((folder / "summary.json").read_text())

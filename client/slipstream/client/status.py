@@ -78,7 +78,7 @@ class Ledger:
     cancelled: int
     quarantined: int
     evaluated: int
-    # Trajectories of batches that could not be trained.
+    # Tokens of batches that could not be trained.
     set_aside: int
     queued: int
     in_flight: int
@@ -111,7 +111,7 @@ class RunStatus:
     lease_wait: str
     # Bytes of the queue that are used or that leased episodes may still need.
     reserved_bytes: int
-    # The newest version of which a checkpoint was reported; 0: none.
+    # The newest version with a reported checkpoint; 0: none.
     checkpoint_step: int
 
     @property
@@ -137,7 +137,7 @@ class Event:
 
 
 def environment_from_pb(message: environment_pb2.EnvironmentStatus) -> EnvironmentStatus:
-    """The value of a wire form; ProtocolError when its arguments are no JSON."""
+    """The status of an environment from its message; ProtocolError if its arguments are no JSON."""
     try:
         args = json.loads(message.spec.args_json or "{}")
     except (ValueError, RecursionError) as error:
@@ -165,7 +165,7 @@ def _round_from_pb(message: environment_pb2.EnvironmentStatus) -> EvaluationRoun
 
 
 def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
-    """The value of a wire form; ProtocolError as `environment_from_pb`."""
+    """The status of a run from its message; raises ProtocolError like `environment_from_pb`."""
     ledger = message.ledger
     return RunStatus(
         run_id=message.run_id,
@@ -203,7 +203,7 @@ def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
 
 
 def event_from_pb(message: status_pb2.Event) -> Event:
-    """The value of a wire form."""
+    """The event of a message."""
     final = message.final_state
     return Event(
         number=message.number,
@@ -235,6 +235,6 @@ def _server_from_pb(message: status_pb2.ServerStatus) -> ServerStatus:
 
 
 def _word(kind: EnumTypeWrapper, value: int, prefix: str) -> str:
-    """The name of a value as people read it; of one that a newer controller has, its number."""
+    """The name of `value` in lower case; its number if only a newer controller knows it."""
     known = value in kind.values()
     return kind.Name(value).removeprefix(prefix).lower() if known else str(value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Largest part of a file in one answer; the page asks again from where it ended.
+# Largest part of a file in one answer; the page asks for the rest in further calls.
 MOST_BYTES = 4 << 20
 MOST_TRAJECTORIES = 256
 _TAIL_BYTES = 64 << 10
@@ -22,9 +22,9 @@ class UnknownRun(LookupError):
 
 @dataclass(frozen=True)
 class Part:
-    """Complete lines of a JSON-lines file from some byte on, and `end`, the byte after them.
+    """Complete lines of a JSON-lines file, read from a given byte on.
 
-    `is_all`: the file had no more bytes to read.
+    `end` is the byte after the last line. `is_all`: the file had no more bytes to read.
     """
 
     rows: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class RunFolders:
     def overview(self) -> list[dict[str, Any]]:
         """Returns a table for each run: its name, when it last wrote, and its summary if it ended.
 
-        While a run lasts, its suspended environments alone take the place of the summary.
+        The table of a run that has not ended has only its suspended environments.
         """
         lines = []
         for name in self.names():
@@ -118,9 +118,9 @@ def _written_s(folder: Path) -> float:
 
 
 def _lines(path: Path, begin: int) -> Part:
-    """The rows from `begin` on; a line that is still being written is left for the next time.
+    """Reads the rows from byte `begin` on, up to the last complete line.
 
-    Damaged lines are left out: the page shows the others.
+    Damaged lines are left out, so that the page shows the others.
     """
     try:
         with path.open("rb") as file:
@@ -139,7 +139,7 @@ def _lines(path: Path, begin: int) -> Part:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """The table that a file of JSON holds; empty while it is not there, or not whole."""
+    """The table in a JSON file; empty while the file is missing or incomplete."""
     try:
         found = _parsed(path.read_bytes())
     except OSError:
@@ -148,7 +148,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _parsed(data: bytes) -> object:
-    """The value that JSON stands for; None for what is none."""
+    """The value of a JSON text; None if `data` is no JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -130,7 +130,7 @@ async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Chi
 
 
 def with_full_disk(cause: str, folder: Path) -> str:
-    """`cause`, and that the disk of `folder` is full when it is: its own log may end before it."""
+    """Returns `cause`, with a hint if the disk of `folder` is full: logs there may be cut off."""
     try:
         if shutil.disk_usage(folder).free >= FULL_BYTES:
             return cause

@@ -30,15 +30,15 @@ Stub: TypeAlias = Any
 CALL_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 5.0
 QUESTION_TIMEOUT_S = 5.0
-# How long the controller may be away before the run has failed.
+# Seconds that the controller may be away before the run has failed.
 RETRY_S = 30.0
 RETRY_PAUSE_S = 0.5
-# The longest pause between two attempts to register while another trainer has the place.
+# Longest pause between two attempts to register while another trainer has the place.
 PLACE_PAUSE_S = 5.0
 
 
 class ControllerClient:
-    """Calls of one trainer rank; close it after use.
+    """Makes the calls of one trainer rank; close it after use.
 
     Every method raises RunFailed when the controller stays away for `retry_s`, misses the call's
     deadline or refuses it.
@@ -50,7 +50,7 @@ class ControllerClient:
         self._channel = open_blocking_channel(self._address, credentials)
         self._stub: Stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
         self._metadata = call_metadata(credentials)
-        # Half of what the other ranks wait for, so that they outlast a call that rank 0 gives up.
+        # Half of the other ranks' limit, so that they outlast a call that rank 0 abandons.
         self._long_timeout_s = config.learner.timeout_s / 2
         self._retry_s = retry_s
         self._stop_reason: str | None = None
@@ -58,11 +58,11 @@ class ControllerClient:
         self._closed = threading.Event()
 
     def register(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
-        """Introduces the trainer, and keeps its place in the run until `close`.
+        """Registers the trainer, and keeps its place in the run until `close`.
 
         Waits while another trainer has the place, for half of `learner.timeout_s`.
         """
-        give_up, pause_s = time.monotonic() + self._long_timeout_s, RETRY_PAUSE_S
+        until_s, pause_s = time.monotonic() + self._long_timeout_s, RETRY_PAUSE_S
         while True:
             try:
                 welcome: pb.TrainerWelcome = self._retried(
@@ -70,7 +70,7 @@ class ControllerClient:
                 )
                 break
             except grpc.RpcError as error:
-                is_over = self._stop_reason is not None or time.monotonic() > give_up
+                is_over = self._stop_reason is not None or time.monotonic() > until_s
                 if is_over or not _is_place_taken(error):
                     raise self._failure("Register", error) from error
                 logger.warning("waiting for the place in the run: %s", _describe(error))
@@ -81,7 +81,7 @@ class ControllerClient:
         return welcome
 
     def _keep_place(self) -> None:
-        """Holds the stream open by which the controller sees that this process lives."""
+        """Keeps the stream open that shows the controller that this process runs."""
         while not self._closed.is_set():
             try:
                 for _ in self._stub.KeepPlace(pb.PlaceRequest(), metadata=self._metadata):
@@ -100,10 +100,10 @@ class ControllerClient:
     def next(
         self, version: PolicyVersion, *, communicator_id: str, bucket_digests: Sequence[bytes]
     ) -> list[pb.Directive]:
-        """The messages of the next order; a stop order after `stop`, even one during the call.
+        """Returns the messages of the next order, or a stop order after `stop` (also meanwhile).
 
-        `bucket_digests` are those of the weights of `version`, to be sent through the communicator
-        that the senders have ("": none).
+        `bucket_digests` belong to the weights of `version`. They would be sent through
+        `communicator_id`, the communicator that the senders have ("": none).
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
@@ -113,12 +113,12 @@ class ControllerClient:
 
         def read(_: pb.NextRequest, *, timeout: float) -> list[pb.Directive]:
             stream = self._stub.Next(request, timeout=timeout, metadata=self._metadata)
-            # Kept until the next one: a call that is let go of before its end is cancelled.
+            # Kept until the next call, because gRPC cancels an unfinished call without a reference.
             self._next_call = stream
             if self._stop_reason is not None:
                 stream.cancel()
             directives = list(itertools.islice(stream, 1))
-            # Servers may wait for what it orders: only chunks of a batch are worth waiting for.
+            # Only a batch has further messages; for other orders servers may already wait.
             if directives and directives[0].WhichOneof("directive") == "batch":
                 directives += stream
             return directives
@@ -137,12 +137,12 @@ class ControllerClient:
             self._next_call.cancel()
 
     def report_step(self, report: pb.StepReport) -> PolicyVersion:
-        """Tells what a step did; returns what the run calls the new weights."""
+        """Reports a step; returns the run's version of the new weights."""
         receipt: pb.StepReceipt = self._call("ReportStep", self._stub.ReportStep, report)
         return version_from_pb(receipt.version)
 
     def start_publish(self, start: pb.PublishStart, *, join_deadline_s: float) -> pb.PublishStarted:
-        """Announces a publish; answers when the receivers are about to join."""
+        """Announces a publish; returns when the receivers are about to join."""
         timeout = join_deadline_s + CALL_TIMEOUT_S
         started: pb.PublishStarted = self._call(
             "StartPublish", self._stub.StartPublish, start, timeout
@@ -150,9 +150,10 @@ class ControllerClient:
         return started
 
     def has_all_receivers(self, publish_id: str, count: int) -> bool:
-        """Whether as many as this still take part in a publish that has begun; from any thread.
+        """Whether `count` receivers still take part in a publish; may be called on any thread.
 
-        True as well when the controller does not answer: others find that out, and wait longer.
+        Returns True as well when the controller does not answer: other calls, with longer limits,
+        find that out.
         """
         question = pb.PublishStart(publish_id=publish_id, is_question=True)
         try:
@@ -165,42 +166,42 @@ class ControllerClient:
         return len(answer.receivers) >= count
 
     def finish_publish(self, result: pb.PublishResult) -> pb.PublishReceipt:
-        """Hands over the proofs; answers when every receiver has loaded, failed or is late."""
+        """Reports digests and probe; returns when every receiver has loaded, failed or is late."""
         receipt: pb.PublishReceipt = self._call(
             "FinishPublish", self._stub.FinishPublish, result, self._long_timeout_s
         )
         return receipt
 
     def report_checkpoint(self, report: pb.CheckpointReport) -> None:
-        """Tells that a checkpoint is complete."""
+        """Reports that a checkpoint is complete."""
         self._call("ReportCheckpoint", self._stub.ReportCheckpoint, report)
 
     def report_work(self, activity: Activity) -> None:
-        """Tells that the trainer gets on, from any thread; nothing depends on one such call."""
+        """Reports that the trainer makes progress; works on any thread, ignores failed calls."""
         report = pb.WorkReport(loaded_bytes=activity.loaded_bytes)
         with contextlib.suppress(grpc.RpcError):
             self._stub.ReportWork(report, timeout=QUESTION_TIMEOUT_S, metadata=self._metadata)
 
     def report_failure(self, failure: pb.TrainerFailure) -> None:
-        """Tells why a rank fails; a controller that cannot be reached is only logged."""
+        """Reports why a rank fails; only logs that the controller cannot be reached."""
         try:
             self._stub.ReportFailure(failure, timeout=FAILURE_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as error:
             logger.warning("the failure could not be reported: %s", _describe(error))
 
     def set_batch_aside(self, failure: pb.TrainerFailure) -> bool:
-        """Tells that the batch of `failure.data` cannot be trained; whether another one comes."""
+        """Reports that the batch of `failure.data` cannot be trained; True if it was set aside."""
         receipt: pb.TrainerFailureReceipt = self._call(
             "ReportFailure", self._stub.ReportFailure, failure
         )
         return receipt.set_aside
 
     def finish(self, goodbye: pb.TrainerGoodbye) -> None:
-        """Says that the trainer leaves as it should."""
+        """Reports that the trainer leaves in order."""
         self._call("Finish", self._stub.Finish, goodbye)
 
     def close(self) -> None:
-        """Closes the connection, which gives the place up."""
+        """Closes the connection, which frees the trainer's place."""
         self._closed.set()
         self._channel.close()
 
@@ -222,12 +223,12 @@ class ControllerClient:
     def _retried(
         self, name: str, call: Callable[..., Answer], request: object, timeout: float
     ) -> Answer:
-        give_up = time.monotonic() + self._retry_s
+        until_s = time.monotonic() + self._retry_s
         while True:
             try:
                 return call(request, timeout=timeout)
             except grpc.RpcError as error:
-                if _code(error) is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up:
+                if _code(error) is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until_s:
                     raise
                 if self._stop_reason is not None:
                     raise
@@ -239,7 +240,7 @@ class ControllerClient:
 
 
 def _code(error: grpc.RpcError) -> grpc.StatusCode:
-    # What a call raises is a Call too; the stubs cannot say so.
+    # The error of a call is also a grpc.Call, which the stubs do not declare.
     call: Any = error
     code: grpc.StatusCode = call.code()
     return code

@@ -48,9 +48,9 @@ def open_policy(
 ) -> Policy:
     """Starts this rank and loads `config.model.path` with an optimizer; collective.
 
-    Without `load_weights` the weights are random, and the folder need hold config.json only. What
-    is read of the folder is noted in `activity`. Raises ConfigError for a model or a setting that
-    cannot work. The caller closes the policy's `ranks`.
+    Without `load_weights` the weights are random, and the folder needs only config.json. `activity`
+    counts the bytes read from the folder. Raises ConfigError for a model or a setting that cannot
+    work. The caller closes the policy's `ranks`.
     """
     cpu.install()
     compat.install()
@@ -164,7 +164,7 @@ def _load(
 
 
 def _note_reads(source: Megatron, activity: Activity) -> None:
-    """Notes each tensor that Bridge takes out of a folder: a large model takes minutes."""
+    """Counts each tensor that Bridge reads as activity, as loading a large model takes minutes."""
     load = source.load_tensors
 
     def noted(names: list[str]) -> dict[str, Tensor]:

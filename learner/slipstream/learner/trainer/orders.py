@@ -1,4 +1,4 @@
-"""What the controller tells the trainer to do, as values that every rank gets."""
+"""The controller's orders to the trainer, as values that every rank gets."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 
 @dataclass(frozen=True)
 class Stop:
-    """No more steps."""
+    """The order to make no more steps."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do yet: ask again."""
+    """The order to ask again, because there is nothing to do yet."""
 
 
 Order: TypeAlias = Batch | weights_pb2.PublishOrder | Stop | Wait
 
 
 def pack_directives(directives: Iterable[trainer_pb2.Directive]) -> bytes:
-    """The messages of one answer as bytes, each behind its length."""
+    """Packs the messages of one answer, each behind its length."""
     buffer = io.BytesIO()
     for directive in directives:
         serialize_length_prefixed(directive, buffer)
@@ -39,7 +39,7 @@ def pack_directives(directives: Iterable[trainer_pb2.Directive]) -> bytes:
 
 
 def unpack_directives(data: bytes) -> list[trainer_pb2.Directive]:
-    """Inverse of `pack_directives`."""
+    """Inverts `pack_directives`."""
     buffer = io.BytesIO(data)
     directives = []
     while (message := parse_length_prefixed(trainer_pb2.Directive, buffer)) is not None:
@@ -48,7 +48,7 @@ def unpack_directives(data: bytes) -> list[trainer_pb2.Directive]:
 
 
 def read_order(directives: Sequence[trainer_pb2.Directive]) -> Order:
-    """The order that an answer gives; ProtocolError when it does not fit together."""
+    """Reads the order of an answer; ProtocolError when its messages do not fit together."""
     if not directives:
         raise ProtocolError("the controller answered Next without an order")
     first = directives[0]
@@ -73,7 +73,7 @@ def _read_batch(header: trainer_pb2.BatchHeader, chunks: Sequence[trainer_pb2.Di
             trajectory_from_pb(message) for chunk in chunks for message in chunk.chunk.trajectories
         )
     except ProtocolError as error:
-        # Nobody has checked the names in it.
+        # The message may contain names that nothing has checked.
         raise ProtocolError(one_line(f"batch {batch_id}: {error}", 1000)) from error
     batch = Batch(header.step, header.batch_id, trajectories)
     found = (len(set(batch.group_ids)), len(trajectories))

@@ -43,7 +43,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on every rank but for the times."""
+    """The result of a step; the same on every rank, except for the times."""
 
     metrics: dict[str, float]
     wall_s: float
@@ -51,7 +51,7 @@ class StepResult:
 
 @dataclass
 class _Totals:
-    """What the mini-batches of a step add up to."""
+    """The sums over the mini-batches of a step."""
 
     statistics: StepStatistics = field(default_factory=StepStatistics)
     grad_norms: list[float] = field(default_factory=list)
@@ -61,9 +61,9 @@ class _Totals:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Linear warmup over the first `warmup_steps` steps, from the first on, then constant.
+    """The learning rate of `step`: linear warmup over `warmup_steps` steps, then constant.
 
-    Before it 0, as long as the critic is trained alone.
+    It is 0 in the first `critic.warmup_steps` steps, in which only the critic is trained.
     """
     algorithm = config.algorithm
     place = step - config.critic.warmup_steps if config.critic is not None else step
@@ -75,7 +75,7 @@ def learning_rate(config: Config, step: int) -> float:
 class TrainingStep:
     """Trains a policy, one batch at a time; on CPU the same batches give the same bits.
 
-    `roles` are the models beside it that its algorithm needs.
+    `roles` are the other models that the algorithm needs.
     """
 
     def __init__(self, policy: Policy, config: Config, roles: Roles = NO_ROLES) -> None:
@@ -84,21 +84,21 @@ class TrainingStep:
         self._config = config
         self._max_tokens = config.learner.micro_batch_tokens
         self.stages = StageTimes()
-        # How often the newest `run` changed weights.
+        # Number of weight updates of the newest `run`.
         self.num_updates = 0
 
     @property
     def policy(self) -> Policy:
-        """What is trained."""
+        """The policy that is trained."""
         return self._policy
 
     def run(self, batch: Batch) -> StepResult:
         """Trains the batch; collective, and every rank passes the same batch.
 
-        StalenessError for a token that is too old. UntrainableBatch on all ranks, before its
-        mini-batch changes a weight, for experts of another model, or a loss or gradient that is not
-        finite while the weights are: `num_updates` says if an earlier mini-batch changed weights.
-        RunFailed when the weights are what is at fault.
+        StalenessError for a token that is too old. UntrainableBatch on all ranks, for experts of
+        another model, or for a loss or gradient that is not finite although the weights are. It is
+        raised before the faulty mini-batch changes a weight; `num_updates` says if an earlier
+        mini-batch changed weights. RunFailed when the weights are at fault.
         """
         self.num_updates = 0
         try:
@@ -173,7 +173,7 @@ class TrainingStep:
         return self._config.sampling.temperature
 
     def _estimates(self, batch: Batch) -> list[ModelEstimates] | None:
-        """What the models beside the policy say; None without any."""
+        """The estimates of the other models for `batch`; None without such models."""
         if self._roles == NO_ROLES:
             return None
         with self.stages.measure("estimates"):
@@ -182,7 +182,7 @@ class TrainingStep:
     def _add_gradients(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], totals: _Totals
     ) -> tuple[list[TokenLoss], float]:
-        """The losses of this rank's micro batches, and the sum over all ranks."""
+        """Adds the gradients of `share`; returns this rank's losses and the sum over all ranks."""
         algorithm, ranks = self._config.algorithm, self._policy.ranks
 
         def loss(
@@ -233,7 +233,7 @@ class TrainingStep:
 
         score = functools.partial(forward_logprobs, temperature=self._temperature)
         trained = [bool(sequence.loss_mask.any()) for sequence in chosen]
-        # They depend on the tokens and the weights alone.
+        # These log-probabilities depend only on the tokens and the weights.
         scored = are_finite(functools.partial(score, self._policy))
         if not any(itertools.compress(scored, trained)):
             return RunFailed(
@@ -245,7 +245,7 @@ class TrainingStep:
         return untrainable(batch, faulty, cause)
 
     def _check_weights(self, fault: UntrainableBatch) -> None:
-        """RunFailed when the weights of a model are not finite; collective."""
+        """Raises RunFailed when the weights of a model are not finite; collective."""
         models: dict[str, ParallelModel] = {"policy": self._policy}
         if self._roles.critic is not None:
             models["critic"] = self._roles.critic.model

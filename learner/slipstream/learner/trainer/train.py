@@ -1,7 +1,6 @@
-"""The trainer's loop: asks the controller what to do, does it on all ranks, reports.
+"""The trainer's loop: asks the controller for orders, follows them on all ranks, reports.
 
-Rank 0 speaks with the controller and tells the other ranks its orders, so that all take the same
-branch.
+Only rank 0 calls the controller. It broadcasts the orders, so that all ranks take the same branch.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 
 logger = logging.getLogger(__name__)
 
-# A report names at most so many groups; of a batch with more, all are taken.
+# Largest number of groups in a report; if more are faulty, all of the batch are set aside.
 MAX_NAMED_GROUPS = 4096
 TERMINATED = "the trainer was told to terminate"
 
 
 class StartAgain(Exception):  # noqa: N818
-    """The weights are those of no version: the ranks go on from a checkpoint."""
+    """Raised when the weights belong to no version: the ranks restart from a checkpoint."""
 
 
 class Trainer:
@@ -88,14 +87,14 @@ class Trainer:
         self._digests = self._export()
 
     def run(self) -> None:
-        """Follows the controller's orders until it says stop."""
+        """Follows the controller's orders until a stop order."""
         _handle_termination(self._client, is_main=self._ranks.is_main)
         self._register()
         while True:
             with self._stages.measure("waiting"):
                 order = self._next_order()
             if isinstance(order, weights_pb2.PublishOrder):
-                # Before anything else: servers may wait for the first bucket already.
+                # First of all, because servers may already wait for the first bucket.
                 with self._stages.measure("publish"):
                     self._publish(order)
             with self._stages.measure("checkpoint"):
@@ -133,22 +132,22 @@ class Trainer:
         self._adopt(version)
 
     def _place(self) -> bytes:
-        """Where this rank computes."""
+        """The host and GPUs of this rank, with its NCCL settings, as bytes."""
         device = self._ranks.device
         gpus = gpu_names(os.environ, device.index, 1) if device.type == "cuda" else []
         nccl = agreed_settings(os.environ)
         return weights_pb2.Place(host_id=host_id(), cards=gpus, nccl=nccl).SerializeToString()
 
     def _adopt(self, version: PolicyVersion) -> None:
-        """The version as which rank 0 was told that the run knows the weights."""
+        """Takes over the run's version of the weights, which the controller told rank 0."""
         data = version_to_pb(version).SerializeToString() if self._ranks.is_main else None
         message = trajectory_pb2.PolicyVersion.FromString(self._ranks.broadcast_bytes(data))
         self._version = version_from_pb(message)
 
     def _next_order(self) -> Order:
         directives: list[trainer_pb2.Directive] = []
-        # While parameters come back from host memory nobody should wait for a bucket: then a
-        # publish begins when the trainer says so.
+        # With offloaded parameters the publish begins only when the trainer can send, so that no
+        # server waits for a bucket while parameters come back from host memory.
         at_once = not self._config.learner.offload.parameters
         if at_once:
             self._published.fill_ahead()
@@ -198,9 +197,9 @@ class Trainer:
                 self._save()
 
     def _set_aside(self, batch: Batch, fault: UntrainableBatch) -> None:
-        """Goes on with the weights as they were, if the controller has another batch.
+        """Asks the controller to set the batch aside and keeps the weights; else raises `fault`.
 
-        StartAgain when an earlier mini-batch, or the policy's part of the step, changed them.
+        StartAgain when an earlier mini-batch, or the policy's part of the step, changed weights.
         """
         answer = b""
         if self._ranks.is_main:
@@ -268,7 +267,7 @@ class Trainer:
 
     @property
     def _digest(self) -> bytes:
-        """Identity of the weights."""
+        """The digest that identifies the weights."""
         return self._digests.identity
 
     def _export(self) -> WeightDigests:
@@ -277,7 +276,7 @@ class Trainer:
 
 
 def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFailure:
-    """What the controller is told: the batch, and the groups at fault if they are known."""
+    """The report to the controller: the batch, and the groups at fault if they are known."""
     ids = set(fault.trajectory_ids)
     groups = dict.fromkeys(t.group_id for t in batch.trajectories if t.trajectory_id in ids)
     data = trainer_pb2.DataFault(
@@ -289,9 +288,9 @@ def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFail
 
 
 def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:
-    """The first SIGTERM stops after what is under way, the second one kills.
+    """Lets the first SIGTERM stop the trainer after the present order, and the second one kill it.
 
-    Rank 0 decides and tells the others.
+    Rank 0 decides and tells the other ranks.
     """
 
     def terminate(signum: int, frame: FrameType | None) -> None:

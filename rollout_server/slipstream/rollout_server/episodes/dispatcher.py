@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 
 _QUEUE_WARNING_S = 10.0
 _PURPOSES = frozenset(purpose.value for purpose in Purpose)
-# A client or a controller that was lost needs some time to come back: without it all attempts would
-# fail at once. Longer than the controller takes a silent server for alive.
+# Seconds between two attempts after an infrastructure failure, so that a lost client or controller
+# can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
+# which the controller removes a silent server.
 _RECONNECT_S = 10.0
 
 
@@ -70,9 +71,9 @@ class Lease:
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
-        """The lease of a wire form; `defaults` where it does not say how to sample.
+        """The lease of a message; `defaults` apply if the message has no sampling settings.
 
-        ProtocolError when nobody knows what it is for.
+        ProtocolError for an unknown purpose.
         """
         if message.purpose not in _PURPOSES:
             raise ProtocolError(
@@ -223,7 +224,8 @@ class Dispatcher:
 
     async def _run_member(self, group: _Group, member: int) -> None:
         attempt = group.lease.first_attempt
-        # Ends in a worker that others shared count as no attempts, but only so many of them.
+        # An attempt that ended because of another episode in its worker (BYSTANDER) does not count,
+        # up to MAX_EXCUSED_ATTEMPTS of them.
         limit, most = group.lease.max_attempts, group.lease.max_attempts + MAX_EXCUSED_ATTEMPTS
         while True:
             trajectory = await self._run_episode(group, member, attempt)

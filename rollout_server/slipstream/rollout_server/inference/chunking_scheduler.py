@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which hands the tokens of a reply out in chunks instead of one by one.
+"""vLLM's scheduler, changed to hand out the tokens of a reply in chunks instead of one by one.
 
 vLLM makes, encodes, sends and decodes an object for each request and step. With the sampled
 token's log-probability it holds three small arrays more, which costs a fifth to a third of the
@@ -41,7 +41,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 CHUNK_TOKENS = 16
-# The worker whose experts only this scheduler asks for: vLLM's own believes that it has none.
+# Worker class that records experts on CPUs, where vLLM's own scheduler never asks for them.
 CPU_WORKER = "slipstream.rollout_server.inference.cpu_worker.RoutingWorker"
 
 # The fields of an output, by how the outputs of several steps become one. A vLLM with other fields
@@ -70,8 +70,8 @@ def check_outputs(fields: Iterable[str]) -> None:
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Returns the number of blocks in the KV cache that requests can fill.
 
-    That is all requests at full length, and as much again for prefixes. A small model leaves room
-    for millions of blocks, and vLLM makes an object of each.
+    The number is twice that of all requests at full length; the second half is for prefixes. A
+    small model leaves room for millions of blocks, and vLLM creates an object for each.
     """
     longest = int(vllm_config.model_config.max_model_len)
     groups = kv_cache_config.kv_cache_groups
@@ -82,7 +82,7 @@ def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
 
 @dataclass(slots=True)
 class _Chunk:
-    """The outputs that were sampled for a request and not handed out yet."""
+    """The sampled outputs of a request that are not handed out yet."""
 
     client_index: int
     limit: int
@@ -97,7 +97,7 @@ class _Chunk:
     prompt_logprobs: Any = None
 
     def keep(self, output: EngineCoreOutput) -> None:
-        """Takes the fields beside tokens: those of a request's first step, and recorded experts."""
+        """Takes the fields other than tokens: first-step fields, events and recorded experts."""
         if output.routed_experts is not None:
             self.routed_experts.append(output.routed_experts)
         if output.events:
@@ -134,7 +134,11 @@ class _Chunk:
 
 
 class _Chunking(PausingScheduler):
-    """Hands out requests that want only their final output in chunks, others as vLLM does."""
+    """Hands out requests that want only their final output in chunks, and others as vLLM does.
+
+    Life of a chunk: `add_request` opens it, `update_from_output` fills it and hands it out when it
+    is full or the request ends; a pause hands out all chunks. `finish_requests` drops it.
+    """
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class _Chunking(PausingScheduler):
         if self.vllm_config.parallel_config.worker_cls == CPU_WORKER:
             self.aux_output_connector = AuxOutputSchedulerConnector()
         self._chunks: dict[str, _Chunk] = {}
-        # Other requests, whose log-probabilities vLLM cuts out itself.
+        # Requests without a chunk, whose log-probabilities vLLM itself must extract.
         self._streamed: set[str] = set()
         self._num_added = 0
         self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
@@ -191,9 +195,9 @@ class _Chunking(PausingScheduler):
         return finished
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See vLLM; prompts wait for each other as `PromptGathering` says.
+        """See vLLM; prompts wait for each other by the rule of `PromptGathering`.
 
-        vLLM takes them all the same where a step had no room for all: the rest follows at once.
+        When a step had no room for all gathered prompts, vLLM takes the rest in the next step.
         """
         along = takes_a_prompt(self.running, self.waiting)
         num_ready = 0 if along else len(self.waiting)
@@ -209,7 +213,7 @@ class _Chunking(PausingScheduler):
         return chunk is not None and chunk.steady is not None
 
     def has_requests(self) -> bool:
-        """See vLLM; also true while a pause has still to hand out held tokens."""
+        """See vLLM; also true while a pause must still hand out held tokens."""
         return bool(super().has_requests()) or (
             self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
         )
@@ -253,9 +257,9 @@ class _Chunking(PausingScheduler):
         model_runner_output: ModelRunnerOutput,
         logprobs: list[float] | None,
     ) -> tuple[dict[str, int], list[tuple[_Chunk, EngineCoreOutput]]]:
-        """Takes the tokens of requests in the middle of a reply.
+        """Adds the tokens of requests in the middle of a reply to their chunks.
 
-        Returns the other requests, and the chunks that are full now.
+        Returns the number of scheduled tokens of all other requests, and the chunks that are full.
         """
         others: dict[str, int] = {}
         full: list[tuple[_Chunk, EngineCoreOutput]] = []
@@ -330,11 +334,11 @@ class _Chunking(PausingScheduler):
 
 
 class ChunkingScheduler(_Chunking):
-    """Chunks over vLLM's scheduler."""
+    """Chunks on top of vLLM's synchronous scheduler."""
 
 
 class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
-    """Chunks over vLLM's scheduler that plans a step while the one before it runs."""
+    """Chunks on top of vLLM's scheduler that plans a step while the step before it runs."""
 
 
 def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:

@@ -1,7 +1,7 @@
-"""Which steps of an engine are CUDA graphs.
+"""The sizes of an engine's steps that are captured as CUDA graphs.
 
-vLLM captures a step by its number of tokens, and those of up to 512. With 512 replies under way a
-step with a prompt has more: each of its kernels is started by the engine's thread, which then
+vLLM captures steps by their number of tokens, by default up to 512. With 512 running replies a step
+with a prompt has more tokens. The engine's thread then starts each kernel of that step, which
 limits a small model.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from slipstream.protocol.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.prompt_gathering import MOST_STEPS
 
-# Tokens of prompts beside the replies in the largest captured step. A step of more keeps a GPU busy
-# for about as long as it takes to start its kernels.
+# Number of prompt tokens, besides the replies, in the largest captured step. A larger step keeps a
+# GPU busy for about as long as it takes to start its kernels.
 PROMPT_TOKENS = 4096
-# The distance of two sizes, up to so many tokens; the tokens between them are padding. Those up to
-# 512 are vLLM's.
+# (distance between two sizes, number of tokens up to which it holds). Steps are padded to the next
+# size. The sizes up to 512 are vLLM's own.
 _STRIDES = ((8, 256), (16, 512), (64, 1024), (128, 2048), (256, 1 << 20))
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
@@ -24,7 +24,10 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 def graph_values(
     section: RolloutServerSection, passed: Mapping[str, object], *, on_cpu: bool
 ) -> dict[str, object]:
-    """What vLLM is told of its graphs; `passed`, the user's own arguments of vLLM, come first."""
+    """Returns vLLM's arguments for graphs and prompt waits.
+
+    Graph sizes are left out if `passed`, the user's own arguments of vLLM, names any.
+    """
     has_graphs = section.has_graphs(on_cpu=on_cpu)
     default = MOST_STEPS if has_graphs else 0
     most_steps = default if section.prompt_wait_steps is None else section.prompt_wait_steps
@@ -37,7 +40,7 @@ def graph_values(
 
 
 def graph_sizes(max_episodes: int) -> list[int]:
-    """Sizes of the steps that are captured: decoding alone, and beside `PROMPT_TOKENS`."""
+    """Sizes, in tokens, of the captured steps: for decoding, up to `PROMPT_TOKENS` more."""
     largest = max_episodes + PROMPT_TOKENS
     sizes, start = {1, 2, 4, max_episodes, largest}, 8
     for stride, end in _STRIDES:

@@ -1,4 +1,4 @@
-"""vLLM's configuration: our own settings, and those of `rollout_server.engine` by vLLM's names."""
+"""Builds vLLM's configuration from our own settings and from `rollout_server.engine`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORKER_EXTENSION = "slipstream.rollout_server.weights.worker_extension.WorkerEx
 
 
 def engine_config(config: Config, seed: int) -> VllmConfig:
-    """The whole configuration for vLLM; ConfigError, before anything is loaded, when it refuses."""
+    """Builds vLLM's whole configuration, before a model is loaded; ConfigError if vLLM refuses."""
     passed = passed_through(config.rollout_server.engine)
     on_cpu = current_platform.is_cpu()
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
@@ -34,7 +34,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
         # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
         values |= {"worker_cls": CPU_WORKER} if on_cpu else {"enable_return_routed_experts": True}
     try:
-        # In vLLM's context of offline use a step takes as many prompt tokens as suit the GPU.
+        # With vLLM's context for offline use, a step takes as many prompt tokens as suit the GPU.
         settings = AsyncEngineArgs(**values).create_engine_config(UsageContext.LLM_CLASS)
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         said = " ".join(str(error).split()) or type(error).__name__

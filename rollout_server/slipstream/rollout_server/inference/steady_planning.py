@@ -1,9 +1,9 @@
-"""Plans of steps in which nothing happens but that replies go on, each by one token.
+"""Plans steady steps, in which every reply only gets its next token.
 
-vLLM's scheduler goes through all requests three times for such a step, and asks each what it asks
-for prompts, drafts, images and grammars: more than half of what the engine's thread does. Here
-vLLM plans a step without requests, which keeps its books, and the requests are added to that plan
-in the state in which vLLM would leave them.
+vLLM's scheduler goes through all requests three times for such a step, and checks each for prompts,
+drafts, images and grammars. That is more than half of the work of the engine's thread. Here vLLM
+plans a step without requests, which keeps its state right. The requests are then added to that plan
+and left in the state in which vLLM would leave them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from vllm.v1.request import Request
 
 
 def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
-    """The next step has a prompt in any case, and those that are `waiting` may come along.
+    """Whether the next step computes a prompt in any case, so that `waiting` ones may join it.
 
-    A long prompt is computed in several steps. Those that are scored prove new weights.
+    This is so while a long prompt is computed in several steps, or when a waiting prompt is to be
+    scored: such prompts are probes of new weights.
     """
     return any(request.is_prefill_chunk for request in running) or any(
         request.sampling_params and request.sampling_params.prompt_logprobs is not None
@@ -31,7 +32,7 @@ def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bo
 
 
 class SteadyPlanner:
-    """Plans such steps for a scheduler of which `decodes_plainly` is true."""
+    """Plans steady steps for a scheduler for which `decodes_plainly` is true."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -46,7 +47,7 @@ class SteadyPlanner:
 
     @staticmethod
     def fits(scheduler: Scheduler) -> bool:
-        """Whether vLLM does nothing else for such a step of this scheduler."""
+        """Whether vLLM does nothing else in a steady step of this scheduler."""
         return not (
             scheduler.needs_kv_cache_zeroing
             or scheduler.defer_block_free
@@ -55,9 +56,9 @@ class SteadyPlanner:
         )
 
     def going_on(self, steady: Callable[[str], bool]) -> list[Request]:
-        """The requests of the next step; none when it is vLLM's to plan.
+        """The requests of the next steady step; empty when vLLM must plan the next step.
 
-        `steady` says of a request's name whether it takes nothing but tokens.
+        `steady` tells by a request's id whether its next output is only a token.
         """
         scheduler = self._scheduler
         running: list[Request] = scheduler.running
@@ -68,17 +69,17 @@ class SteadyPlanner:
         ):
             return []
         longest, block_size = scheduler.max_model_len - 1, self._block_size
-        # The older of vLLM's workers is told all tokens of a request that paused for a step.
+        # vLLM's older worker must be sent all tokens of a request that was left out of a step.
         known = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
         requests: list[Request] = []
         num_blocks = 0
-        # Once for each request and step: as little as can be.
+        # This loop runs once for each request and step, so it does as little as possible.
         for request in running:
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
             if computed >= longest or (
                 ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
             ):
-                # Its last token is under way.
+                # The request's last token is already being sampled.
                 continue
             if (
                 request.num_tokens + ahead - computed != 1
@@ -95,7 +96,7 @@ class SteadyPlanner:
     def plan(
         self, requests: Iterable[Request], schedule: Callable[[], SchedulerOutput]
     ) -> SchedulerOutput:
-        """The plan of a step of `requests`, which are `going_on`; `schedule` is vLLM's."""
+        """Plans a step of `requests`, the result of `going_on`; `schedule` is vLLM's method."""
         scheduler = self._scheduler
         plan = self._plan_nothing(schedule)
         manager, block_size = self._manager, self._block_size
