@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from slipstream.client.examples import EXAMPLES
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code.
@@ -35,24 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-# An example of each command, shown below its options.
-EXAMPLES = {
-    "run": "slipstream run deploy/configs/quickstart.toml run.name=second run.steps=50",
-    "learner": "slipstream learner run.toml --node-rank 1 --master 10.0.0.1:29500",
-    "rollout-server": "slipstream rollout-server run.toml --controller 10.0.0.1:7070",
-    "submit": "slipstream submit my_tasks:Reverse --args '{\"length\": 3}' --weight 0.5",
-    "status": "slipstream status --controller 10.0.0.1:7070",
-    "environments": "slipstream environments",
-    "drain": "slipstream drain server-1 --reason maintenance",
-    "stop": "slipstream stop --reason 'the reward is high enough'",
-    "replay": "slipstream replay runs/quickstart",
-    "set-aside": "slipstream set-aside runs/quickstart 17",
-    "export": "slipstream export runs/quickstart --step 100 --out model",
-    "dashboard": "slipstream dashboard runs --port 0",
-    "doctor": "slipstream doctor deploy/configs/quickstart.toml",
-}
 
 
 class _Parser(argparse.ArgumentParser):

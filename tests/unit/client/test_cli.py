@@ -6,7 +6,8 @@ import shlex
 import subprocess
 
 import pytest
-from slipstream.client.cli import EXAMPLES, parse
+from slipstream.client.cli import parse
+from slipstream.client.examples import EXAMPLES
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
