@@ -28,7 +28,7 @@ class OverduePublish:
 
 @dataclass(eq=False)
 class RunProgress:
-    """State of the run; `signal` is notified at each change that someone may wait for."""
+    """State of the run; `signal` is notified at each change for which a task may wait."""
 
     run_id: str
     config: Config

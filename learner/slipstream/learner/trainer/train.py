@@ -146,8 +146,8 @@ class Trainer:
 
     def _next_order(self) -> Order:
         directives: list[trainer_pb2.Directive] = []
-        # With offloaded parameters the publish begins only when the trainer can send, so that no
-        # server waits for a bucket while parameters come back from host memory.
+        # With offloaded parameters a publish begins only when the trainer can send: no server must
+        # wait for a bucket while parameters come back from host memory.
         at_once = not self._config.learner.offload.parameters
         if at_once:
             self._published.fill_ahead()

@@ -1,1 +1,1 @@
-"""Which groups may start, where, and what became of them."""
+"""The leases of groups: which groups may start, on which servers, and their fates."""

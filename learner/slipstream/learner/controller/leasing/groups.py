@@ -37,9 +37,9 @@ class Group:
     ended: set[int] = field(default_factory=set)
     # Whether the holder has closed the lease; trajectories of it may still arrive.
     closed: bool = False
-    # By member: number of lost servers that ran it, plus its quarantined trajectories.
+    # By member: number of its lost servers, leases taken back and quarantined trajectories.
     setbacks: Counter[int] = field(default_factory=Counter)
-    # Time of its first lease by `time.monotonic`; None: an earlier controller leased it.
+    # Time of its first lease by this controller, by `time.monotonic`; None: none was sent yet.
     leased_s: float | None = None
 
     @property

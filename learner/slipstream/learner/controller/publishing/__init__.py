@@ -1,1 +1,1 @@
-"""New weights on their way from the trainer to the servers, and what that costs."""
+"""The way of new weights from the trainer to the servers, and its costs."""

@@ -63,9 +63,9 @@ class Deliveries:
     """Follows every receiver of every publish to its end.
 
     Phases of a receiver: `commit` lets it resume and waits for its report that it serves; then the
-    probe, if any, is checked, and the server gets its version. Any failure leads to `fail`, which
-    makes the server stale. `consequence` says what follows: retry, end of its stream, or of the
-    run.
+    probe, if any, is checked, and the server gets its version. Any failure makes the server stale
+    (`make_stale`). The rule `consequence` then decides: another publish, the end of the server's
+    stream, or the end of the run.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ MAX_FAILED_PUBLISHES = 8
 MAX_JOINT_FAILURES = 2
 # Failed publishes of one server, while no server serves, after which the run fails. By then the
 # server was sent away once and came back.
-MAX_VAIN_PUBLISHES = 2 * MAX_FAILED_PUBLISHES
+MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class FailRun:
 
 def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | SendAway | FailRun:
     """Returns the consequence of a failure; `counts` already includes that failure."""
-    if counts.while_none_served >= MAX_VAIN_PUBLISHES and not is_any_serving:
+    if counts.while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
         return FailRun()
     if counts.in_session >= MAX_FAILED_PUBLISHES:
         return SendAway()

@@ -42,7 +42,8 @@ class Readiness:
 
     Life of a question: `ask` sends it, `answers` collects it for a publish and forgets it. If the
     server has not answered after `bucket_deadline_s`, the publish leaves it out and `is_late` is
-    true. Its answer then makes it due again; after `join_deadline_s` its stream is ended.
+    true. A late answer makes the server due again. Without an answer within `join_deadline_s` its
+    stream is ended.
     """
 
     def __init__(

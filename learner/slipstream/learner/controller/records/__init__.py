@@ -1,1 +1,1 @@
-"""What a run remembers of itself, to the end of every token, and how it goes on from there."""
+"""The records of a run: its journal, the end of every token, and the state for a resume."""

@@ -107,7 +107,7 @@ class FleetServicer:
                 f"{config.queue.max_bytes}: leases count on it"
             )
         elif any(key.epoch == hello.server_epoch for key in self._fleet.known):
-            # The delivery key is made from the epoch, so that two servers would share a key.
+            # The delivery key is made from the epoch: two servers would share one key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
             reason = Reason.PROTOCOL
         elif problem := misfit(self._progress, hello.server_id, hello.place):

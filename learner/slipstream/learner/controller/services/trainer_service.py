@@ -73,7 +73,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Register(  # noqa: N802
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
-        """Registers a trainer if the place is free; it trains steps that it missed again."""
+        """Registers a trainer if the place is free; steps that it lacks are trained again."""
         if claim := impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)

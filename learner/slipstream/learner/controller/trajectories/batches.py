@@ -158,7 +158,7 @@ class BatchFormer:
         return self.training
 
     async def form(self) -> Batch | None:
-        """Gives the trainer the next batch, durable and acknowledged; None while none is complete.
+        """Gives the trainer the next batch, durable and acknowledged; None while rules allow none.
 
         RunFailed when the journal cannot be written.
         """

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from publishing_scene import DIGESTS, LOADED, READY, SERVING, Scene, next_order, progress_of
-from slipstream.learner.controller.publishing.publish_failures import MAX_VAIN_PUBLISHES
+from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_WHILE_NONE_SERVES
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.protocol.codec import pack_logprobs
@@ -94,7 +94,7 @@ async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
     progress = progress_of(weights={"bucket_deadline_s": 0.001, "join_deadline_s": 0.002})
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         scene = Scene(progress, tasks)
-        for number in range(MAX_VAIN_PUBLISHES):
+        for number in range(MAX_FAILED_WHILE_NONE_SERVES):
             assert not progress.is_over
             if number:
                 scene.joined("a")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from slipstream.learner.controller.publishing.publish_failures import (
     MAX_FAILED_PUBLISHES,
+    MAX_FAILED_WHILE_NONE_SERVES,
     MAX_RETRY_S,
-    MAX_VAIN_PUBLISHES,
     FailRun,
     FailureCounts,
     RetryAfter,
@@ -30,14 +30,14 @@ def test_the_last_failure_of_a_session_sends_the_server_away() -> None:
 
 @pytest.mark.parametrize("in_session", [1, MAX_FAILED_PUBLISHES])
 def test_the_run_ends_only_while_no_server_serves(in_session: int) -> None:
-    counts = FailureCounts(in_session, 1, MAX_VAIN_PUBLISHES)
+    counts = FailureCounts(in_session, 1, MAX_FAILED_WHILE_NONE_SERVES)
     assert consequence(counts, is_any_serving=False) == FailRun()
     assert consequence(counts, is_any_serving=True) != FailRun()
 
 
 def test_the_run_goes_on_below_the_limit_whatever_else_is_counted() -> None:
     for in_session in range(20):
-        counts = FailureCounts(in_session, 99, MAX_VAIN_PUBLISHES - 1)
+        counts = FailureCounts(in_session, 99, MAX_FAILED_WHILE_NONE_SERVES - 1)
         assert consequence(counts, is_any_serving=False) != FailRun()
 
 
