@@ -92,6 +92,13 @@ def bound_of(field: FieldDescriptor) -> bounds_pb2.Bound | None:
     return bound
 
 
+def largest(kind: type[Message], name: str) -> float:
+    """The largest value that the bound of a number's field allows."""
+    bound = bound_of(kind.DESCRIPTOR.fields_by_name[name])
+    assert bound is not None, f"{kind.DESCRIPTOR.name}.{name} states no bound"
+    return bound.max
+
+
 def _check_message(message: Message) -> None:
     checks = _checks(message.DESCRIPTOR)
     for field, value in message.ListFields():

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 
 import pytest
-from slipstream.client.cli import parse
+from slipstream.client.cli import _parser, parse
 from slipstream.client.examples import EXAMPLES
 
 
@@ -25,11 +25,9 @@ def test_the_example_of_a_command_is_one_that_it_takes(
     )
 
 
-def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse(["no-such-command"])
-    said = capsys.readouterr().err
-    assert all(f"'{name}'" in said or name in said for name in EXAMPLES)
+def test_every_command_has_an_example() -> None:
+    commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
+    assert commands.keys() == EXAMPLES.keys()
 
 
 def test_a_shell_completes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.access.security import Credentials, call_metadata, open_blocking_channel
+from slipstream.protocol.backoff import Backoff
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.rich_errors import Reason, error_info
@@ -62,7 +63,8 @@ class ControllerClient:
 
         Waits while another trainer has the place, for half of `learner.timeout_s`.
         """
-        until_s, pause_s = time.monotonic() + self._long_timeout_s, RETRY_PAUSE_S
+        until_s = time.monotonic() + self._long_timeout_s
+        backoff = Backoff(RETRY_PAUSE_S, PLACE_PAUSE_S)
         while True:
             try:
                 welcome: pb.TrainerWelcome = self._retried(
@@ -74,8 +76,7 @@ class ControllerClient:
                 if is_over or not _is_place_taken(error):
                     raise self._failure("Register", error) from error
                 logger.warning("waiting for the place in the run: %s", _describe(error))
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, PLACE_PAUSE_S)
+            time.sleep(backoff.take_s())
         self._metadata = (*self._metadata, (TRAINER_EPOCH, str(welcome.trainer_epoch)))
         threading.Thread(target=self._keep_place, name="keeps-place", daemon=True).start()
         return welcome

@@ -203,7 +203,7 @@ class _Chunking(PausingScheduler):
         num_ready = 0 if along else len(self.waiting)
         holds = self._gathering.holds(num_ready=num_ready, num_replies=len(self.running))
         if self._planner and (not self.waiting or (holds and not self.prefill_capacity_bound)):
-            requests = self._planner.going_on(self._is_steady)
+            requests = self._planner.steady_requests(self._is_steady)
             if requests:
                 return self._planner.plan(requests, super().schedule)
         return super().schedule(throttle_prefills or holds)

@@ -55,7 +55,7 @@ class SteadyPlanner:
             or getattr(scheduler, "decode_stagger", 1) != 1
         )
 
-    def going_on(self, steady: Callable[[str], bool]) -> list[Request]:
+    def steady_requests(self, steady: Callable[[str], bool]) -> list[Request]:
         """The requests of the next steady step; empty when vLLM must plan the next step.
 
         `steady` tells by a request's id whether its next output is only a token.
@@ -96,7 +96,7 @@ class SteadyPlanner:
     def plan(
         self, requests: Iterable[Request], schedule: Callable[[], SchedulerOutput]
     ) -> SchedulerOutput:
-        """Plans a step of `requests`, the result of `going_on`; `schedule` is vLLM's method."""
+        """Plans a step of `requests`, found by `steady_requests`; `schedule` is vLLM's method."""
         scheduler = self._scheduler
         plan = self._plan_nothing(schedule)
         manager, block_size = self._manager, self._block_size

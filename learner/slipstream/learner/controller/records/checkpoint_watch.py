@@ -25,7 +25,7 @@ LOOK_S = 2.0
 class CheckpointWatch:
     """Warns when a resume could not use the newest reported checkpoint, once for each change.
 
-    watch.begin(40)  # version 40 is in the journal; warns if its checkpoint is missing
+    watch.begin(40)  # the journal names a checkpoint of version 40; warns if it is missing
     watch.saved(50)  # the trainer has reported the checkpoint of version 50
     await watch.watch_forever()  # warns when that checkpoint was removed or lost a file
     """
@@ -38,7 +38,7 @@ class CheckpointWatch:
         self._newest = 0
 
     def begin(self, recorded: int) -> None:
-        """Checks the folder at the controller's start; the journal's newest version is `recorded`.
+        """Checks the folder at the start; the journal's newest checkpoint is of version `recorded`.
 
         Warns of newer folders that are no whole checkpoints.
         """

@@ -33,6 +33,16 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
     "set_aside": {"group": str},
     "closed": {"group": str, "how": str},
     "batch": {"step": int, "batch_id": str, "crc32": int, "groups": [str], "tokens": _TOKENS},
+    "batch_set_aside": {
+        "step": int,
+        "batch_id": str,
+        "by": str,
+        "groups": [(str, str, int)],
+        "put_back": [(str, str, int, int)],
+        "ids": [str],
+        "tokens": int,
+        "put_back_tokens": _TOKENS,
+    },
     "step": {
         "step": int,
         "version": (int, int),

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TrainingSequence, round_up
+from slipstream.protocol.bounds import largest
 from slipstream.protocol.errors import UntrainableBatch
+from slipstream.v1 import trajectory_pb2
 
 MAX_TOLD = 3
-# Rewards that are larger are refused before they are in a batch; older journals may hold some.
-LARGEST_REWARD = 1e6
+# The protocol's bound: larger rewards are refused before a batch, but older journals may hold some.
+LARGEST_REWARD = largest(trajectory_pb2.Trajectory, "reward")
 
 
 def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
@@ -39,11 +41,11 @@ def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int)
             f"a sequence of {max(sizes)} tokens does not fit learner.micro_batch_tokens, "
             f"{max_tokens} for each sequence",
         )
-    largest = [int(trajectory.token_ids.max(initial=0)) for trajectory in trajectories]
-    strange = [index for index, token in enumerate(largest) if token >= vocab_size]
+    tokens = [int(trajectory.token_ids.max(initial=0)) for trajectory in trajectories]
+    strange = [index for index, token in enumerate(tokens) if token >= vocab_size]
     if strange:
         raise untrainable(
-            batch, strange, f"token {max(largest)} is outside the vocabulary of {vocab_size}"
+            batch, strange, f"token {max(tokens)} is outside the vocabulary of {vocab_size}"
         )
 
 

@@ -394,3 +394,70 @@ def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
     assert group.next_attempt == 2
     assert [group.excess(epoch, 13) == "" for epoch in (1, 2, 3)] == [True, True, False]
     assert group.excess(1, 14) == "attempt 14 of g000000, which was leased for attempts 0 to 13"
+
+
+SET_ASIDE = {
+    "kind": "batch_set_aside",
+    "step": 0,
+    "batch_id": "b000000",
+    "by": "trainer",
+    "cause": "the loss is nan",
+    "groups": [["g000000", "e", 0]],
+    "put_back": [["g000001", "e", 1, 3]],
+    "ids": ["g000000.0.0.7"],
+    "tokens": 4,
+    "put_back_tokens": [["s", 7, 5]],
+}
+
+
+def records_up_to(last: dict[str, object]) -> list[dict[str, object]]:
+    """A journal of two leases and a batch of both groups, before its `last` record."""
+    leases = [
+        {
+            "kind": "lease",
+            "group": f"g00000{number}",
+            "server": "s",
+            "epoch": 7,
+            "environment": "e",
+            "number": number,
+            "task": number,
+            "seed": 3,
+            "deadline": 2,
+        }
+        for number in range(2)
+    ]
+    batch = {
+        "kind": "batch",
+        "step": 0,
+        "batch_id": "b000000",
+        "crc32": 1,
+        "groups": ["g000000", "g000001"],
+        "tokens": [["s", 7, 9]],
+    }
+    return [{"kind": "start", "format": 1, "run_id": "r"}, *leases, batch, last]
+
+
+def test_a_batch_that_was_set_aside_is_read_back() -> None:
+    history = read_history(records_up_to(SET_ASIDE))
+    assert list(history.open_groups) == ["g000001"]
+    assert history.batches == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("groups", 5),
+        ("groups", [["g000000"]]),
+        ("put_back", [["g000001", "e", 1]]),
+        ("put_back", {"g000001": 1}),
+        ("ids", [7]),
+        ("tokens", "many"),
+        ("put_back_tokens", None),
+        ("by", 1),
+    ],
+)
+def test_a_damaged_record_of_a_batch_that_was_set_aside_is_refused(
+    field: str, value: object
+) -> None:
+    with pytest.raises(ProtocolError, match=f"line 5 of the journal .*{field}"):
+        read_history(records_up_to({**SET_ASIDE, field: value}))
