@@ -94,7 +94,8 @@ def bound_of(field: FieldDescriptor) -> bounds_pb2.Bound | None:
 
 def largest(kind: type[Message], name: str) -> float:
     """The largest value that the bound of a number's field allows."""
-    bound = bound_of(kind.DESCRIPTOR.fields_by_name[name])
+    (field,) = (each for each in kind.DESCRIPTOR.fields if each.name == name)
+    bound = bound_of(field)
     assert bound is not None, f"{kind.DESCRIPTOR.name}.{name} states no bound"
     return bound.max
 
