@@ -94,9 +94,10 @@ def bound_of(field: FieldDescriptor) -> bounds_pb2.Bound | None:
 
 def largest(kind: type[Message], name: str) -> float:
     """The largest value that the bound of a number's field allows."""
-    (field,) = (each for each in kind.DESCRIPTOR.fields if each.name == name)
-    bound = bound_of(field)
-    assert bound is not None, f"{kind.DESCRIPTOR.name}.{name} states no bound"
+    # The stubs know two types of descriptors for one.
+    descriptor: Any = kind.DESCRIPTOR
+    bound = bound_of(descriptor.fields_by_name[name])
+    assert bound is not None, f"{kind.__name__}.{name} states no bound"
     return bound.max
 
 
