@@ -108,20 +108,24 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("call_id", "load", "reset", "step", "close", "ping")
+    __slots__ = ("call_id", "load", "reset", "step", "close", "ping", "next_call", "reply_part")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CALL_FIELD_NUMBER: _ClassVar[int]
+    REPLY_PART_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     load: LoadCommand
     reset: ResetCommand
     step: StepCommand
     close: CloseCommand
     ping: PingCommand
-    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ...) -> None: ...
+    next_call: NextCallCommand
+    reply_part: ReplyPart
+    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ..., next_call: _Optional[_Union[NextCallCommand, _Mapping]] = ..., reply_part: _Optional[_Union[ReplyPart, _Mapping]] = ...) -> None: ...
 
 class LoadCommand(_message.Message):
     __slots__ = ("spec",)
@@ -161,8 +165,38 @@ class PingCommand(_message.Message):
     episode_key: str
     def __init__(self, episode_key: _Optional[str] = ...) -> None: ...
 
+class NextCallCommand(_message.Message):
+    __slots__ = ("episode_key",)
+    EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
+    episode_key: str
+    def __init__(self, episode_key: _Optional[str] = ...) -> None: ...
+
+class HttpHeader(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
+class ReplyPart(_message.Message):
+    __slots__ = ("episode_key", "call", "status", "headers", "body", "is_last")
+    EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    episode_key: str
+    call: int
+    status: int
+    headers: _containers.RepeatedCompositeFieldContainer[HttpHeader]
+    body: bytes
+    is_last: bool
+    def __init__(self, episode_key: _Optional[str] = ..., call: _Optional[int] = ..., status: _Optional[int] = ..., headers: _Optional[_Iterable[_Union[HttpHeader, _Mapping]]] = ..., body: _Optional[bytes] = ..., is_last: bool = ...) -> None: ...
+
 class WorkerMessage(_message.Message):
-    __slots__ = ("call_id", "hello", "loaded", "observation", "verdict", "failure", "pong")
+    __slots__ = ("call_id", "hello", "loaded", "observation", "verdict", "failure", "pong", "agent_call", "agent_result")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +204,8 @@ class WorkerMessage(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    AGENT_CALL_FIELD_NUMBER: _ClassVar[int]
+    AGENT_RESULT_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     hello: WorkerHello
     loaded: Loaded
@@ -177,7 +213,9 @@ class WorkerMessage(_message.Message):
     verdict: Verdict
     failure: _trajectory_pb2.Failure
     pong: Pong
-    def __init__(self, call_id: _Optional[int] = ..., hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., observation: _Optional[_Union[Observation, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+    agent_call: AgentCall
+    agent_result: AgentResult
+    def __init__(self, call_id: _Optional[int] = ..., hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., observation: _Optional[_Union[Observation, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., agent_call: _Optional[_Union[AgentCall, _Mapping]] = ..., agent_result: _Optional[_Union[AgentResult, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("token", "spec", "num_tasks", "max_episodes")
@@ -198,12 +236,56 @@ class Loaded(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ...) -> None: ...
 
 class Observation(_message.Message):
-    __slots__ = ("messages", "max_reply_tokens")
+    __slots__ = ("messages", "max_reply_tokens", "is_agent")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_AGENT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     max_reply_tokens: int
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ...) -> None: ...
+    is_agent: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ...) -> None: ...
+
+class AgentCall(_message.Message):
+    __slots__ = ("call", "method", "path", "headers", "body", "branch", "is_abandoned")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    IS_ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    method: str
+    path: str
+    headers: _containers.RepeatedCompositeFieldContainer[HttpHeader]
+    body: bytes
+    branch: str
+    is_abandoned: bool
+    def __init__(self, call: _Optional[int] = ..., method: _Optional[str] = ..., path: _Optional[str] = ..., headers: _Optional[_Iterable[_Union[HttpHeader, _Mapping]]] = ..., body: _Optional[bytes] = ..., branch: _Optional[str] = ..., is_abandoned: bool = ...) -> None: ...
+
+class AgentResult(_message.Message):
+    __slots__ = ("reward", "metrics", "shares")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SharesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    reward: float
+    metrics: _containers.ScalarMap[str, float]
+    shares: _containers.ScalarMap[str, float]
+    def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("reward", "done", "messages", "metrics")
