@@ -9,6 +9,7 @@ from concurrent import futures
 import grpc
 import numpy as np
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.access.security import TOKEN_KEY
 from slipstream.protocol.codec import trajectory_to_pb, version_to_pb
 from slipstream.protocol.types import (
     GroupId,
@@ -25,22 +26,51 @@ from slipstream.v1 import trainer_pb2_grpc, weights_pb2
 StartHook = Callable[[pb.PublishStart], list[weights_pb2.Receiver]]
 
 
+class TokenGuard(grpc.ServerInterceptor):
+    """Refuses calls without the token, as the real controller does; keeps the methods' names."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}"
+        self.admitted: set[str] = set()
+        self.refused: set[str] = set()
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        name = handler_call_details.method.rpartition("/")[2]
+        shown = dict(handler_call_details.invocation_metadata).get(TOKEN_KEY)
+        (self.admitted if shown == self._expected else self.refused).add(name)
+        if shown == self._expected:
+            return continuation(handler_call_details)
+        return grpc.unary_unary_rpc_method_handler(
+            lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+        )
+
+
 class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     """Serves on a free port of the loopback as long as it is entered.
 
     `orders` are given one after the other, then it says wait. `on_start_publish` answers which
-    receivers take part.
+    receivers take part; every call must carry `token` if there is one.
     """
 
     def __init__(
-        self, orders: list[list[pb.Directive]], *, on_start_publish: StartHook | None = None
+        self,
+        orders: list[list[pb.Directive]],
+        *,
+        on_start_publish: StartHook | None = None,
+        token: str | None = None,
     ) -> None:
         self._orders = iter(orders)
         self._on_start_publish = on_start_publish
         self._taking_part: list[weights_pb2.Receiver] = []
         # Answers the trainer, when asked: the receivers that still take part in the newest publish.
         self.still_there = lambda: self._taking_part
-        self._server = grpc.server(futures.ThreadPoolExecutor(5))
+        self.guard = None if token is None else TokenGuard(token)
+        guards = [self.guard] if self.guard else []
+        self._server = grpc.server(futures.ThreadPoolExecutor(5), interceptors=guards)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self.hello: pb.TrainerHello | None = None
