@@ -25,8 +25,10 @@ class KnownFacts:
     # Number of token ids; 0: unknown.
     vocabulary: int
     max_staleness: int
-    # Largest size of an episode that leases allow.
+    # Largest sizes of an episode that leases allow: of each branch, and of all together.
     max_episode_tokens: int
+    max_total_tokens: int
+    max_branches: int
     max_turns: int
 
 
@@ -57,9 +59,9 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
     """The reason why no episode of this run can have this size; empty: it can."""
-    size, most = len(trajectory.token_ids), facts.max_episode_tokens
-    if size > most:
-        return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
+    size = len(trajectory.token_ids)
+    if excess := _excess_of_branches(trajectory, facts):
+        return excess
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
     if turns > facts.max_turns:
         return f"it has {turns} turns, sampling.max_turns is {facts.max_turns}"
@@ -69,6 +71,25 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
         allowed = max_text_bytes(size)
         if len(text) > allowed or len(text.encode()) > allowed:
             return f"its {name}'s text has more than the {allowed} bytes that {size} tokens allow"
+    return ""
+
+
+def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
+    """The reason why no episode of this run can have these branches; empty: it can."""
+    sequences, most = trajectory.sequences(), facts.max_episode_tokens
+    if len(sequences) > facts.max_branches:
+        return f"it has {len(sequences)} branches, sampling.max_branches is {facts.max_branches}"
+    for place, part in enumerate(sequences, 1):
+        size, name = part.tokens.stop - part.tokens.start, "it"
+        if trajectory.branches:
+            name = f"branch {place}"
+            if trajectory.has_reward and part.sampled.start == part.sampled.stop:
+                return f"{name} has no sampled token"
+        if size > most:
+            return f"{name} has {size} tokens, sampling.max_episode_tokens is {most}"
+    size, most = len(trajectory.token_ids), facts.max_total_tokens
+    if size > most:
+        return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
     return ""
 
 
