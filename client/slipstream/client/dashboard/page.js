@@ -103,8 +103,8 @@ function conversation(one) {
 // A branch stands inside the branch whose turns it begins with, behind the last of these.
 function tree(branches, place) {
   const branch = branches[place], box = element("details", { class: "branch", open: "" });
-  const tokens = `${number(branch.sampled_tokens)} tokens sampled`;
-  box.append(element("summary", {}, `branch ${place + 1} ${branch.name}, share ${number(branch.share)}, ${tokens}`));
+  const tokens = `${number(branch.sampled_tokens)} tokens sampled`, name = branch.name ? ` ${branch.name}` : "";
+  box.append(element("summary", {}, `branch ${place + 1}${name}, share ${number(branch.share)}, ${tokens}`));
   addTurns(box, branch.turns, true, (turns) => branches.forEach((other, child) => {
     if (other.after?.branch === place && other.after.turns === turns) box.append(tree(branches, child));
   }));

@@ -59,9 +59,12 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
     """The reason why no episode of this run can have this size; empty: it can."""
-    size = len(trajectory.token_ids)
-    if excess := _excess_of_branches(trajectory, facts):
-        return excess
+    size, most = len(trajectory.token_ids), facts.max_episode_tokens
+    if trajectory.branches:
+        if excess := _excess_of_branches(trajectory, facts):
+            return excess
+    elif size > most:
+        return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
     if turns > facts.max_turns:
         return f"it has {turns} turns, sampling.max_turns is {facts.max_turns}"
@@ -76,17 +79,16 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
     """The reason why no episode of this run can have these branches; empty: it can."""
-    sequences, most = trajectory.sequences(), facts.max_episode_tokens
-    if len(sequences) > facts.max_branches:
-        return f"it has {len(sequences)} branches, sampling.max_branches is {facts.max_branches}"
-    for place, part in enumerate(sequences, 1):
-        size, name = part.tokens.stop - part.tokens.start, "it"
-        if trajectory.branches:
-            name = f"branch {place}"
-            if trajectory.has_reward and part.sampled.start == part.sampled.stop:
-                return f"{name} has no sampled token"
+    number, most = len(trajectory.branches), facts.max_branches
+    if number > most:
+        return f"it has {number} branches, sampling.max_branches is {most}"
+    most = facts.max_episode_tokens
+    for place, part in enumerate(trajectory.sequences(), 1):
+        size = part.tokens.stop - part.tokens.start
         if size > most:
-            return f"{name} has {size} tokens, sampling.max_episode_tokens is {most}"
+            return f"branch {place} has {size} tokens, sampling.max_episode_tokens is {most}"
+        if trajectory.has_reward and part.sampled.start == part.sampled.stop:
+            return f"branch {place} has no sampled token"
     size, most = len(trajectory.token_ids), facts.max_total_tokens
     if size > most:
         return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
