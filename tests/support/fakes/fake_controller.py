@@ -242,7 +242,7 @@ def make_batch(
 
 
 def with_branches(batch: Batch, *, vocab_size: int, max_tokens: int) -> Batch:
-    """Gives about two of three trajectories more branches, of which none is equal to another.
+    """Gives two of three trajectories more branches, of which none is equal to another.
 
     They begin with what the first branch saw up to the end of its prompt or its first reply. Shares
     differ, and one is 0.
@@ -250,8 +250,6 @@ def with_branches(batch: Batch, *, vocab_size: int, max_tokens: int) -> Batch:
     random = np.random.default_rng([batch.step, 1])
 
     def grown(trajectory: Trajectory) -> Trajectory:
-        if random.random() < 0.35:
-            return trajectory
         first, tokens = trajectory, [trajectory.token_ids]
         runs, spans = list(trajectory.run_lengths), list(trajectory.version_spans)
         branches = [Branch(len(runs), float(random.choice([1.0, 0.5])))]
@@ -263,7 +261,7 @@ def with_branches(batch: Batch, *, vocab_size: int, max_tokens: int) -> Batch:
             tokens += [first.token_ids[:kept], new]
             runs += [kept + 1, sampled]
             spans.append(VersionSpan(sampled, PolicyVersion(0, batch.step)))
-            branches.append(Branch(2, float(random.choice([1.0, 0.25, 0.0, 2.0])), name))
+            branches.append(Branch(2, float(random.choice([1.0, 0.25, 0.0, -1.0])), name))
             drawn = -np.log(vocab_size) + 0.3 * random.standard_normal(sampled)
             logprobs.append(drawn.astype(np.float32))
         return dataclasses.replace(
@@ -276,7 +274,11 @@ def with_branches(batch: Batch, *, vocab_size: int, max_tokens: int) -> Batch:
             num_turns=len(runs) // 2,
         )
 
-    return dataclasses.replace(batch, trajectories=tuple(map(grown, batch.trajectories)))
+    trajectories = tuple(
+        trajectory if place % 3 == 2 else grown(trajectory)
+        for place, trajectory in enumerate(batch.trajectories)
+    )
+    return dataclasses.replace(batch, trajectories=trajectories)
 
 
 def make_trajectory(

@@ -24,7 +24,7 @@ from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.v1 import trainer_pb2
 
 from support.rigs.controller_runs import make_config
-from support.rigs.fuzz_calls import honest_trajectory
+from support.rigs.fuzz_calls import honest_trajectory, honest_tree
 from support.rigs.fuzz_readers import Reader
 from support.rigs.fuzzing import mutated
 
@@ -214,7 +214,11 @@ def file_readers() -> list[Reader]:
         Reader("journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError,), _journal),
         Reader(
             "batch",
-            (trainer_pb2.RecordedBatch().SerializeToString(), honest_trajectory()),
+            (
+                trainer_pb2.RecordedBatch().SerializeToString(),
+                honest_trajectory(),
+                honest_tree(),
+            ),
             _read_batch,
             (ProtocolError,),
         ),

@@ -111,6 +111,20 @@ def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share()
     assert [w.loss_weight for w in whole] == [sum(counts) / (8 * count) for count in counts]
 
 
+def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit() -> None:
+    plain = batch([0, 1, 2, 5, 5, 8])
+    named = [
+        dataclasses.replace(t, branches=(Branch(len(t.run_lengths)),)) for t in plain.trajectories
+    ]
+    settings = config(advantage="reinforce_pp")
+    first = training_sequences(plain, settings)
+    second = training_sequences(dataclasses.replace(plain, trajectories=tuple(named)), settings)
+    for one, other in zip(first, second, strict=True):
+        for name in ("token_ids", "loss_mask", "behavior_logprobs", "lags"):
+            assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
+        assert one.estimates.advantages.tobytes() == other.estimates.advantages.tobytes()
+
+
 def test_overlong_filter_takes_all_branches_of_an_episode_out_of_the_loss() -> None:
     cut = dataclasses.replace(tree((3, 1), (1.0, 1.0), 2.0), status=Status.TRUNCATED)
     mixed = Batch(0, "batch", (cut, *batch([0, 1, 2, 5, 5, 8]).trajectories))
