@@ -143,7 +143,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             yield order
             return
         yield trainer_pb2.Directive(batch=header(order))
-        for chunk in await asyncio.to_thread(chunks, order):
+        parts = chunks(order)
+        # In a thread, because the first chunk of a recorded batch waits for all to be encoded.
+        while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
             yield trainer_pb2.Directive(chunk=chunk)
 
     async def ReportStep(  # noqa: N802

@@ -23,10 +23,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batch import (
     Batch,
     from_record,
-    record,
-    token_lags,
     tokens_by_server,
-    with_several_versions,
 )
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.codec import version_from_pb
@@ -189,7 +186,7 @@ class BatchFormer:
 
     def _write_record(self, batch: Batch) -> int:
         """Encodes a batch and makes it durable; runs in a thread, because both take long."""
-        return self._journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
+        return self._journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
         """Returns the earlier answer to a repeated report; None for the first report of a batch.
@@ -233,8 +230,8 @@ class BatchFormer:
                 step=report.step,
                 version=list(version),
                 digest=report.weight_digest.hex(),
-                lags=[list(pair) for pair in sorted(token_lags(batch).items())],
-                several=with_several_versions(batch),
+                lags=[list(pair) for pair in sorted(batch.token_lags.items())],
+                several=batch.num_with_several_versions,
             )
         if earlier is None:
             tokens = sampled_tokens(batch.trajectories)
