@@ -26,10 +26,11 @@ from slipstream.client.launch.trainer_ranks import TRAINER, rank_environments
 from slipstream.client.run_folder import write_config
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.reporting.rows import METRICS, read_rows
+from slipstream.learner.controller.reporting.rows import read_rows
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.protocol.run_folder import METRICS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2

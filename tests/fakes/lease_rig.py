@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from memory_queue import MemoryQueue
 from publishing_scene import joined, nothing, progress_of
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
@@ -13,7 +14,6 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 

@@ -12,6 +12,7 @@ from fake_trainer import FakeTrainer
 from fake_trajectories import GOOD
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_queue import MemoryQueue
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
@@ -22,7 +23,6 @@ from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import Trajectory, TrajectoryId
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from memory_queue import MemoryQueue
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
 from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2_grpc

@@ -31,6 +31,7 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.address import listen
 from slipstream.protocol.machine.process import open_variables
+from slipstream.protocol.run_folder import log_path
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import check_model, check_sizes, dump_config
 from slipstream.protocol.settings.queue_section import QueueEnd
@@ -229,7 +230,8 @@ async def check_environments(config: Config) -> None:
 
 def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
     make_run_folder(config)
-    path = make_folder(config.run_dir / "logs") / "preflight.log"
+    path = log_path(config.run_dir, "preflight")
+    make_folder(path.parent)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
 

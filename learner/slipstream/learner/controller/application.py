@@ -46,6 +46,7 @@ from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.trajectories.receivers import open_receiver
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import MAX_EXCUSED_ATTEMPTS, GroupId
 from slipstream.v1 import (
@@ -95,10 +96,10 @@ class Controller:
         """Serves until the run has ended and its results are written; returns 1 when it failed."""
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
-            journal = stack.enter_context(Journal(folder / "journal"))
-            history = begin(journal, folder / "journal", self._progress)
+            journal = stack.enter_context(Journal(folder / JOURNAL))
+            history = begin(journal, folder / JOURNAL, self._progress)
             self._environments.restore(history)
-            self._checkpoints = CheckpointWatch(folder / "checkpoints", self._progress.events)
+            self._checkpoints = CheckpointWatch(folder / CHECKPOINTS, self._progress.events)
             self._checkpoints.begin(history.checkpoint.step)
             self._recorder = await open_recorder(self._config, self._progress.events)
             stack.callback(self._recorder.close)

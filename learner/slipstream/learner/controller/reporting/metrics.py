@@ -31,8 +31,6 @@ from slipstream.learner.controller.reporting.result_files import (
     write_result,
 )
 from slipstream.learner.controller.reporting.rows import (
-    METRICS,
-    SAMPLES,
     keep_whole_lines,
     parse_object,
     parse_row,
@@ -49,12 +47,12 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
     equal_rewards,
 )
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.run_folder import CURVES, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import fleet_pb2, status_pb2
 
 MIN_SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
-SUMMARY, SUSPENDED, CURVES = "summary.json", "suspended.json", "curves.png"
 
 log = logging.getLogger(__name__)
 

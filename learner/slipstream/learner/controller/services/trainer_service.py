@@ -144,7 +144,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return
         yield trainer_pb2.Directive(batch=header(order))
         parts = chunks(order)
-        # In a thread, because the first chunk of a recorded batch waits for all to be encoded.
         while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
             yield trainer_pb2.Directive(chunk=chunk)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from memory_queue import MemoryQueue
 from publishing_scene import READY, joined, nothing, progress_of, sent
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.leases import LeaseBook
@@ -20,7 +21,6 @@ from slipstream.learner.controller.tasks.environment_specs import environment_sp
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from memory_queue import MemoryQueue
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import BatchFormer
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from controller_runs import make_config
 from fake_trajectories import GOOD
+from memory_queue import MemoryQueue
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
@@ -17,7 +18,6 @@ from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion, VersionSpan
 
 KEY = ServerKey(GOOD.server_id, GOOD.server_epoch)
