@@ -189,7 +189,7 @@ class SteeredController(Controller):
     @property
     def trainer_is_there(self) -> bool:
         """Whether a trainer has registered; then it has loaded its weights."""
-        return self._progress.trainer_registered
+        return self._progress.has_trainer
 
     @property
     def sessions(self) -> list[ServerSession]:
@@ -199,7 +199,7 @@ class SteeredController(Controller):
     @property
     def events(self) -> list[str]:
         """Texts of all events of the run so far."""
-        return [event.text for event in self._progress.events._events]
+        return [event.text for event in self._run.events._events]
 
     def generated_tokens(self) -> int:
         """Returns the tokens that the engines had counted at the newest heartbeats."""
@@ -228,7 +228,7 @@ class SteeredController(Controller):
     def bound(self, max_staleness: int) -> None:
         """Sets the bound of later leases, which is at most the configured one."""
         self._book.max_staleness = max_staleness
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def send_again(self) -> None:
         """Makes every serving server take the newest weights once more."""
@@ -236,7 +236,7 @@ class SteeredController(Controller):
         for session in self._fleet.serving():
             # Weights of another incarnation are not the learner's, whatever their step.
             session.version = PolicyVersion(version.incarnation + 1, version.step)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def all_serve(self, count: int) -> bool:
         """Whether at least `count` servers serve the newest version."""
@@ -245,7 +245,7 @@ class SteeredController(Controller):
 
     async def moved(self, limit_s: float) -> None:
         """Waits until the state of the run changes, at most `limit_s`."""
-        await self._progress.signal.wait(limit_s)
+        await self._run.signal.wait(limit_s)
 
 
 class Rig:

@@ -11,15 +11,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RecordedStep, RunHistory, batch_name
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batch import (
     Batch,
     from_record,
@@ -28,7 +25,6 @@ from slipstream.learner.controller.trajectories.batch import (
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.errors import ProtocolError, RunFailed
-from slipstream.protocol.queue.base import TrajectoryReceiver
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
 
@@ -54,20 +50,13 @@ class BatchFormer:
 
     def __init__(
         self,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        journal: Journal,
-        ledger: TokenLedger,
-        receiver: TrajectoryReceiver,
+        books: Books,
         tasks: asyncio.TaskGroup,
         *,
         keep_batches: bool,
     ) -> None:
-        self._book = book
-        self._environments = environments
-        self._journal = journal
-        self._ledger = ledger
-        self._receiver = receiver
+        self._book, self._environments = books.leases, books.environments
+        self._journal, self._ledger, self._receiver = books.journal, books.ledger, books.queue
         self._tasks = tasks
         self._keep_batches = keep_batches
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
