@@ -49,6 +49,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.cpu_worker",
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
+        "slipstream.rollout_server.inference.passed_table",
         "slipstream.rollout_server.inference.token_counter",
         # vLLM says which NCCL settings are for its own communicators alone.
         "slipstream.rollout_server.weights.nccl_receiver",

@@ -16,6 +16,7 @@ from slipstream.client.launch.engine_checks import check_cache, check_compiler
 from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.launch.preflight import (
     check_controller,
+    check_engine,
     check_environments,
     check_installed,
     check_passed_settings,
@@ -45,7 +46,6 @@ from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import load_config, parse_config
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.tracking import check_trackers
-from slipstream.protocol.settings.vllm_source import check_engine
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
@@ -60,9 +60,9 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     credentials = check_settings(config, dry_run=dry_run, queue_ends=ends)
     check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
     check_trackers(config.tracking)
-    check_engine(config)
     check_cache(config)
     check_compiler(config)
+    await check_engine(config)
     await check_passed_settings(config)
     # Settings come first: a port or a folder in use now may be free when they are right.
     check_run_folder(config)
@@ -115,7 +115,7 @@ async def run_learner(
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if has_controller:
         check_trackers(config.tracking)
-    check_engine(config)
+    await check_engine(config)
     if dry_run or has_controller:
         await check_passed_settings(config)
     if has_controller:
@@ -155,7 +155,7 @@ async def run_rollout_server(
     check_installed("vllm", *_queue_packages(config))
     check_cache(config)
     check_compiler(config)
-    check_engine(config)
+    await check_engine(config)
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
