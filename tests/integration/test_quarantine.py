@@ -6,13 +6,8 @@ import dataclasses
 import json
 
 import numpy as np
-from controller_runs import make_config, play, with_evaluations
-from fake_server import FakeServer
-from fake_trainer import FakeTrainer
-from fake_trajectories import GOOD
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lease_rig import books_of
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
@@ -20,6 +15,11 @@ from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.types import Trajectory, TrajectoryId
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.fake_trajectories import GOOD
+from support.rigs.controller_runs import make_config, play, with_evaluations
+from support.rigs.lease_rig import books_of
 
 
 def above_zero(trajectory: Trajectory) -> Trajectory:

@@ -6,10 +6,13 @@ import itertools
 import re
 from pathlib import Path
 
-import parity_ranks
 import pytest
 import torch
-from parity_layouts import (
+from slipstream.learner.trainer.batches.batch import token_lags
+from slipstream.learner.trainer.batches.context_parallel import zigzag
+from support.fakes.parity_models import make_models
+from support.ranks import parity_ranks
+from support.ranks.parity_layouts import (
     EXTRAORDINARY,
     LAYOUTS,
     STEPS,
@@ -18,11 +21,8 @@ from parity_layouts import (
     each_layout_of,
     layouts_of,
 )
-from parity_models import make_models
-from plain_policy import PlainPolicy
-from rank_pool import RankPool
-from slipstream.learner.trainer.batches.batch import token_lags
-from slipstream.learner.trainer.batches.context_parallel import zigzag
+from support.ranks.rank_pool import RankPool
+from support.references.plain_policy import PlainPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

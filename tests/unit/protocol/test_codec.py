@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from fake_trajectories import make_trajectory, trajectories, versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream.protocol.codec import (
@@ -31,6 +30,7 @@ from slipstream.protocol.types import (
     VersionSpan,
 )
 from slipstream.v1 import trajectory_pb2 as pb
+from support.fakes.fake_trajectories import make_trajectory, trajectories, versions
 
 
 def same(left: Trajectory, right: Trajectory) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from memory_queue import MemoryQueue
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
 from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
@@ -19,6 +18,7 @@ from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2_grpc
+from support.fakes.memory_queue import MemoryQueue
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 LIMIT_S = 20.0

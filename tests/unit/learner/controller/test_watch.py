@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from lease_rig import SoundJournal, books_of
-from publishing_scene import Scene, run_of
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.v1 import status_pb2
+from support.rigs.lease_rig import SoundJournal, books_of
+from support.rigs.publishing_scene import Scene, run_of
 
 
 @dataclass

@@ -4,13 +4,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_controller import FakeController, batch_order, make_batch
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2 as pb
+from support.fakes.fake_controller import FakeController, batch_order, make_batch
 
 
 def config(address: str, tmp_path: Path) -> Config:

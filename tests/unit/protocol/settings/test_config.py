@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from model_folders import write_loadable_files
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config, address_parts
@@ -17,6 +16,7 @@ from slipstream.protocol.settings.config_file import (
     load_config,
     parse_config,
 )
+from support.fakes.model_folders import write_loadable_files
 
 Table = dict[str, JsonValue]
 CONFIGS = sorted((Path(__file__).parents[4] / "deploy" / "configs").glob("*.toml"))

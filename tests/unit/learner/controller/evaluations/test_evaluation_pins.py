@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lease_rig import books_of
-from memory_queue import MemoryQueue
-from publishing_scene import READY, joined, nothing, run_of, sent
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
@@ -21,6 +18,9 @@ from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+from support.fakes.memory_queue import MemoryQueue
+from support.rigs.lease_rig import books_of
+from support.rigs.publishing_scene import READY, joined, nothing, run_of, sent
 
 
 class Rig:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_controller import make_batch
 from slipstream.learner.controller.trajectories.batch import Batch, chunks, from_record
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2
+from support.fakes.fake_controller import make_batch
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from slipstream.protocol.types import (
     VersionSpan,
 )
 from slipstream.v1 import trainer_pb2
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 
 def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajectory:

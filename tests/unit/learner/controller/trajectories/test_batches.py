@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from lease_rig import books_of
-from publishing_scene import run_of
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.v1 import trainer_pb2, trajectory_pb2
+from support.rigs.lease_rig import books_of
+from support.rigs.publishing_scene import run_of
 
 
 def saved(version: int) -> trainer_pb2.CheckpointReport:

@@ -4,9 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from controller_runs import make_config
-from fake_trajectories import GOOD
-from lease_rig import books_of
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
@@ -16,6 +13,9 @@ from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.types import PolicyVersion, VersionSpan
+from support.fakes.fake_trajectories import GOOD
+from support.rigs.controller_runs import make_config
+from support.rigs.lease_rig import books_of
 
 KEY = ServerKey(GOOD.server_id, GOOD.server_epoch)
 

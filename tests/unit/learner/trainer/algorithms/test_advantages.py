@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed import algorithm
 from slipstream.learner.trainer.algorithms.advantages import (
     Episode,
     episode_scores,
@@ -16,6 +15,7 @@ from slipstream.learner.trainer.algorithms.advantages import (
     token_advantages,
     whitened,
 )
+from support.fakes.packed import algorithm
 
 
 def episode(group: str, reward: float, costs: list[float], values: list[float] | None = None):

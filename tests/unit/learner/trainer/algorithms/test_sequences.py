@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from fake_controller import make_batch
 from pydantic import JsonValue
 from slipstream.learner.trainer.algorithms.sequences import (
     ModelEstimates,
@@ -16,6 +15,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Status
+from support.fakes.fake_controller import make_batch
 
 
 def config(**algorithm: JsonValue) -> Config:

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from fake_controller import make_batch
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.data_checks import (
     check_advantages,
@@ -14,6 +13,7 @@ from slipstream.learner.trainer.batches.data_checks import (
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
 from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.types import Status
+from support.fakes.fake_controller import make_batch
 
 BATCH = make_batch(0, num_groups=2, group_size=2, vocab_size=32, max_tokens=24)
 

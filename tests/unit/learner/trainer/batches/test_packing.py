@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-from fake_controller import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.learner.trainer.batches.packing import (
@@ -9,6 +8,7 @@ from slipstream.learner.trainer.batches.packing import (
     TrainingSequence,
     build_micro_batch,
 )
+from support.fakes.fake_controller import make_batch
 
 
 def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> TrainingSequence:

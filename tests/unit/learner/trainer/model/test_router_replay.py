@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fake_controller import make_batch
-from packed import algorithm
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
 from slipstream.learner.trainer.batches.context_parallel import share_of_rank
 from slipstream.learner.trainer.batches.packing import (
@@ -23,6 +21,8 @@ from slipstream.learner.trainer.model.router_replay import (
 )
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.routed_experts import RoutedExperts
+from support.fakes.fake_controller import make_batch
+from support.fakes.packed import algorithm
 from torch import Tensor, nn
 
 UNKNOWN = 255

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from fake_controller import make_batch
 from slipstream.learner.trainer.weights.probe import probe_sequences
+from support.fakes.fake_controller import make_batch
 
 
 def test_probe_takes_sequences_from_the_whole_batch_and_cuts_them() -> None:
