@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -73,8 +74,16 @@ class Controller:
     """Runs one run; `run` returns the exit code after it has closed everything that it opened."""
 
     def __init__(
-        self, config: Config, credentials: Credentials, *, goodbye_limit_s: float = GOODBYE_LIMIT_S
+        self,
+        config: Config,
+        credentials: Credentials,
+        *,
+        goodbye_limit_s: float = GOODBYE_LIMIT_S,
+        publisher: Callable[[Fleet, Run, asyncio.TaskGroup], Publisher] = Publisher,
+        former: Callable[..., BatchFormer] = BatchFormer,
     ) -> None:
+        """`publisher` and `former` make parts that measure or hold what goes through them."""
+        self._make_publisher, self._make_former = publisher, former
         self._config = config
         self._silence_s = config.learner.timeout_s + goodbye_limit_s
         self._credentials = credentials
@@ -146,7 +155,7 @@ class Controller:
         run, journal = self._run, books.journal
         self._endings = Endings(journal, books.ledger, books.queue)
         self._intake = Intake(run, books, self._endings)
-        self._publisher = Publisher(books.fleet, run, tasks)
+        self._publisher = self._make_publisher(books.fleet, run, tasks)
         self._scheduler = Scheduler(run, books, self._intake.start_afresh)
         self._watch = RunWatch(run, books, self._intake.take_back)
         self._evaluator = Evaluator(
@@ -158,7 +167,7 @@ class Controller:
             on_result=partial(self._evaluated, journal),
         )
         keep = self._config.checkpoint.keep_batches
-        former = BatchFormer(books, tasks, keep_batches=keep)
+        former = self._make_former(books, tasks, keep_batches=keep)
         self._trainer = TrainerServicer(
             run,
             books.leases,
