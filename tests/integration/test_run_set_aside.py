@@ -16,7 +16,6 @@ from slipstream.learner.controller.records.journal import Journal, read_records 
 from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
     Batch,
     from_record,
-    record,
     tokens_by_server,
 )
 from slipstream.protocol.types import GroupId, PolicyVersion, VersionSpan  # noqa: E402
@@ -65,7 +64,7 @@ def add_poisoned_batch(journal_folder: Path) -> str:
                 deadline=TRAINED,
             )
         batch = Batch(TRAINED, f"b{TRAINED:06d}", tuple(groups))
-        journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
+        journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
     return groups[0].group_id
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from slipstream.client.dashboard.folders import RunFolders
 from slipstream.client.run_folder import check_run_folder
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
 from slipstream.learner.controller.restoration import begin
+from slipstream.learner.controller.run import Run
 from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
 from slipstream.protocol.errors import CheckpointError, ConfigError, ProtocolError
 from slipstream.protocol.settings.config import Config
@@ -122,8 +121,8 @@ def _read_journal(data: bytes, folder: Path) -> object:
     journal.mkdir(parents=True, exist_ok=True)
     (journal / "journal.log").write_bytes(data)
     with Journal(journal) as opened:
-        progress = RunProgress("r", _config(folder), EventLog())
-        return begin(opened, journal, progress).version
+        run = Run.of(_config(folder), "r")
+        return begin(opened, journal, run).version
 
 
 def _table(honest: bytes, draw: random.Random) -> bytes:

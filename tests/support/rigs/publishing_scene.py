@@ -6,9 +6,8 @@ import asyncio
 from typing import Any
 
 import numpy as np
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import pack_logprobs
@@ -28,8 +27,8 @@ def nothing(*_: object) -> None:
     pass
 
 
-def progress_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> RunProgress:
-    """The progress of a run with a learner on this host; `sections` add to its settings.
+def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
+    """A run with a learner on this host; `sections` add to its settings.
 
     Limits may be shorter than settings can be.
     """
@@ -51,8 +50,8 @@ def progress_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> RunProgres
     changed = {
         name: getattr(config, name).model_copy(update=update) for name, update in limits.items()
     }
-    made = RunProgress("r", config.model_copy(update=changed), EventLog())
-    made.learner_places = (Place("here"),)
+    made = Run.of(config.model_copy(update=changed), "r")
+    made.progress.trainer_registered((Place("here"),))
     return made
 
 
@@ -85,10 +84,10 @@ def sent(session: ServerSession) -> list[str]:
 class Scene:
     """One server that serves a version, by a publish through the communicator `trainer` has."""
 
-    def __init__(self, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
-        self.fleet = Fleet(progress)
-        self.progress, self.tasks = progress, tasks
-        self.publisher = Publisher(self.fleet, progress, tasks)
+    def __init__(self, run: Run, tasks: asyncio.TaskGroup) -> None:
+        self.fleet = Fleet(run)
+        self.run, self.tasks = run, tasks
+        self.publisher = Publisher(self.fleet, run, tasks)
         lost = self.publisher.server_lost
         self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 5)
         self.session = self.joined("a")
@@ -152,7 +151,7 @@ class Scene:
         return sent(self.session)
 
     def make_version(self, step: int) -> None:
-        self.progress.version = PolicyVersion(0, step)
+        self.run.progress.reached(PolicyVersion(0, step))
         self.trainer.version.step = step
 
     async def until_serving(self) -> None:

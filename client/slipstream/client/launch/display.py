@@ -9,13 +9,14 @@ from typing import TextIO
 
 from slipstream.client.run_folder import read_summary
 from slipstream.client.terminal import counted, plain
+from slipstream.protocol.run_folder import CHECKPOINTS, CURVES, LOGS, METRICS, SAMPLES, SUMMARY
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
 
 # The names in a run's folder that people look for.
 FILES = (
-    *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
-    *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "quarantine/", "logs/"),
+    *(SUMMARY, METRICS, SAMPLES, CURVES, "tensorboard/", "wandb/", "mlflow.db", "profile/"),
+    *(f"{CHECKPOINTS}/", "quarantine/", f"{LOGS}/"),
 )
 # The beginning of the controller's event of a failure.
 FAILED = "the run failed: "

@@ -123,7 +123,7 @@ class TrainingStep:
         check_advantages(batch, sequences)
         sequences = weighted(sequences, mini_batches, self._config)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-            metrics = batch.metrics() | self._train_policy(batch, sequences, mini_batches)
+            metrics = self._train_policy(batch, sequences, mini_batches)
         if self._replays:
             policy = self._policy
             metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)

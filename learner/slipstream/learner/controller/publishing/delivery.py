@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.membership import Membership
 from slipstream.learner.controller.publishing.phases import PhaseReports
 from slipstream.learner.controller.publishing.probe_gap import check_probe
@@ -25,6 +24,7 @@ from slipstream.learner.controller.publishing.publish_failures import (
     consequence,
 )
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
 from slipstream.protocol.codec import version_to_pb
@@ -69,12 +69,12 @@ class Deliveries:
     """
 
     def __init__(
-        self, fleet: Fleet, progress: RunProgress, tasks: asyncio.TaskGroup, reports: PhaseReports
+        self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, reports: PhaseReports
     ) -> None:
-        self._fleet, self._progress = fleet, progress
-        self._settings = progress.config.weights
+        self._fleet, self._run, self._progress = fleet, run, run.progress
+        self._settings = run.config.weights
         self._tasks, self._reports = tasks, reports
-        self.membership = Membership(progress.run_id)
+        self.membership = Membership(run.progress.run_id)
         self.totals = PublishTotals()
         # Failed publishes in a row of each server, over all of its epochs. The first counts since
         # any server served last, the second since that server served last.
@@ -157,7 +157,7 @@ class Deliveries:
                 session.cause = ""
             session.publish_id = publish.publish_id
             session.on(ServerEvent.PUBLISHED)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def fail(self, publish: Publish, session: ServerSession, cause: str) -> None:
         """Notes the failure of a receiver; later calls for the same receiver change nothing."""
@@ -183,9 +183,7 @@ class Deliveries:
         if session.is_leaving:
             return
         session.cause = cause
-        self._progress.events.add(
-            f"rollout server {session.name} is stale: {cause}", Severity.WARNING
-        )
+        self._run.events.add(f"rollout server {session.name} is stale: {cause}", Severity.WARNING)
         match self._note_failure(session, cause):
             case RetryAfter(wait_s):
                 session.retry_publish_s = time.monotonic() + wait_s

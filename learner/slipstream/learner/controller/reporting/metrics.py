@@ -31,8 +31,6 @@ from slipstream.learner.controller.reporting.result_files import (
     write_result,
 )
 from slipstream.learner.controller.reporting.rows import (
-    METRICS,
-    SAMPLES,
     keep_whole_lines,
     parse_object,
     parse_row,
@@ -41,11 +39,7 @@ from slipstream.learner.controller.reporting.rows import (
 from slipstream.learner.controller.reporting.run_facts import Ending, RunFacts
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
-from slipstream.learner.controller.trajectories.batch import (
-    Batch,
-    token_lags,
-    with_several_versions,
-)
+from slipstream.learner.controller.trajectories.batch import Batch
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,
     batch_statistics,
@@ -53,12 +47,12 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
     equal_rewards,
 )
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.run_folder import CURVES, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import fleet_pb2, status_pb2
 
 MIN_SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
-SUMMARY, SUSPENDED, CURVES = "summary.json", "suspended.json", "curves.png"
 
 log = logging.getLogger(__name__)
 
@@ -188,8 +182,8 @@ class RunRecorder:
         row = {
             "step": float(batch.version),
             "wall_s": now - self._started_s,
-            **batch_statistics(batch.trajectories),
             **metrics,
+            **batch_statistics(batch),
             **gauges,
             "step_s": elapsed,
             "generated_tokens_per_s": self.rate.at(now, generated_tokens),
@@ -302,8 +296,8 @@ class RunRecorder:
         # Restored counts already contain a step that is trained again because its row was lost.
         if batch.version > facts.steps:
             facts.steps = batch.version
-            facts.with_several_versions += with_several_versions(batch)
-            facts.lag_counts += token_lags(batch)
+            facts.with_several_versions += batch.num_with_several_versions
+            facts.lag_counts += batch.token_lags
         facts.count_row(row)
         facts.busy.trained(training)
         # Every server has reported on the time before this limit, or was removed.

@@ -15,8 +15,6 @@ from slipstream.learner.controller.reporting.result_files import Tell, set_aside
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.run_folder import rename_aside
 
-METRICS = "metrics.jsonl"
-SAMPLES = "trajectories.jsonl"
 # Columns that the row of every step has; the curves show them.
 COLUMNS = (
     *("step", "reward_mean", "lag_mean", "lag_max"),

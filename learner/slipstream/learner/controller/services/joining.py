@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.transport_choice import misfit
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.relay import raise_failure
@@ -37,9 +37,9 @@ BUSY_BEFORE_S = 60.0
 class FleetServicer:
     """Answers `FleetService.Join`."""
 
-    def __init__(self, fleet: Fleet, progress: RunProgress) -> None:
+    def __init__(self, fleet: Fleet, run: Run) -> None:
         self._fleet = fleet
-        self._progress = progress
+        self._run, self._progress = run, run.progress
 
     async def join(
         self,
@@ -48,7 +48,7 @@ class FleetServicer:
     ) -> AsyncGenerator[fleet_pb2.ControllerMessage, None]:
         """Serves one server, from its hello to the end of its stream; yields its orders."""
         session = await self._greet(requests, context)
-        settings = self._progress.config.controller
+        settings = self._run.config.controller
         yield fleet_pb2.ControllerMessage(
             welcome=fleet_pb2.Welcome(
                 run_id=self._progress.run_id,
@@ -73,7 +73,7 @@ class FleetServicer:
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> ServerSession:
         try:
-            limit_s = self._progress.config.controller.heartbeat_timeout_s
+            limit_s = self._run.config.controller.heartbeat_timeout_s
             hello = (await self._fleet.clock.within(limit_s, anext(requests))).hello
         except (TimeoutError, StopAsyncIteration):
             await abort(
@@ -82,7 +82,7 @@ class FleetServicer:
                 "the first message is a hello",
                 Reason.PROTOCOL,
             )
-        config = self._progress.config
+        config = self._run.config
         problem, reason = "", Reason.TOO_SMALL
         if hello.protocol_version != PROTOCOL_VERSION:
             problem = (
@@ -110,7 +110,7 @@ class FleetServicer:
             # The delivery key is made from the epoch: two servers would share one key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
             reason = Reason.PROTOCOL
-        elif problem := misfit(self._progress, hello.server_id, hello.place):
+        elif problem := misfit(self._run, hello.server_id, hello.place):
             reason = Reason.WRONG_STATE
         elif self._progress.is_over:
             problem, reason = "the run is over", Reason.WRONG_STATE

@@ -1,4 +1,7 @@
-"""Statistics of the trajectories of a batch: pure functions."""
+"""Statistics of the trajectories of a batch: pure functions.
+
+The controller alone computes them; the trainer reports only what training itself shows.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from slipstream.learner.controller.trajectories.batch import Batch
 from slipstream.protocol.rewards import has_variance
 from slipstream.protocol.settings.algorithm_section import AdvantageKind
 from slipstream.protocol.settings.config import Config
@@ -18,15 +22,24 @@ _EQUAL = "equal_rewards_fraction"
 HINT_AFTER_STEPS = 10
 
 
-def batch_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards, lengths and times of the episodes; docs/metrics.md says what each name means."""
+def batch_statistics(batch: Batch) -> dict[str, float]:
+    """Rewards, lags, lengths and times; docs/metrics.md says what each name means."""
+    trajectories = batch.trajectories
+    lags, num_sampled = batch.token_lags, batch.token_lags.total()
     rewards = [t.reward for t in trajectories]
     sizes = [len(t.token_ids) for t in trajectories]
     replies = [length for t in trajectories for length in t.run_lengths[1::2]]
     return {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
         "reward_min": min(rewards),
         "reward_max": max(rewards),
+        "lag_mean": sum(lag * n for lag, n in lags.items()) / max(1, num_sampled),
+        "lag_max": float(max(lags, default=0)),
+        "trajectories_with_several_versions": float(batch.num_with_several_versions),
+        "num_tokens": float(sum(sizes)),
         "prompt_tokens_mean": statistics.fmean(t.run_lengths[0] for t in trajectories),
+        "reply_tokens_mean": num_sampled / max(1, len(replies)),
         "reply_tokens_max": float(max(replies, default=0)),
         "episode_tokens_mean": statistics.fmean(sizes),
         "episode_tokens_max": float(max(sizes)),

@@ -11,27 +11,20 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RecordedStep, RunHistory, batch_name
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batch import (
     Batch,
     from_record,
-    record,
-    token_lags,
     tokens_by_server,
-    with_several_versions,
 )
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.errors import ProtocolError, RunFailed
-from slipstream.protocol.queue.base import TrajectoryReceiver
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
 
@@ -57,20 +50,13 @@ class BatchFormer:
 
     def __init__(
         self,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        journal: Journal,
-        ledger: TokenLedger,
-        receiver: TrajectoryReceiver,
+        books: Books,
         tasks: asyncio.TaskGroup,
         *,
         keep_batches: bool,
     ) -> None:
-        self._book = book
-        self._environments = environments
-        self._journal = journal
-        self._ledger = ledger
-        self._receiver = receiver
+        self._book, self._environments = books.leases, books.environments
+        self._journal, self._ledger, self._receiver = books.journal, books.ledger, books.queue
         self._tasks = tasks
         self._keep_batches = keep_batches
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
@@ -189,7 +175,7 @@ class BatchFormer:
 
     def _write_record(self, batch: Batch) -> int:
         """Encodes a batch and makes it durable; runs in a thread, because both take long."""
-        return self._journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
+        return self._journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
         """Returns the earlier answer to a repeated report; None for the first report of a batch.
@@ -233,8 +219,8 @@ class BatchFormer:
                 step=report.step,
                 version=list(version),
                 digest=report.weight_digest.hex(),
-                lags=[list(pair) for pair in sorted(token_lags(batch).items())],
-                several=with_several_versions(batch),
+                lags=[list(pair) for pair in sorted(batch.token_lags.items())],
+                several=batch.num_with_several_versions,
             )
         if earlier is None:
             tokens = sampled_tokens(batch.trajectories)

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.earlier_ids import EarlierIds
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.quarantine import (
@@ -47,11 +44,8 @@ class Inspector:
 
     def __init__(
         self,
-        progress: RunProgress,
-        book: LeaseBook,
-        fleet: Fleet,
-        journal: Journal,
-        ledger: TokenLedger,
+        run: Run,
+        books: Books,
         endings: Endings,
         *,
         run_again: Callable[[TrajectoryName, str, bool], None],
@@ -60,17 +54,15 @@ class Inspector:
 
         `will_retry`: the server itself tries the episode again.
         """
-        self._progress = progress
-        self._book = book
-        self._fleet = fleet
-        self._journal = journal
-        self._ledger = ledger
+        self._run, self._progress = run, run.progress
+        self._book, self._fleet = books.leases, books.fleet
+        self._journal, self._ledger = books.journal, books.ledger
         self._endings = endings
         self._again = run_again
-        self._largest_bytes = largest_trajectory_bytes(progress.config) + NAMES_BYTES
-        self._vocabulary = vocabulary_size(progress.config)
-        self._earlier = EarlierIds(RunHistory(), journal)
-        self.quarantine = Quarantine(progress.config.run_dir / "quarantine")
+        self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
+        self._vocabulary = vocabulary_size(run.config)
+        self._earlier = EarlierIds(RunHistory(), books.journal)
+        self.quarantine = Quarantine(run.config.run_dir / "quarantine")
 
     def restore(self, history: RunHistory) -> None:
         """Takes over journaled trajectories and servers: their deliveries may come again."""
@@ -132,18 +124,18 @@ class Inspector:
         if not others:
             self._progress.fail(fault)
         elif session is not None and not session.is_leaving:
-            self._progress.events.add(f"{fault}; it is sent away", Severity.ERROR)
+            self._run.events.add(f"{fault}; it is sent away", Severity.ERROR)
             self._fleet.order_drain(session, fault, finish=False)
 
     def _facts(self) -> KnownFacts:
-        progress = self._progress
-        sampling = progress.config.sampling
+        progress, config = self._progress, self._run.config
+        sampling = config.sampling
         return KnownFacts(
             servers=self._fleet.known,
             newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
             vocabulary=self._vocabulary,
             # Not the bound for new leases, which may be lower by now.
-            max_staleness=progress.config.algorithm.max_staleness,
+            max_staleness=config.algorithm.max_staleness,
             max_episode_tokens=sampling.max_episode_tokens,
             max_total_tokens=sampling.total_tokens,
             max_branches=sampling.max_branches,
@@ -179,7 +171,7 @@ class Inspector:
             epoch=server.epoch,
         )
         self._endings.acknowledge(trajectory_id)
-        self._progress.events.add(
+        self._run.events.add(
             f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}{place}",
             Severity.ERROR,
         )
@@ -187,4 +179,4 @@ class Inspector:
             self._send_away(server, cause)
         if claim.name is not None:
             self._again(claim.name, cause, claim.will_retry)
-        self._progress.signal.notify()
+        self._run.signal.notify()

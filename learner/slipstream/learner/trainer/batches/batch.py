@@ -85,25 +85,6 @@ class Batch:
             parts[share[group_ids[owner]]].append(index)
         return parts
 
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics of rewards, sizes and lags."""
-        rewards = self.rewards()
-        lags = token_lags(self.trajectories, self.step)
-        spans = [{s.version for s in t.version_spans if s.length} for t in self.trajectories]
-        sampled = [t.num_sampled_tokens for t in self.trajectories]
-        turns = [max(1, len(t.run_lengths) // 2) for t in self.trajectories]
-        return {
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "num_tokens": float(sum(len(t.token_ids) for t in self.trajectories)),
-            "lag_mean": float(lags.mean()) if lags.size else 0.0,
-            "lag_max": float(lags.max()) if lags.size else 0.0,
-            "trajectories_with_several_versions": float(
-                sum(len(versions) > 1 for versions in spans)
-            ),
-            "reply_tokens_mean": sum(sampled) / sum(turns),
-        }
-
 
 def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:
     """Returns the lag of each sampled token, of all trajectories in order."""

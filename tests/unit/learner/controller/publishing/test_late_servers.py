@@ -12,19 +12,11 @@ from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
-from support.rigs.publishing_scene import (
-    DIGESTS,
-    LOADED,
-    READY,
-    SERVING,
-    Scene,
-    next_order,
-    progress_of,
-)
+from support.rigs.publishing_scene import DIGESTS, LOADED, READY, SERVING, Scene, next_order, run_of
 
 
 def texts(scene: Scene) -> list[str]:
-    return [event.text for event in scene.progress.events._events]
+    return [event.text for event in scene.run.events._events]
 
 
 def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> None:
@@ -58,7 +50,7 @@ async def order_without(scene: Scene, late: ServerSession) -> str:
 
 async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_is() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.3}), tasks)
+        scene = Scene(run_of(weights={"bucket_deadline_s": 0.3}), tasks)
         late = await two_that_serve(scene)
         question = await order_without(scene, late)
         # The late server goes on as it is.
@@ -70,7 +62,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         # The late server is not asked again before its answer has come.
         scene.publisher.ask_ahead(PolicyVersion(0, 2))
         assert late.outbox.pop() is None
-        changed = asyncio.create_task(scene.progress.signal.wait(10))
+        changed = asyncio.create_task(scene.run.signal.wait(10))
         await asyncio.sleep(0)
         say(scene, late, question, READY)
         await changed
@@ -83,9 +75,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
 
 async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not_wait() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(
-            progress_of(weights={"bucket_deadline_s": 0.3, "join_deadline_s": 0.6}), tasks
-        )
+        scene = Scene(run_of(weights={"bucket_deadline_s": 0.3, "join_deadline_s": 0.6}), tasks)
         late = await two_that_serve(scene)
         await order_without(scene, late)
         assert scene.fleet.find(late.key) is late
@@ -99,25 +89,23 @@ async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not
 
 
 async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
-    progress = progress_of(weights={"bucket_deadline_s": 0.001, "join_deadline_s": 0.002})
+    run = run_of(weights={"bucket_deadline_s": 0.001, "join_deadline_s": 0.002})
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+        scene = Scene(run, tasks)
         for number in range(MAX_FAILED_WHILE_NONE_SERVES):
-            assert not progress.is_over
+            assert not run.progress.is_over
             if number:
                 scene.joined("a")
             assert await scene.publisher.prepare() is None
             while scene.fleet.sessions:
                 await asyncio.sleep(0)
-    assert progress.state == status_pb2.RUN_STATE_FAILED
-    assert "16 publishes in a row to a failed, the last one: it did not say" in progress.cause
+    assert run.progress.state == status_pb2.RUN_STATE_FAILED
+    assert "16 publishes in a row to a failed, the last one: it did not say" in run.progress.cause
 
 
 async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(
-            progress_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6}), tasks
-        )
+        scene = Scene(run_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6}), tasks)
         assert await scene.publisher.prepare() is None
         scene.fleet.drains(scene.session, "SIGTERM")
     assert scene.fleet.find(scene.session.key) is scene.session
@@ -145,7 +133,7 @@ async def sent_to_both(
 
 async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_has() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.3}), tasks)
+        scene = Scene(run_of(weights={"bucket_deadline_s": 0.3}), tasks)
         late = await two_that_serve(scene)
         publish_id, receipt = await sent_to_both(scene, late)
         assert list(receipt.serving) == ["a"]
@@ -181,7 +169,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
 ) -> None:
     settings = {"bucket_deadline_s": 0.3, "join_deadline_s": 1.0}
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress_of(weights=settings), tasks)
+        scene = Scene(run_of(weights=settings), tasks)
         late = await two_that_serve(scene)
         publish_id, _ = await sent_to_both(scene, late)
         scene.make_version(2)
@@ -217,7 +205,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
 
 async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress_of(weights={"bucket_deadline_s": 0.3}), tasks)
+        scene = Scene(run_of(weights={"bucket_deadline_s": 0.3}), tasks)
         await scene.serve()
         order = await scene.ordered()
         receipt = await scene.finish(order.publish_id)
@@ -236,7 +224,7 @@ async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again()
 
 async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress_of(), tasks)
+        scene = Scene(run_of(), tasks)
         broken = await two_that_serve(scene)
 
         async def failing(*sessions: ServerSession) -> list[str]:

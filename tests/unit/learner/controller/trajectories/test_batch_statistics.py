@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.learner.controller.reporting.resources import RunResources
+from slipstream.learner.controller.trajectories.batch import Batch, from_record
 from slipstream.learner.controller.trajectories.batch_statistics import (
     HINT_AFTER_STEPS,
     LessonWatch,
@@ -13,6 +14,7 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
     environment_means,
     equal_rewards,
 )
+from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.protocol.types import (
     Branch,
     GroupId,
@@ -23,6 +25,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.v1 import trainer_pb2
 from support.fakes.small_configs import config_of
 
 
@@ -50,12 +53,36 @@ def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajector
     return dataclasses.replace(made, **changes)
 
 
-def test_rewards_lengths_turns_and_times_of_a_batch():
-    batch = [
-        trajectory(1.0, 3, 5, 2, 4, generation_s=3.0, environment_s=0.5),
-        trajectory(-2.0, 7, 1, status=Status.TRUNCATED, generation_s=1.0),
-    ]
+def batch_of(step: int, *trajectories: Trajectory) -> Batch:
+    members = [dataclasses.replace(t, member=n) for n, t in enumerate(trajectories)]
+    message = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=step, batch_id="b"),
+        trajectories=[trajectory_to_pb(member) for member in members],
+    )
+    return from_record(message)
+
+
+def test_rewards_lags_lengths_turns_and_times_of_a_batch():
+    old, new = PolicyVersion(0, 1), PolicyVersion(0, 3)
+    spans = (VersionSpan(6, old), VersionSpan(3, new))
+    batch = batch_of(
+        3,
+        trajectory(1.0, 3, 5, 2, 4, generation_s=3.0, environment_s=0.5, version_spans=spans),
+        trajectory(
+            *(-2.0, 7, 1),
+            status=Status.TRUNCATED,
+            generation_s=1.0,
+            version_spans=(VersionSpan(1, new),),
+        ),
+    )
     assert batch_statistics(batch) == {
+        "reward_mean": -0.5,
+        "reward_std": 1.5,
+        "lag_mean": 1.2,
+        "lag_max": 2.0,
+        "trajectories_with_several_versions": 1.0,
+        "num_tokens": 22.0,
+        "reply_tokens_mean": 10 / 3,
         "reward_min": -2.0,
         "reward_max": 1.0,
         "prompt_tokens_mean": 5.0,
