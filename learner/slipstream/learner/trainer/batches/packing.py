@@ -137,8 +137,28 @@ class TrainingSequence:
 
 
 @dataclass(frozen=True)
+class Paths:
+    """The keys that the segments of a micro batch see: all tokens before them on their paths.
+
+    `cu_seqlens` of the micro batch are then the bounds of segments. The last keys of a segment are
+    its own tokens.
+    """
+
+    # int64 [keys]: the place in the micro batch of each key, segment by segment.
+    key_places: Tensor
+    # int32: the start of each segment's keys, and the end.
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    def to(self, device: torch.device) -> Paths:
+        """Returns a copy on `device`, without waiting for the device."""
+        places, bounds = to_device(self.key_places, device), to_device(self.cu_seqlens, device)
+        return Paths(places, bounds, self.max_seqlen)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences; all tensors are [tokens] except `cu_seqlens` and `expert_ids`."""
+    """Packed sequences; all tensors are [tokens] except `cu_seqlens`, `expert_ids` and `paths`."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -164,6 +184,8 @@ class MicroBatch:
     # [tokens, layers, experts per token]: the experts of the token itself, not of the token that
     # it predicts. The largest id of the type means "not known". None: no experts are known.
     expert_ids: Tensor | None = None
+    # The keys that each sequence sees; None: those of its own tokens.
+    paths: Paths | None = None
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Returns a micro batch with `change` applied to every tensor whose first dim is tokens."""
@@ -179,7 +201,11 @@ class MicroBatch:
         if device.type == "cpu":
             return self
         moved = self.map_tokens(lambda tensor: to_device(tensor, device))
-        return dataclasses.replace(moved, cu_seqlens=to_device(self.cu_seqlens, device))
+        return dataclasses.replace(
+            moved,
+            cu_seqlens=to_device(self.cu_seqlens, device),
+            paths=self.paths and self.paths.to(device),
+        )
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -204,34 +230,65 @@ def build_micro_batch(
     filler has zeros for each estimate that they have.
     """
     chosen = [_padded(sequences[index], sequence_multiple) for index in indices]
-    total = sum(map(len, chosen))
-    filler = round_up(max(1, total), multiple) - total
-    if filler:
-        like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
-        chosen.append(_filler(filler, like))
-    lengths = np.array([len(sequence) for sequence in chosen])
-    ends = np.cumsum(lengths)
+    chosen += filler_to(multiple, sum(map(len, chosen)), sequences)
+    ends = np.cumsum([len(sequence) for sequence in chosen])
     token_ids = np.concatenate([sequence.token_ids for sequence in chosen])
-    weights = np.array([sequence.loss_weight for sequence in chosen], dtype=np.float32)
-    estimates = [sequence.estimates for sequence in chosen]
+    return joined(
+        chosen,
+        targets=_predicted(token_ids, ends),
+        starts=[0] * len(chosen),
+        places=range(len(chosen)),
+        indices=indices,
+    )
+
+
+def joined(
+    parts: Sequence[TrainingSequence],
+    *,
+    targets: npt.NDArray[np.int64],
+    starts: Sequence[int],
+    places: Sequence[int],
+    indices: Sequence[int],
+) -> MicroBatch:
+    """Joins `parts`, of which part n has the positions from `starts[n]` on of `indices[places[n]]`.
+
+    Filler has the place `len(indices)`. `targets` is [tokens].
+    """
+    lengths = np.array([len(part) for part in parts])
+    ends = np.cumsum(lengths)
+    weights = np.array([part.loss_weight for part in parts], dtype=np.float32)
+    estimates = [part.estimates for part in parts]
+    first = np.repeat(ends - lengths - np.asarray(starts), lengths)
     return MicroBatch(
-        token_ids=_tensor(token_ids),
-        position_ids=_tensor(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)),
-        targets=_tensor(_predicted(token_ids, ends)),
-        loss_mask=_tensor(np.concatenate([sequence.loss_mask for sequence in chosen])),
+        token_ids=_tensor(np.concatenate([part.token_ids for part in parts])),
+        position_ids=_tensor(np.arange(ends[-1]) - first),
+        targets=_tensor(targets),
+        loss_mask=_tensor(np.concatenate([part.loss_mask for part in parts])),
         loss_weights=_tensor(np.repeat(weights, lengths)),
         advantages=_tensor(np.concatenate([one.advantages for one in estimates])),
-        behavior_logprobs=_tensor(np.concatenate([s.behavior_logprobs for s in chosen])),
-        lags=_tensor(np.concatenate([sequence.lags for sequence in chosen])),
-        sequence_ids=_tensor(np.repeat(np.arange(len(chosen)), lengths)),
+        behavior_logprobs=_tensor(np.concatenate([part.behavior_logprobs for part in parts])),
+        lags=_tensor(np.concatenate([part.lags for part in parts])),
+        sequence_ids=_tensor(np.repeat(np.asarray(places), lengths)),
         cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
         max_seqlen=int(lengths.max()),
         indices=tuple(indices),
         reference_logprobs=_tensor(_joined_or_none([e.reference_logprobs for e in estimates])),
         values=_tensor(_joined_or_none([e.values for e in estimates])),
         returns=_tensor(_joined_or_none([e.returns for e in estimates])),
-        expert_ids=_expert_ids(chosen),
+        expert_ids=_expert_ids(parts),
     )
+
+
+def filler_to(
+    multiple: int, num_tokens: int, sequences: Sequence[TrainingSequence]
+) -> list[TrainingSequence]:
+    """Returns the filler that completes `num_tokens` to a multiple, at least one token; or none.
+
+    It has no loss, and zeros for each estimate that `sequences` have.
+    """
+    missing = round_up(max(1, num_tokens), multiple) - num_tokens
+    like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
+    return [_filler(missing, like)] if missing else []
 
 
 def _expert_ids(sequences: Sequence[TrainingSequence]) -> Tensor | None:

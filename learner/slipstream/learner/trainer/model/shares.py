@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -18,6 +17,8 @@ from slipstream.learner.trainer.batches.packing import (
     round_up,
 )
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
+from slipstream.learner.trainer.batches.prefix_tree import Bundle, bundles, num_squares, num_tokens
+from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
 from slipstream.protocol.types import LogprobArray, Trajectory
 from torch import Tensor
@@ -25,6 +26,9 @@ from torch import Tensor
 # Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,
 # and [] on the other stages.
 Forward = Callable[[Sequence[MicroBatch]], Sequence[Tensor]]
+
+# Bundles for each replica, at least, if sequences are short enough.
+_BUNDLES = 4
 
 
 def batch_outputs(
@@ -70,10 +74,10 @@ def masked_outputs(
             # Each context parallel rank has some values; the sum over all ranks completes them.
             row = torch.zeros(bounds[-1], dtype=torch.float32)
             row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.float().cpu()
-            for part, index in zip(
-                itertools.starmap(slice, pairwise(bounds)), whole.indices, strict=False
-            ):
-                found[starts[index] : starts[index + 1]] = row[part][whole.loss_mask[part]]
+            places = whole.sequence_ids[whole.loss_mask]
+            masked = row[whole.loss_mask]
+            for place, index in enumerate(whole.indices):
+                found[starts[index] : starts[index + 1]] = masked[places == place]
     ranks.sum(found)
     return [found[start:end].numpy() for start, end in pairwise(starts)]
 
@@ -98,10 +102,28 @@ def _packed(
     max_tokens: int,
 ) -> list[MicroBatch]:
     """Returns this replica's whole micro batches, which context parallel ranks share."""
+    ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
+    if model.sharing is not None:
+        found = _bundles(sequences, members, model, max_tokens=limit)
+        if any(len(bundle) > 1 for bundle in found):
+            plan = plan_micro_batches(
+                [num_tokens(bundle) for bundle in found],
+                max_tokens=limit,
+                dp_size=ranks.dp_size,
+                multiple=model.micro_batch_multiple,
+                attention_length=model.attention_length,
+                squares=[num_squares(bundle) for bundle in found],
+            )
+            return [
+                build_tree_micro_batch(
+                    sequences, [found[place] for place in places], multiple=model.token_multiple
+                )
+                for places in plan[ranks.dp_rank]
+            ]
     plan = plan_micro_batches(
         [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
-        max_tokens=max_tokens * model.ranks.cp_size,
-        dp_size=model.ranks.dp_size,
+        max_tokens=limit,
+        dp_size=ranks.dp_size,
         multiple=model.micro_batch_multiple,
         attention_length=model.attention_length,
     )
@@ -112,8 +134,27 @@ def _packed(
             multiple=model.token_multiple,
             sequence_multiple=model.sequence_multiple,
         )
-        for places in plan[model.ranks.dp_rank]
+        for places in plan[ranks.dp_rank]
     ]
+
+
+def _bundles(
+    sequences: Sequence[TrainingSequence],
+    members: Sequence[int],
+    model: ParallelModel,
+    *,
+    max_tokens: int,
+) -> list[Bundle]:
+    """Returns bundles of all `members`, small enough that replicas can have equal work."""
+    assert model.sharing is not None
+    share = sum(len(sequences[index]) for index in members) // (_BUNDLES * model.ranks.dp_size)
+    longest = max((len(sequences[index]) for index in members), default=0)
+    return bundles(
+        sequences,
+        members,
+        max_tokens=min(max_tokens, max(longest, share)),
+        min_shared=model.sharing.min_tokens,
+    )
 
 
 def _sampled_outputs(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:
