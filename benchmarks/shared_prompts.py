@@ -67,6 +67,9 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, objec
         LOADS[arguments.shape], micro_batch_tokens=tokens, group_size=arguments.group_size
     )
     config = shape_config(arguments.shape, load, folder, threads=arguments.threads)
+    # Weights that stay as they are: both steps must find the same loss and gradient.
+    still = config.algorithm.model_copy(update={"learning_rate": 1e-30})
+    config = config.model_copy(update={"algorithm": still})
     policy = open_policy(config, Launch(0, 1, 0), load_weights=False)
     assert policy.sharing is not None
     steps = {
@@ -78,6 +81,13 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, objec
         batch = group_batch(arguments, prompt, SHAPES[arguments.shape].vocab, 0)
         measure.progress(f"prompts of {prompt}: {len(batch.trajectories)} sequences")
         found.append(one_length(steps, batch, arguments, policy.ranks.device) | {"prompt": prompt})
+        if arguments.profile:
+            for name, step in steps.items():
+                with torch.profiler.profile(with_stack=False) as profile:
+                    step.run(batch)
+                    synchronize(policy.ranks.device)
+                text = profile.key_averages().table(sort_by="cuda_time_total", row_limit=25)
+                print(name, prompt, text, sep="\n")
     policy.ranks.close()
     return found
 
@@ -151,6 +161,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     is_small = arguments.shape == "tiny"

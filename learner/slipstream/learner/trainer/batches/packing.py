@@ -149,11 +149,32 @@ class Paths:
     # int32: the start of each segment's keys, and the end.
     cu_seqlens: Tensor
     max_seqlen: int
+    # The copies of token t among the keys are `copies[copy_bounds[t] : copy_bounds[t + 1]]`.
+    copies: Tensor
+    copy_bounds: Tensor
+
+    @classmethod
+    def of(cls, places: Sequence[Tensor], num_tokens: int) -> Paths:
+        """Joins the places of each segment's keys in a micro batch of `num_tokens`."""
+        lengths = torch.tensor([0, *map(len, places)])
+        joined = torch.cat(list(places))
+        counts = torch.bincount(joined, minlength=num_tokens)
+        return cls(
+            key_places=joined,
+            cu_seqlens=lengths.cumsum(0).to(torch.int32),
+            max_seqlen=int(lengths.max()),
+            copies=joined.argsort(stable=True),
+            copy_bounds=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        )
 
     def to(self, device: torch.device) -> Paths:
         """Returns a copy on `device`, without waiting for the device."""
-        places, bounds = to_device(self.key_places, device), to_device(self.cu_seqlens, device)
-        return Paths(places, bounds, self.max_seqlen)
+        tensors: dict[str, Any] = {
+            name: to_device(value, device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
 
 
 @dataclass(frozen=True)

@@ -74,5 +74,4 @@ def _paths(bundles: Sequence[Bundle], bounds: Sequence[int]) -> Paths:
             places.append(torch.cat([*before, own]))
     if len(places) < len(bounds) - 1:
         places.append(torch.arange(bounds[-2], bounds[-1]))
-    lengths = torch.tensor([0, *map(len, places)])
-    return Paths(torch.cat(places), lengths.cumsum(0).to(torch.int32), int(lengths.max()))
+    return Paths.of(places, bounds[-1])

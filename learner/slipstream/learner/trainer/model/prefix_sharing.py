@@ -105,7 +105,6 @@ def _by_paths(
         return None
     assert shared.paths is not None
     query, key, value, *others = arguments
-    places = shared.paths.key_places
     by_path = RoutedSequences(
         qkv_format="thd",
         cu_seqlens_q=shared.bounds,
@@ -114,7 +113,7 @@ def _by_paths(
         max_seqlen_kv=shared.paths.max_seqlen,
     )
     changed = {"packed_seq_params": by_path, "attn_mask_type": MaskType.padding_causal_bottom_right}
-    laid_out = (query, KeysByPath.apply(key, places), KeysByPath.apply(value, places), *others)  # type: ignore[no-untyped-call]
+    laid_out = (query, KeysByPath.apply(key, shared.paths), KeysByPath.apply(value, shared.paths), *others)  # type: ignore[no-untyped-call]
     return laid_out, named | changed
 
 
@@ -122,20 +121,20 @@ class KeysByPath(torch.autograd.Function):
     """Copies keys or values [tokens, heads, dim] to their paths; gradients are summed in float32."""
 
     @staticmethod
-    def forward(ctx: Any, keys: Tensor, places: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(places)
-        ctx.num_tokens = len(keys)
-        return keys.index_select(0, places)
+    def forward(ctx: Any, keys: Tensor, paths: Paths) -> Tensor:  # noqa: ANN401
+        ctx.paths = paths
+        return keys.index_select(0, paths.key_places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        (places,) = ctx.saved_tensors
         (grad,) = grads
-        total = torch.zeros(
-            (ctx.num_tokens, *grad.shape[1:]), dtype=torch.float32, device=grad.device
-        )
-        total.index_add_(0, places, grad.float())
-        return total.to(grad.dtype), None
+        paths: Paths = ctx.paths
+        if grad.is_cuda:
+            from slipstream.learner.trainer.model.path_sums import sum_copies
+
+            return sum_copies(grad, paths.copies, paths.copy_bounds), None
+        total = grad.new_zeros((len(paths.copy_bounds) - 1, *grad.shape[1:]), dtype=torch.float32)
+        return total.index_add_(0, paths.key_places, grad.float()).to(grad.dtype), None
 
 
 def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool) -> str:

@@ -27,8 +27,10 @@ from torch import Tensor
 # and [] on the other stages.
 Forward = Callable[[Sequence[MicroBatch]], Sequence[Tensor]]
 
-# Bundles for each replica, at least, if sequences are short enough.
-_BUNDLES = 4
+# Shares of a micro batch that the longest bundle takes.
+_PARTS = (1, 2, 4, 8)
+# A micro batch costs its tokens and this part of the largest one.
+_LAUNCH = 32
 
 
 def batch_outputs(
@@ -104,21 +106,11 @@ def _packed(
     """Returns this replica's whole micro batches, which context parallel ranks share."""
     ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
     if model.sharing is not None:
-        found = _bundles(sequences, members, model, max_tokens=limit)
-        if any(len(bundle) > 1 for bundle in found):
-            plan = plan_micro_batches(
-                [num_tokens(bundle) for bundle in found],
-                max_tokens=limit,
-                dp_size=ranks.dp_size,
-                multiple=model.micro_batch_multiple,
-                attention_length=model.attention_length,
-                squares=[num_squares(bundle) for bundle in found],
-            )
+        chosen = _shared_plan(model, sequences, members, max_tokens=limit)
+        if chosen is not None:
             return [
-                build_tree_micro_batch(
-                    sequences, [found[place] for place in places], multiple=model.token_multiple
-                )
-                for places in plan[ranks.dp_rank]
+                build_tree_micro_batch(sequences, chosen_bundles, multiple=model.token_multiple)
+                for chosen_bundles in chosen[ranks.dp_rank]
             ]
     plan = plan_micro_batches(
         [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
@@ -138,23 +130,43 @@ def _packed(
     ]
 
 
-def _bundles(
+def _shared_plan(
+    model: ParallelModel,
     sequences: Sequence[TrainingSequence],
     members: Sequence[int],
-    model: ParallelModel,
     *,
     max_tokens: int,
-) -> list[Bundle]:
-    """Returns bundles of all `members`, small enough that replicas can have equal work."""
+) -> list[list[list[Bundle]]] | None:
+    """Returns the bundles of each micro batch of each replica; None if nothing can be shared.
+
+    Long bundles share most, short ones fill micro batches and replicas evenly: bundles of several
+    lengths are planned, and the plan with the least work is taken.
+    """
     assert model.sharing is not None
-    share = sum(len(sequences[index]) for index in members) // (_BUNDLES * model.ranks.dp_size)
-    longest = max((len(sequences[index]) for index in members), default=0)
-    return bundles(
-        sequences,
-        members,
-        max_tokens=min(max_tokens, max(longest, share)),
-        min_shared=model.sharing.min_tokens,
-    )
+    found = []
+    for parts in _PARTS:
+        longest = max_tokens // parts
+        made = bundles(sequences, members, max_tokens=longest, min_shared=model.sharing.min_tokens)
+        sizes = [num_tokens(bundle) for bundle in made]
+        plan = plan_micro_batches(
+            sizes,
+            max_tokens=max_tokens,
+            dp_size=model.ranks.dp_size,
+            multiple=model.micro_batch_multiple,
+            attention_length=model.attention_length,
+            squares=[num_squares(bundle) for bundle in made],
+        )
+        work = max(
+            sum(sum(sizes[place] for place in places) + max_tokens // _LAUNCH for places in bins)
+            for bins in plan
+        )
+        chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
+        found.append((work, -parts, chosen))
+        if all(len(bundle) == 1 for bundle in made):
+            break
+    work, parts, chosen = min(found, key=lambda one: one[:2])
+    is_shared = any(len(bundle) > 1 for bins in chosen for places in bins for bundle in places)
+    return chosen if is_shared else None
 
 
 def _sampled_outputs(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:
